@@ -16,7 +16,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
 from rotationzoo.model.cache_names import cache_argument, returned_cache
-from rotationzoo.model.changing_rope import FactorCheck, watch_requests
+from rotationzoo.model.changing_rope import check_factors, watch_requests
 from rotationzoo.model.compatibility import warn_of_other_weights
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device
@@ -103,7 +103,7 @@ class RotatedCache(DynamicCache):
         cached.watch_padding(model)
         self.page_reading = PageReading(settings.reading != "rows")
         watch_attention(model)
-        self._factors = FactorCheck(changing_at(model.config))
+        self._boundary, self._is_long = changing_at(model.config), False
         watch_requests(model)
         if isinstance(rotations, Artifact):
             warn_of_other_weights(rotations, model)
@@ -120,8 +120,9 @@ class RotatedCache(DynamicCache):
 
         Where the running model's attention can read pages, a decoding step gets `LazyRows`.
         """
-        if self._factors.boundary:
-            self._factors.check(self.get_seq_length(layer_idx), key_states.shape[-2])
+        if self._boundary:
+            tokens = self.get_seq_length(layer_idx), key_states.shape[-2]
+            self._is_long = check_factors(self._boundary, *tokens, self._is_long)
         if self.page_reading.is_open and layer_idx < len(self.layers):
             layer = self.layers[layer_idx]
             if isinstance(layer, RotatedLayer):

@@ -53,12 +53,6 @@ def collect(
     skip = recipe.sink if recipe.exclude_sink else 0
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
-
-    def read(batch: torch.Tensor | MediaRow) -> Any:
-        if isinstance(batch, MediaRow):
-            return read_row(model, batch)
-        return decoder(model)(input_ids=batch.to(device), use_cache=False)
-
     observer = MomentObserver(geometry, sums.batch, skip)
     with sums.saved_if_interrupted():
         for number in range(passes):
@@ -68,8 +62,8 @@ def collect(
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
                 with intercept(model, observer.watch):
-                    states = read(batch)
-                prediction.check_finite(model, states[0], partial(read, batch))
+                    states = read_row(model, batch)
+                prediction.check_finite(model, states[0], partial(read_row, model, batch))
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(batches))
     tokens = sum(_count(batch, 0) for batch in batches)
@@ -78,8 +72,10 @@ def collect(
     return sums.whole
 
 
-def read_row(model: PreTrainedModel, row: MediaRow) -> Any:
-    """What a model makes of a row, without its language-model head where the rest can."""
+def read_row(model: PreTrainedModel, row: torch.Tensor | MediaRow) -> Any:
+    """What a model makes of rows, without its language-model head where the rest can."""
+    if isinstance(row, torch.Tensor):
+        return decoder(model)(input_ids=row.to(input_device(model)), use_cache=False)
     device, inputs = input_device(model), {}
     for name, tensor in row.inputs.items():
         inputs[name] = tensor.to(device, model.dtype if tensor.is_floating_point() else None)

@@ -86,7 +86,7 @@ def measure_sensitivities(
         for (index, side), loss in zip(places, found, strict=True):
             progress("measuring what each layer loses", done, total)
             if not math.isfinite(loss - noise):  # a maximum of 0 and NaN is 0
-                hint = prediction.finite_hint(model)
+                hint = "add: --quick, which measures no losses"
                 raise RotationZooError(f"what {side}s of layer {index} lose is not finite", hint)
             losses[index, side] += max(0.0, loss - noise) / len(texts)
             done += 1

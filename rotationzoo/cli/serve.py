@@ -3,10 +3,9 @@
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, shell_line, typed_words
@@ -58,7 +57,7 @@ def serve_command(
     from rotationzoo.model.files import is_gguf
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
-    from rotationzoo.recipe.rope import scaling_of
+    from rotationzoo.recipe.rope import position_count, scaling_of
     from rotationzoo.vllm import KEY
     from rotationzoo.vllm.command import read_command, read_options, server_command
     from rotationzoo.vllm.plugin import choose_package, claim
@@ -73,8 +72,6 @@ def serve_command(
         )
     scaling = settle_rope_scaling(rope_scaling, [], source)
     config = load_config(source, scaling)
-    if scaling_of(load_config(source)):  # and the config's own is the same
-        scaling = None
     full, has_others = full_attention_layers(config), shares_blocks(config)
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
@@ -98,8 +95,12 @@ def serve_command(
     settings = make_settings(asked, source.name, source.folder, has_others)
     artifact = Artifact.open(Path(asked.artifact))
     words += ["--revision", revision] if revision else []
-    if overrides := _rope_overrides(source, settle_rope_scaling(scaling, [artifact], source)):
-        words += ["--hf-overrides", dumps(overrides)]
+    scaling = settle_rope_scaling(scaling, [artifact], source)
+    text = load_config(source, scaling).get_text_config(decoder=True)
+    told = {"rope_parameters": text.rope_parameters} if scaling else {}
+    if str(scaling_of(text)).startswith("yarn:"):  # vLLM takes the positions that are stated
+        told["max_position_embeddings"] = position_count(text)
+    words += ["--hf-overrides", dumps(told)] if told else []
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += ["--additional-config", dumps(named)]
     notes = [] if missing else claim(read_command(words, handed_on))
@@ -119,23 +120,6 @@ def serve_command(
         os.execvpe(words[0], words, SHELL)
 
 
-def _rope_overrides(source: "Source", scaling: str | None) -> dict[str, Any]:
-    """What of the config vLLM has to be told: RoPE that is scaled, and the positions of YaRN, which
-    it takes for those that the config states."""
-    from rotationzoo.model.loading import load_config
-    from rotationzoo.recipe.rope import position_count, scaling_of
-
-    own, config = load_config(source), load_config(source, scaling)
-    stated, text = (each.get_text_config(decoder=True) for each in (own, config))
-    told = {"rope_parameters": text.rope_parameters} if scaling else {}
-    positions = getattr(text, "max_position_embeddings", None)
-    if str(scaling_of(config)).startswith("yarn:"):
-        positions = position_count(config)
-    if positions != getattr(stated, "max_position_embeddings", None):
-        told["max_position_embeddings"] = positions
-    return told
-
-
 def _find_rotations(
     out: Output,
     source: "Source",
@@ -150,33 +134,36 @@ def _find_rotations(
     from rotationzoo.cli.calibrate import run_job
     from rotationzoo.cli.generate import find_rotations, no_rotations
     from rotationzoo.model.loading import load_config
-    from rotationzoo.recipe.rope import is_calibrated_for
+    from rotationzoo.recipe.rope import same_scaling, scaling_of
+
+    own, present = (scaling_of(load_config(source, each)) for each in (None, scaling))
 
     def fits(calibrated: str | None) -> bool:
-        return is_calibrated_for(calibrated, scaling, load_config(source, scaling))
+        return same_scaling(calibrated, present) if calibrated else own == present
 
     if artifact := find_rotations(out, source, fits):
         return artifact
     if missing:
         raise missing
-    model = source.name
-    if source.revision:
-        try:
-            artifact = _pull(out, source, fits)
-        except HubError as error:
-            make = shell_line("rotationzoo", "calibrate", *named(model, None, scaling))
-            hint = f"run it again, or make rotations with: {make}"
-            raise HubError(f"no published rotations could be fetched: {error}", hint) from error
+    try:
+        artifact = _pull(out, source, scaling, fits) if source.revision else None
+    except HubError as error:
+        make = shell_line("calibrate", *named(source.name, None, scaling))
+        hint = f"run it again, or make rotations with: {make}"
+        raise HubError(f"published rotations cannot be fetched: {error}", hint) from error
     if artifact:
         return artifact
     if dry_run:
         raise no_rotations(source)
-    job = calibration_job(model, engine=ENGINE, revision=source.revision, rope_scaling=scaling)
+    options = {"revision": source.revision, "rope_scaling": scaling}
+    job = calibration_job(source.name, engine=ENGINE, **options)
     out.note(f"Rotations: none here and none published; calibrating to {job.output}")
     return run_job(out, job)
 
 
-def _pull(out: Output, source: "Source", fits: Callable[[str | None], bool]) -> "Artifact | None":
+def _pull(
+    out: Output, source: "Source", scaling: str | None, fits: Callable[[str | None], bool]
+) -> "Artifact | None":
     """The best of the published artifacts for this model whose scaling of RoPE fits, which is said
     with its signature's state. None where there is none. Raises `RotationZooError`."""
     from rotationzoo.cli.progress_bar import show_progress
@@ -188,20 +175,17 @@ def _pull(out: Output, source: "Source", fits: Callable[[str | None], bool]) -> 
 
     index, hubs = find_index(None, None), list(HUB_NAMES)
     check_index(index, Demand())
-    listed = [each for each in index.content.entries if each.model.lower() == source.name.lower()]
-    artifacts = [each for each in listed if each.format == "rotationzoo"]
-    entries = [each for each in artifacts if fits(each.rope_scaling)]
-    if not entries:
-        if others := " and ".join(sorted({str(each.rope_scaling) for each in artifacts})):
-            out.note(f"Rotations are published for another scaling of RoPE alone: {others}")
+    wanted = source.name, source.revision, None, hubs, scaling, ENGINE
+    try:
+        entry, copies, why = choose_entry(index, *wanted)
+    except RotationZooError:  # there is none for this model, or this scaling
         return None
-    content = index.content.model_copy(update={"entries": entries})
-    loaded, revision = replace(index, content=content), source.revision
-    entry, copies, why = choose_entry(loaded, source.name, revision, None, hubs, engine=ENGINE)
+    if entry.format != "rotationzoo" or not fits(entry.rope_scaling):
+        out.note(f"Rotations that are published do not fit: {why}")
+        return None
     with show_progress(out) as progress:
         pulled = pull_first(index, entry, copies, progress=progress)
     place = f"{pulled.copy.repo} on {pulled.copy.hub}"
     out.note(f"Rotations: pulled to {pulled.path}: {why}, from {place}")
-    if pulled.signature is not None:
-        out.notes([pulled.signature.note])
+    out.notes([pulled.signature.note] if pulled.signature else [])
     return pulled.artifact

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +17,7 @@ from rotationzoo.model.cache_names import given_cache
 from rotationzoo.model.capture import decoder
 
 _BOUNDARY = "original_max_position_embeddings"
-_ALONE = SimpleNamespace(tokens=0)  # a call that is no part of a request
-_request = ContextVar("request", default=_ALONE)
+_request: ContextVar[SimpleNamespace | None] = ContextVar("request", default=None)
 
 
 def changing_ropes(tower: torch.nn.Module) -> list[Any]:
@@ -29,10 +27,10 @@ def changing_ropes(tower: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def reading_whole(model: Any, tokens: int = 0) -> Iterator[SimpleNamespace]:
-    """Inside the block, all calls have the RoPE of a call with `tokens` tokens, which may be set
-    later, or with their own where these are more. The model's `generate` keeps its cache, which Phi
-    drops where the factors change; another one raises `RotationZooError`."""
+def reading_whole(model: Any, tokens: int = 0) -> Iterator[None]:
+    """Inside the block, all calls have the RoPE of a call with `tokens` tokens, or with the prompt
+    and all that may follow in `generate`, or with their own where these are more. `generate` keeps
+    its cache, which Phi drops where the factors change; another raises `RotationZooError`."""
     request, ropes = SimpleNamespace(tokens=tokens), changing_ropes(decoder(model))
     with ExitStack() as patches:
         for rope in ropes:
@@ -40,11 +38,15 @@ def reading_whole(model: Any, tokens: int = 0) -> Iterator[SimpleNamespace]:
             read = partial(_read_whole, request, rope.forward)
             patches.enter_context(patch.object(rope, "forward", read))
         if ropes:
-            prepare = model.prepare_inputs_for_generation
-            keep = wraps(prepare)(partial(_prepare, model, prepare))
-            patches.enter_context(patch.object(model, "prepare_inputs_for_generation", keep))
+            settle, prepare = (
+                model._prepare_cache_for_generation,
+                model.prepare_inputs_for_generation,
+            )
+            new = {"_prepare_cache_for_generation": partial(_note_length, request, settle)}
+            new["prepare_inputs_for_generation"] = partial(_prepare, model.config, prepare)
+            patches.enter_context(patch.multiple(model, **new))
         patches.callback(_request.reset, _request.set(request))
-        yield request
+        yield
 
 
 def watch_requests(model: Any) -> None:
@@ -54,37 +56,22 @@ def watch_requests(model: Any) -> None:
 
 
 def generate(model: Any, *args: Any, **options: Any) -> Any:
-    """transformers' own `generate`, with the RoPE for the prompt and all tokens that may follow."""
-    settle = model._prepare_cache_for_generation
-
-    def note_length(config: Any, *rest: Any) -> Any:
-        request.tokens = config.max_length
-        return settle(config, *rest)
-
-    noting = patch.object(model, "_prepare_cache_for_generation", note_length)
-    with reading_whole(model) as request, noting:
+    """transformers' own `generate` of a model, which reads the request whole."""
+    with reading_whole(model):
         return type(model).generate(model, *args, **options)
 
 
-@dataclass
-class FactorCheck:
-    """Compares the factors of LongRoPE with which the tokens of one cache are read."""
-
-    boundary: int | None
-    """The most tokens that are read with its short factors; None for other RoPE."""
-    is_long: bool = False
-
-    def check(self, held: int, new: int) -> None:
-        """Raise `RotationZooError` where `new` tokens have other factors than those `held`."""
-        assert self.boundary is not None
-        is_long = max(held + new, _request.get().tokens) > self.boundary
-        if held and is_long != self.is_long:
-            raise RotationZooError(
-                f"LongRoPE has other factors for more than {self.boundary:,} tokens, and the cache "
-                f"has read {held:,} with those for {'more' if self.is_long else 'fewer'}",
-                hint="read all of them with a new cache, by one call of model.generate",
-            )
-        self.is_long = is_long
+def check_factors(boundary: int, held: int, new: int, was_long: bool) -> bool:
+    """Whether a cache reads `new` tokens with the factors that LongRoPE has for more tokens than
+    `boundary`. Raises `RotationZooError` where it has read those `held` with the others."""
+    request = _request.get() or SimpleNamespace(tokens=0)
+    is_long: bool = max(held + new, request.tokens) > boundary
+    if held and is_long != was_long:
+        problem = f"LongRoPE has other factors for more than {boundary:,} tokens, and the cache has"
+        problem += f" read {held:,} with those for {'more' if was_long else 'fewer'}"
+        hint = "read all of them with a new cache, by one call of model.generate"
+        raise RotationZooError(problem, hint)
+    return is_long
 
 
 def _read_whole(
@@ -96,13 +83,16 @@ def _read_whole(
     return tuple(each[..., :-1, :] for each in found)
 
 
-def _prepare(model: Any, prepare: Any, *args: Any, **options: Any) -> Any:
-    given, hiding = given_cache(options), ExitStack()
-    if hasattr(model.config, _BOUNDARY):  # Phi compares it with the tokens of a call
-        hiding.enter_context(patch.object(model.config, _BOUNDARY, sys.maxsize))
-    with hiding:
-        inputs = prepare(*args, **options)
-    if given is not None and given_cache(inputs) is not given:
-        problem = f"{type(model).__name__} dropped its cache, and would go on with another one"
+def _note_length(request: SimpleNamespace, settle: Any, config: Any, *rest: Any) -> Any:
+    request.tokens = config.max_length
+    return settle(config, *rest)
+
+
+def _prepare(config: Any, prepare: Any, *args: Any, **kwargs: Any) -> Any:
+    # Phi compares this number of its config with the tokens of a call.
+    with patch.object(config, _BOUNDARY, sys.maxsize, create=True):
+        inputs = prepare(*args, **kwargs)
+    if given_cache(inputs) is not given_cache(kwargs):
+        problem = "the model dropped its cache, and would go on with another one"
         raise RotationZooError(problem, hint="look at: rotationzoo evaluate")
     return inputs

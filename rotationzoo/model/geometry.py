@@ -13,7 +13,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
@@ -62,11 +61,10 @@ def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
     return None
 
 
-def _shapes_of(rope: torch.nn.Module, *args: Any, **options: Any) -> Any:
-    """What a module returns, on `meta`, of zeros in the place of tensors there."""
-    given = tree_map_only(torch.Tensor, partial(torch.zeros_like, device="cpu"), (args, options))
-    found = rope(*given[0], **given[1])
-    return tree_map_only(torch.Tensor, lambda each: each.to("meta"), found)
+def _shapes_of(twin: torch.nn.Module, *given: Any, **named: Any) -> Any:
+    """What RoPE returns on `meta`: its twin reads zeros in the place of tensors there."""
+    zeros = [torch.zeros_like(each, device="cpu") for each in (*given, *named.values())]
+    return tuple(each.to("meta") for each in twin(*zeros))
 
 
 @torch.no_grad()

@@ -100,14 +100,8 @@ def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callabl
     wrong = [number for number, each in enumerate(states) if not each.isfinite().all()]
     place = f"layer {wrong[0]}" if wrong else "what follows the last layer"
     problem = f"{place} of {type(model).__name__} returns numbers that are not finite"
-    raise Unsound(problem, hint=finite_hint(model))
-
-
-def finite_hint(model: "PreTrainedModel") -> str:
-    """The hint for a model that computes numbers that are not finite."""
-    is_coarse = model.dtype.itemsize < torch.float32.itemsize
-    again = "add: --dtype float32; if that does not help, " if is_coarse else ""
-    return f"{again}fetch or save the weights again: they are damaged"
+    coarse = "" if model.dtype.itemsize > 2 else "add: --dtype float32; if that does not help, "
+    raise Unsound(problem, hint=f"{coarse}fetch or save the weights again: they are damaged")
 
 
 def continue_greedily(

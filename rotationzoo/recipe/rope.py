@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _UNSCALED = "give no --rope-scaling, nor a recipe or rotations that were made with one"
+_TRAINED = "original_max_position_embeddings"
 _FULL = "full_attention"
 """The layer type whose RoPE is scaled, where a config has parameters for each type: sliding layers
 read no distances beyond their window."""
@@ -17,25 +18,24 @@ read no distances beyond their window."""
 
 def position_count(config: "PretrainedConfig") -> int | None:
     """How many positions the model has with its scaling of RoPE; None where the config does not
-    say. Those of linear and dynamic scaling are multiplied, as vLLM does. YaRN has at least its
-    factor times the positions that were trained on, whichever of both counts the config states."""
+    say. A linear or dynamic factor multiplies those of the config, as in vLLM; YaRN has its factor
+    times those that were trained on, whichever of both the config states."""
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(positions, int):
         return None
-    parameters, least = _parameters(config), 0.0
-    factor = parameters.get("factor") or 1
-    if parameters.get("rope_type") == "yarn":
-        least = factor * (parameters.get("original_max_position_embeddings") or positions)
-    elif _multiplies(config, parameters.get("rope_type")):
-        least = factor * positions
-    return max(positions, int(least))
+    parameters = _parameters(config)
+    kind, factor = parameters.get("rope_type"), parameters.get("factor") or 1
+    if kind == "yarn":
+        return max(positions, int(factor * (parameters.get(_TRAINED) or positions)))
+    # Gemma 3 states its own with the factor in them.
+    multiplies = kind in ("linear", "dynamic") and "gemma3" not in config.model_type
+    return int(factor * positions) if multiplies else positions
 
 
 def changing_at(config: "PretrainedConfig") -> int | None:
     """The most tokens that LongRoPE reads with its short factors; None for any other RoPE."""
     parameters = _parameters(config)
-    is_long = parameters.get("rope_type") == "longrope"
-    return parameters.get("original_max_position_embeddings") if is_long else None
+    return parameters.get(_TRAINED) if parameters.get("rope_type") == "longrope" else None
 
 
 def scaling_of(config: "PretrainedConfig") -> str | None:
@@ -48,7 +48,7 @@ def scaling_of(config: "PretrainedConfig") -> str | None:
     factor = parameters.get("factor")
     if factor is None:
         return str(kind)
-    return str(RopeScaling(kind, factor, parameters.get("original_max_position_embeddings")))
+    return str(RopeScaling(kind, factor, parameters.get(_TRAINED)))
 
 
 def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) -> None:
@@ -77,13 +77,14 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
     original = wanted.positions or trained
     scaled = {**parameters, "rope_type": wanted.kind, "factor": wanted.factor}
     if wanted.kind == "yarn":
-        scaled["original_max_position_embeddings"] = original
+        scaled[_TRAINED] = original
     whole = text.rope_parameters
     cannot = f"the RoPE of {name} cannot be scaled by {wanted}"
     with as_unavailable(cannot, hint=_UNSCALED):
         text.rope_parameters = {**whole, _FULL: scaled} if _FULL in whole else scaled
-        factor = 1 if _multiplies(config, wanted.kind) else wanted.factor
-        text.max_position_embeddings = int(factor * original)
+        text.max_position_embeddings = original
+        if wanted.kind == "yarn" or position_count(config) == original:
+            text.max_position_embeddings = int(wanted.factor * original)
         text.validate_rope()
 
 
@@ -97,23 +98,13 @@ def same_scaling(wanted: str | None, present: str | None) -> bool:
     return wanted == present or (wanted.count(":") == 1 and present.startswith(f"{wanted}:"))
 
 
-def is_calibrated_for(
-    calibrated: str | None, asked: str | None, config: "PretrainedConfig"
-) -> bool:
-    """Whether rotations with this scaling, or for the config as it was, are for a model that runs
-    with this config, to which the scaling that was `asked` for is applied."""
-    if calibrated is None:
-        return asked is None
-    return same_scaling(calibrated, scaling_of(config))
-
-
 def complete_scaling(scaling: str, config: "PretrainedConfig") -> str:
     """The scaling with the positions that a model of this config was trained on, where it states
     none itself. Linear scaling has none."""
     stated = RopeScaling.parse(scaling)
     if stated.kind == "linear":
         return str(RopeScaling(stated.kind, stated.factor))
-    original = _parameters(config).get("original_max_position_embeddings")
+    original = _parameters(config).get(_TRAINED)
     positions = stated.positions or original or position_count(config)
     return str(RopeScaling(stated.kind, stated.factor, positions))
 
@@ -137,12 +128,6 @@ def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> s
     if positions is None or not _parameters(config) or scaling_of(config) is not None:
         return shorter
     return f"{shorter}, or --rope-scaling yarn:{math.ceil(tokens / positions)}"
-
-
-def _multiplies(config: "PretrainedConfig", kind: str | None) -> bool:
-    """Whether a kind of scaling multiplies the positions of the config. Gemma 3 states its own with
-    the factor in them."""
-    return kind in ("linear", "dynamic") and "gemma3" not in config.model_type
 
 
 def _parameters(config: "PretrainedConfig") -> dict[str, Any]:

@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pytest
 from support.command_line import SMALL, succeeded
+from support.hubs.hub import Fault
 from support.models import edited_weights, save_tiny
 from support.published import ok, publish_folder
+from support.reports import decided
 from support.vllm import pretend
 
+from rotationzoo import calibrate
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.model.source import DEMO
 from rotationzoo.vllm import KEY, WORKER, command, plugin
+from rotationzoo.writer import add_files
 from rotationzoo.zoo import lookup
+
+MODEL = "someone/tiny"
 
 
 @pytest.fixture
@@ -71,6 +77,91 @@ def test_a_model_alone_is_served_with_what_is_published(zoo, tiny, started):
     (words,) = started
     artifact = Path(json.loads(words[-1])[KEY]["artifact"])
     assert Artifact.open(artifact).recipe.bits == 3.0
+
+
+@pytest.fixture
+def published(zoo, tiny):
+    """Publishes rotations of a model on a hub, which are no longer in the folder afterwards."""
+    publish_folder(zoo.hf, MODEL, tiny)
+
+    def publish(*options, kept: float | None = None) -> None:
+        made = ok(zoo.run("calibrate", MODEL, *SMALL, *options, "--json"))["artifact"]
+        if kept is not None:
+            artifact = Artifact.open(Path(made))
+            evaluation = decided(kept, artifact.identity)
+            add_files(artifact, {"evaluation.json": b"{}"}, {"evaluation": evaluation})
+        ok(zoo.run("push", made, lookup.ZOO, "--json"))
+        shutil.rmtree("rotations")
+
+    return publish
+
+
+def option_of(words: list[str], name: str) -> dict:
+    """What a command says for one of vLLM's options in JSON."""
+    return json.loads(words[words.index(name) + 1])
+
+
+def served_artifact(words: list[str]) -> Artifact:
+    return Artifact.open(Path(option_of(words, "--additional-config")[KEY]["artifact"]))
+
+
+@pytest.mark.parametrize("scaling", ["yarn:2", "linear:4"])
+def test_scaling_of_rope_is_the_users_word(zoo, published, started, scaling):
+    published("--rope-scaling", scaling)
+    refused = zoo.run("serve", MODEL, "--dry-run")
+    assert refused.returncode == 2
+    assert f"do not fit: oscar-{scaling.replace(':', '-')} for revision" in refused.stderr
+    done = succeeded(zoo.run("serve", MODEL))
+    assert "none here and none published; calibrating to" in done.stderr
+    succeeded(zoo.run("serve", MODEL, "--rope-scaling", scaling))
+    plain, scaled = started
+    assert "--hf-overrides" not in plain
+    assert served_artifact(plain).recipe.rope_scaling is None
+    assert served_artifact(scaled).recipe.rope_scaling == scaling
+    told = option_of(scaled, "--hf-overrides")
+    assert (
+        f"{told['rope_parameters']['rope_type']}:{told['rope_parameters']['factor']:g}" == scaling
+    )
+    # vLLM multiplies the positions of linear scaling itself.
+    assert told.get("max_position_embeddings") == {"yarn:2": 1024}.get(scaling)
+    # What lies in the folder by now is for a model without scaling.
+    other = zoo.run("serve", MODEL, "--rope-scaling", "yarn:8", "--dry-run")
+    assert "there are no rotations of someone/tiny in the folder" in other.stderr
+
+
+@pytest.mark.parametrize("fault", [503, "cut"])
+def test_a_hub_that_fails_is_no_zoo_without_rotations(zoo, published, started, fault):
+    published()
+    zoo.hf.faults.append(Fault("GET", "/storage/", fault, 99))
+    refused = zoo.run("serve", MODEL)
+    assert refused.returncode == 1
+    assert "published rotations cannot be fetched: " in refused.stderr
+    assert "make rotations with: rotationzoo calibrate someone/tiny" in refused.stderr
+    zoo.hf.faults[:] = [Fault("GET", "zoo_index", 503, 99)]
+    assert "published rotations cannot be fetched: " in zoo.run("serve", MODEL).stderr
+    assert not started
+    assert not Path("rotations").exists()
+
+
+def test_the_best_for_vllm_is_pulled_and_its_signature_is_said(zoo, published, started):
+    published("--recipe", "random", kept=0.9)
+    published("--recipe", "hadamard", kept=0.8)
+    said = " ".join(succeeded(zoo.run("serve", MODEL)).stderr.split())
+    assert "which keeps most answers for vllm: random 90%" in said
+    assert f", from {lookup.ZOO} on huggingface" in said
+    assert "is not signed: nothing shows who made it" in said
+    (words,) = started
+    assert served_artifact(words).recipe.name == "random"
+
+
+def test_positions_of_yarn_in_the_config_are_told(inside, started, tmp_path):
+    """vLLM would take those that the config states, which are here the ones trained on."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    model = save_tiny(tmp_path / "model", rope_parameters={**yarn, "rope_theta": 1e4})
+    made = calibrate(str(model), recipe="hadamard", output=tmp_path / "made").folder
+    succeeded(inside("serve", model, "--rotations", made, "--rope-scaling", "yarn:4:512"))
+    (words,) = started
+    assert option_of(words, "--hf-overrides")["max_position_embeddings"] == 2048
 
 
 def test_the_package_for_cpus_has_no_command_that_starts(inside, made, monkeypatch):
