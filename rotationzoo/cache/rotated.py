@@ -1,6 +1,7 @@
 """The cache for transformers' `generate` that really stores keys and values in 2 bits."""
 
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
 from rotationzoo.model.cache_names import cache_argument, returned_cache
-from rotationzoo.model.changing_rope import check_factors, watch_requests
+from rotationzoo.model.capture import decoder
+from rotationzoo.model.changing_rope import changing_ropes, check_factors, generate
 from rotationzoo.model.compatibility import warn_of_other_weights
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device
@@ -104,7 +106,9 @@ class RotatedCache(DynamicCache):
         self.page_reading = PageReading(settings.reading != "rows")
         watch_attention(model)
         self._boundary, self._is_long = changing_at(model.config), False
-        watch_requests(model)
+        if changing_ropes(decoder(model)):  # which a request has to be read whole with
+            untyped: Any = model
+            untyped.generate = MethodType(generate, model)
         if isinstance(rotations, Artifact):
             warn_of_other_weights(rotations, model)
 
