@@ -36,12 +36,10 @@ def reading_whole(model: Any, tokens: int = 0) -> Iterator[None]:
             rope.max_seq_len_cached = 0  # dynamic NTK would keep those of a longer request
             patches.enter_context(patch.object(rope, "forward", partial(_read, rope.forward)))
         if ropes:
-            settle, prepare = (
-                model._prepare_cache_for_generation,
-                model.prepare_inputs_for_generation,
-            )
-            new: dict[str, Any] = {"_prepare_cache_for_generation": partial(_note_length, settle)}
-            new["prepare_inputs_for_generation"] = partial(_prepare, model.config, prepare)
+            settle = partial(_note_length, model._prepare_cache_for_generation)
+            prepare = partial(_prepare, model.config, model.prepare_inputs_for_generation)
+            new: dict[str, Any] = {"_prepare_cache_for_generation": settle}
+            new["prepare_inputs_for_generation"] = prepare
             patches.enter_context(patch.multiple(model, **new))
         patches.callback(_tokens.reset, _tokens.set(max(tokens, _tokens.get())))
         yield

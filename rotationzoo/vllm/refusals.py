@@ -159,7 +159,7 @@ def _changed_keys(config: Any) -> list[str]:
     kept, used = read.to_dict(), model.hf_config.to_dict()
     fixed = {"_name_or_path"}
     if str(scaling_of(model.hf_config)).startswith("yarn:"):
-        fixed.add("max_position_embeddings")  # which change nothing that YaRN computes
+        fixed.add("max_position_embeddings")  # of which YaRN computes nothing
     if wanted:
         present = scaling_of(model.hf_config)
         if not same_scaling(wanted, present) or (
