@@ -134,12 +134,11 @@ def _find_rotations(
     from rotationzoo.cli.calibrate import run_job
     from rotationzoo.cli.generate import find_rotations, no_rotations
     from rotationzoo.model.loading import load_config
-    from rotationzoo.recipe.rope import same_scaling, scaling_of
-
-    own, present = (scaling_of(load_config(source, each)) for each in (None, scaling))
+    from rotationzoo.recipe.rope import scaling_of
 
     def fits(calibrated: str | None) -> bool:
-        return same_scaling(calibrated, present) if calibrated else own == present
+        made, runs = (scaling_of(load_config(source, each)) for each in (calibrated, scaling))
+        return made == runs
 
     if artifact := find_rotations(out, source, fits):
         return artifact
@@ -178,9 +177,10 @@ def _pull(
     wanted = source.name, source.revision, None, hubs, scaling, ENGINE
     try:
         entry, copies, why = choose_entry(index, *wanted)
+        is_fitting = fits(entry.rope_scaling)
     except RotationZooError:  # there is none for this model, or this scaling
         return None
-    if entry.format != "rotationzoo" or not fits(entry.rope_scaling):
+    if entry.format != "rotationzoo" or not is_fitting:
         out.note(f"Rotations that are published do not fit: {why}")
         return None
     with show_progress(out) as progress:

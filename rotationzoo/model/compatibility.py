@@ -24,7 +24,7 @@ from rotationzoo.model.files import read_headers, weight_files
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device, load_config
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
-from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
+from rotationzoo.recipe.rope import same_scaling, scaling_of
 from rotationzoo.recipe.schema import normalize
 
 _LOG = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: So
         scaling = scaling or calibrated
         if calibrated is None or scaling is None or calibrated == scaling:
             continue
-        config = load_config(source)
-        if complete_scaling(calibrated, config) != complete_scaling(scaling, config):
+        made, runs = (scaling_of(load_config(source, each)) for each in (calibrated, scaling))
+        if made != runs:
             others = f"give it alone, or with artifacts of --rope-scaling {calibrated}"
             raise RotationZooError(
                 f"{artifact.folder} was calibrated with the rope scaling {calibrated}, "

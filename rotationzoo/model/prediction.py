@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from rotationzoo.errors import Unsound
 from rotationzoo.model.cache_names import cache_argument, returned_cache
@@ -96,13 +97,9 @@ def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callabl
         return
     with keeping_outputs(decoder_layers(model)) as outputs, intercept(model, Call.run):
         compute()
-    for number, output in enumerate(outputs):
-        states = output if torch.is_tensor(output) else output[0]
-        if not states.isfinite().all():
-            place = f"layer {number}"
-            break
-    else:
-        place = "what follows the last layer"
+    states = [tree_leaves(each)[0] for each in outputs]  # the first of a tuple
+    wrong = [number for number, each in enumerate(states) if not each.isfinite().all()]
+    place = f"layer {wrong[0]}" if wrong else "what follows the last layer"
     problem = f"{place} of {type(model).__name__} returns numbers that are not finite"
     coarse = "" if model.dtype.itemsize > 2 else "add: --dtype float32; if that does not help, "
     raise Unsound(problem, hint=f"{coarse}fetch or save the weights again: they are damaged")

@@ -98,17 +98,6 @@ def same_scaling(wanted: str | None, present: str | None) -> bool:
     return wanted == present or (wanted.count(":") == 1 and present.startswith(f"{wanted}:"))
 
 
-def complete_scaling(scaling: str, config: "PretrainedConfig") -> str:
-    """The scaling with the positions that a model of this config was trained on, where it states
-    none itself. Linear scaling has none."""
-    stated = RopeScaling.parse(scaling)
-    if stated.kind == "linear":
-        return str(RopeScaling(stated.kind, stated.factor))
-    original = _parameters(config).get(_TRAINED)
-    positions = stated.positions or original or position_count(config)
-    return str(RopeScaling(stated.kind, stated.factor, positions))
-
-
 def check_positions(config: "PretrainedConfig", tokens: int, what: str, shorter: str) -> None:
     """Raise `RotationZooError` for rows of more tokens than the model has positions.
 

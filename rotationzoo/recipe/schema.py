@@ -43,11 +43,6 @@ class RopeScaling:
             raise ValueError("must have a factor above 1, and positions above 0")
         return scaling
 
-    def agrees(self, other: Self) -> bool:
-        """Whether both are the same scaling. One of them may leave the positions to the config."""
-        positions = {self.positions, other.positions} - {None}
-        return (self.kind, self.factor) == (other.kind, other.factor) and len(positions) <= 1
-
     def __str__(self) -> str:
         text = f"{self.kind}:{self.factor:g}"
         return text if self.positions is None else f"{text}:{self.positions}"

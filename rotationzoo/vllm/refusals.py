@@ -10,7 +10,7 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.figures import byte_count
 from rotationzoo.geometry import full_attention_layers
-from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
+from rotationzoo.recipe.rope import apply_scaling, scaling_of
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, CONNECTORS, KEY, WORKER
 from rotationzoo.vllm.settings import parse_options, served_layers, verified_tokens
@@ -162,9 +162,8 @@ def _changed_keys(config: Any) -> list[str]:
         fixed.add("max_position_embeddings")  # of which YaRN computes nothing
     if wanted:
         present = scaling_of(model.hf_config)
-        if not same_scaling(wanted, present) or (
-            complete_scaling(str(present), read) != complete_scaling(wanted, read)
-        ):
+        apply_scaling(read, wanted, model.model)
+        if scaling_of(read) != present:
             raise UnsupportedModel(
                 f"rotations were calibrated with the rope scaling {wanted}, and the server runs "
                 f"with {present or 'none'}",

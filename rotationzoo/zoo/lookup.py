@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rotationzoo.errors import HubError, RotationZooError, UsageError
-from rotationzoo.recipe.schema import RopeScaling
+from rotationzoo.recipe.rope import same_scaling
+from rotationzoo.recipe.schema import normalize
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index, asked_alike, kept_words
@@ -157,10 +158,13 @@ def _of_scaling(
         plain = [entry for entry in entries if entry.rope_scaling is None]
         return (plain, scalings) if plain else (entries, [])
     try:
-        wanted = RopeScaling.parse(asked)
+        wanted = normalize(asked)
     except ValueError as error:
         raise UsageError(f"--rope-scaling {error}", hint="--rope-scaling yarn:4") from error
-    fitting = [name for name in scalings if wanted.agrees(RopeScaling.parse(name))]
+    # One of them may leave the positions to the config.
+    fitting = [
+        each for each in scalings if same_scaling(wanted, each) or same_scaling(each, wanted)
+    ]
     if not fitting:
         known = f"its rotations are for: {', '.join(scalings)}" if scalings else "leave it out"
         make = f"rotationzoo calibrate {model} --rope-scaling {wanted}"
