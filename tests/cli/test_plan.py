@@ -132,3 +132,20 @@ def test_latents_are_planned_for_our_own_cache(inside):
     assert report["layers"] == 4
     steps = [command.split()[1] for command in report["commands"]]
     assert steps == ["calibrate", "generate"], "no engine with a pair of files takes latents"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+    ],
+    ids=str,
+)
+def test_scaled_rope_is_planned_from_the_config_alone(inside, scaling, positions):
+    config = CONFIGS["Qwen3-8B"] | {"max_position_embeddings": 2048, "rope_scaling": scaling}
+    put_config(inside.folder / "scaled", json.dumps(config | {"num_hidden_layers": 2}))
+    report = ok(inside("plan", "scaled", "--json"))
+    assert (report["positions"], report["context"]) == (positions, positions)
+    assert report["layers"] == 2
+    assert f"--max-model-len {positions}" in report["commands"][-1]
