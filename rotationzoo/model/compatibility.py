@@ -24,14 +24,14 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
 from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims, same_shapes
-from rotationzoo.model.files import read_headers, weight_files
+from rotationzoo.model.files import check_configs, read_headers, weight_files
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device, load_config, on_meta
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
 from rotationzoo.recipe.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.recipe.schema import normalize
-from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.disks import check_regular
+from rotationzoo.storage.files import read_json
 from rotationzoo.words import shortened
 
 _LOG = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def _lines(config: PretrainedConfig) -> list[str]:
 # ---- an adapter, in a folder as peft writes it
 
 _WEIGHTS, _OTHER = "adapter_model.safetensors", "give an adapter of this model"
-_SECONDS = 10
+_SECONDS = 10  # a model of 18,000 modules takes 3
 # Peft takes a config at its word: other keys import modules, read files or copy layers.
 _KNOWN = (
     "alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config "
@@ -214,9 +214,8 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     if find_spec("peft") is None:
         raise RotationZooError("peft is not installed", hint="run: pip install 'peft>=0.20'")
     check_regular(folder / _WEIGHTS)
-    # In the hub's cache, it is a link. One that names 18,000 experts has 1 MB.
-    content = strict_json.parse(files.read(path.resolve(), 1 << 21), str(path))
-    table = {"peft_type": "none", **strict_json.validate(dict[str, Any], content, str(path))}
+    check_configs(folder, str(folder))
+    table = {"peft_type": "none", **read_json(path)}
     for key, value in table.items():
         if value and not re.fullmatch(_VALUES.get(key, ""), str(value)):
             problem = f"{path} sets {shortened(key)} to {shortened(str(value))}, which is not read"
@@ -228,32 +227,31 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 def check_adapter(folder: Path, config: PretrainedConfig, label: str) -> list[str]:
     """What to note of an adapter for the model of this config and label. Raises `ModelUnavailable`
     for one that does not fit, or asks for more time or memory than its weights could need."""
-    base = Path(str(read_adapter(folder).get("base_model_name_or_path") or label)).name
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    # Peft compares names as expressions, which only the end of its process stops.
+    # Peft compares names as expressions, which only the end of a process stops.
     with as_unavailable(f"{folder} does not fit the model", _OTHER), context.Pool(1) as pool:
-        answer = pool.apply_async(_count_numbers, (folder, config, label))
+        answer = pool.apply_async(_try_adapter, (folder, config, label))
         answer.wait(_SECONDS)
         if not answer.ready():
             raise TimeoutError(f"its names of modules take more than {_SECONDS} s")
-        made, size = answer.get(), (folder / _WEIGHTS).stat().st_size
-        if made > 2 * size:  # experts that are fused have twice as many numbers as the file
-            raise ValueError(f"it asks for {made:,} numbers, and its weights have {size:,} bytes")
+        answer.get()
+    base = Path(str(read_adapter(folder).get("base_model_name_or_path") or label)).name
     other = base.casefold() != Path(label).name.casefold()
     return [f"The adapter names the base model {shortened(base)}, and this is {label}"] * other
 
 
-def _count_numbers(folder: Path, config: PretrainedConfig, label: str) -> int:
-    """How many numbers the adapter adds to the model on `meta`."""
+def _try_adapter(folder: Path, config: PretrainedConfig, label: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    model = on_meta(config, label)
+    model, size = on_meta(config, label), (folder / _WEIGHTS).stat().st_size
     before = model.num_parameters()
     # Other starts decompose weights.
     lora = LoraConfig(**read_adapter(folder) | {"init_lora_weights": True})
     with torch.device("meta"), catch_warnings(action="ignore"):
         inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
-    return model.num_parameters() - before
+    # Experts that are fused have twice as many numbers as the file.
+    if (made := model.num_parameters() - before) > 2 * size:
+        raise ValueError(f"it asks for {made:,} numbers, and its weights have {size:,} bytes")
 
 
 def add_adapter(model: PreTrainedModel, folder: Path) -> None:

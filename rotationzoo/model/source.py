@@ -25,6 +25,7 @@ from rotationzoo.network.huggingface_session import asking_huggingface, describe
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
 from rotationzoo.storage import strict_yaml
+from rotationzoo.storage.files import check_utf8
 from rotationzoo.words import nearest
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
@@ -84,6 +85,7 @@ def find(model: str, revision: str | None = None) -> Source:
     on this machine."""
     folder = DEMO if model == "demo" else Path(os.path.expanduser(model))
     if folder.is_dir() or folder.is_file():
+        check_utf8(folder)
         if revision is not None:
             problem = f"{model} is a model on this machine, which has no revision {revision!r}"
             hint = "leave out --revision, or give a hub id such as Qwen/Qwen3-8B"
@@ -146,9 +148,9 @@ def _stand_in(file: Path, name: str) -> Path:
     if reader.value("split.count") not in (None, 0, 1):
         join = "join them first with: llama-gguf-split --merge"
         raise RotationZooError(f"{name} is one part of several", hint=join)
-    for field in filter(re.compile(r"block_count$|_layers$").search, reader.fields):
-        if isinstance(blocks := reader.value(field), int):
-            check_count(blocks, name)
+    for key in reader.fields:
+        if key.endswith(("block_count", "_layers")) and isinstance(value := reader.value(key), int):
+            check_count(value, name)
     # Its name is what is published of the path.
     folder = Path(mkdtemp(prefix="rotationzoo-"), file.name)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)

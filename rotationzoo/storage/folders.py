@@ -7,7 +7,6 @@ A process must hold the lock `.NAME.lock` to replace NAME. It builds the new fol
 """
 
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage.disks import ROOM, WAY_OUT, disk_errors
-from rotationzoo.storage.files import beside, put_back, size_of
+from rotationzoo.storage.files import beside, check_utf8, put_back
 from rotationzoo.storage.locks import locked
 
 
@@ -111,6 +110,7 @@ def check_name(folder: Path) -> None:
     """Check that `folder` may be replaced whole. Raises `UsageError` for a path without a name of
     its own, such as `.`, and for a folder that contains the current one, and `RotationZooError` for
     a symbolic link."""
+    check_utf8(folder)
     if folder.name in ("", ".."):
         hint = "name a new folder with --output"
         raise UsageError(f"{folder} is no folder that can be replaced", hint)
@@ -150,19 +150,6 @@ def state_folder() -> Path:
     `~/.local/state`. It may not exist. Raises `RuntimeError` for a user without a home."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "rotationzoo"
-
-
-def user_key() -> bytes:
-    """A secret that tells what this user's commands wrote on this machine. Where the disk keeps
-    none, it is another one each time."""
-    key = secrets.token_bytes(32)
-    with suppress(OSError, RuntimeError, RotationZooError):
-        path = state_folder() / "private" / "key"
-        path.parent.mkdir(0o700, parents=True, exist_ok=True)
-        if size_of(path) != len(key):
-            replace_file(path, key)
-        key = path.read_bytes()
-    return key
 
 
 def existing_parent(path: Path) -> Path:

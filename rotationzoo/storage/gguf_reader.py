@@ -41,17 +41,14 @@ class Reader(gguf.GGUFReader):
             raise ValueError(f"it ends before its byte {end:,}: it was cut off")
         return super()._get(offset, dtype, count, override_order)
 
-    def _get_str(self, offset: int) -> Any:
-        self._count_text(int(self._get(offset, np.uint64)[0]))
-        return super()._get_str(offset)
-
     def _count_text(self, length: int) -> None:
         self._text += length
         if length > _LONGEST or self._text > _MOST_TEXT:
-            most = f"{_LONGEST:,} bytes, or all more than {_MOST_TEXT:,}"
-            raise ValueError(f"a text in its header has more than {most}")
+            raise ValueError(f"it has a text above {_LONGEST:,} bytes, or {_MOST_TEXT:,} in all")
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.STRING:
+            self._count_text(int(self._get(orig_offs, np.uint64)[0]))
         if raw_type == gguf.GGUFValueType.ARRAY:
             kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
             self._elements += int(count[0])

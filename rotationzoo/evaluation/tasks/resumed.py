@@ -1,11 +1,10 @@
 """The answers of an unfinished evaluation, so that a stopped one asks no question twice.
 
 An answer is found by a digest of everything that decides it, so those of another job are not read.
-The file is sealed with a key of this user, so those that somebody else put there are not, either.
+A file is read only if this user's command has written it, byte for byte: nobody else may decide.
 """
 
 import hashlib
-import hmac
 import os
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from rotationzoo.recall.answers import Answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.storage import files, folders
 from rotationzoo.storage.disks import disk_errors
+from rotationzoo.writer import forget, is_known, remember
 
-_SEAL = "seal"
 _LIMIT = 1 << 28  # bytes; 100,000 questions of seven tasks have 6 MB for each who answers
 
 
@@ -27,25 +26,21 @@ class SavedAnswers:
 
     def __init__(self, path: Path | None = None, conditions: str = ""):
         self.path, self._conditions = path, conditions
+        self._tensors: dict[str, torch.Tensor] = {}
         self.notes: list[str] = []
         """What became of a file that was not used."""
-        self._tensors: dict[str, torch.Tensor] = {}
-        if (
-            path is None or files.size_of(path) is None
-        ):  # raises for a pipe, which would be waited for
+        self._digest = ""
+        # A pipe, which would be waited for, raises.
+        if path is None or (size := files.size_of(path)) is None:
             return
-        try:
-            tensors = load(files.read(path, _LIMIT))
-            if tensors.pop(_SEAL).tolist() != list(_seal(tensors)):
-                raise ValueError
-            self._tensors = tensors
-        except Exception:  # a damaged file fails in many ways
-            aside = path.with_name(f"{path.name}.old")
-            with disk_errors(path):
-                os.replace(path, aside)
-            self.notes = [
-                f"{path} is damaged, or not of this user, and now {aside.name}: all is asked"
-            ]
+        data = files.read(path, _LIMIT) if size <= _LIMIT else b""
+        self._digest = files.digest(data)
+        if is_known(self._digest):
+            self._tensors = load(data)
+            return
+        with disk_errors(path):
+            os.replace(path, aside := path.with_name(f"{path.name}.old"))
+        self.notes = [f"{path} is damaged, or was not written here: it is {aside.name} now"]
 
     def find(self, reader: object, prompts: list[Prompt]) -> Answers | None:
         """The answers of a reader to the questions of these prompts, if they are saved."""
@@ -60,8 +55,11 @@ class SavedAnswers:
             names = self._names(reader, prompts)
             parts = answers.correct, answers.log_probability
             self._tensors.update(zip(names, parts, strict=True))
-            seal = torch.tensor(list(_seal(self._tensors)), dtype=torch.uint8)
-            folders.replace_file(self.path, save({**self._tensors, _SEAL: seal}))
+            data, before = save(self._tensors), self._digest
+            remember(digest := files.digest(data))
+            folders.replace_file(self.path, data)
+            forget(before)
+            self._digest = digest
 
     def leave(self) -> str:
         """Keep the file for the next evaluation; how to go on, after a semicolon."""
@@ -72,6 +70,7 @@ class SavedAnswers:
         """Remove the file, unless it was left."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+            forget(self._digest)
 
     def _names(self, reader: object, prompts: list[Prompt]) -> tuple[str, str]:
         digest = hashlib.sha256(f"{self._conditions} {reader}".encode())
@@ -79,7 +78,3 @@ class SavedAnswers:
             digest.update(f"{prompt.questions}".encode())
             digest.update(prompt.ids.numpy().tobytes())
         return f"{digest.hexdigest()}.correct", f"{digest.hexdigest()}.log_probability"
-
-
-def _seal(tensors: dict[str, torch.Tensor]) -> bytes:
-    return hmac.digest(folders.user_key(), save(tensors), "sha256")
