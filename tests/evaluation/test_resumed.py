@@ -16,8 +16,11 @@ from rotationzoo.recall.prompts import Prompt, Question
 IDS = torch.arange(6)
 ASKED = Question("needles", slice(2, 3), 0), Question("needles", slice(4, 6), 1)
 PROMPTS = [Prompt(IDS, ASKED)]
-ANSWERS = Answers(torch.tensor([True, False]), torch.tensor([-0.5, -2.0], dtype=torch.float64))
 JOB = "a job"
+
+
+def answers() -> Answers:
+    return Answers(torch.tensor([True, False]), torch.tensor([-0.5, -2.0], dtype=torch.float64))
 
 
 @pytest.fixture
@@ -26,8 +29,8 @@ def path(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "mine.answers.safetensors"
     saved = SavedAnswers(path, JOB)
-    saved.save("mine", PROMPTS, ANSWERS)
-    saved.save("hadamard", PROMPTS, ANSWERS)
+    saved.save("mine", PROMPTS, answers())
+    saved.save("hadamard", PROMPTS, answers())
     return path
 
 
@@ -50,14 +53,14 @@ def test_answers_are_found_again_for_their_own_job(path):
     again = SavedAnswers(path, JOB)
     for name in ("mine", "hadamard"):
         found = again.find(name, PROMPTS)
-        assert torch.equal(found.correct, ANSWERS.correct)
-        assert torch.equal(found.log_probability, ANSWERS.log_probability)
+        assert torch.equal(found.correct, answers().correct)
+        assert torch.equal(found.log_probability, answers().log_probability)
     assert again.notes == []
     assert again.find("another", PROMPTS) is None
     assert SavedAnswers(path, "another job").find("mine", PROMPTS) is None
     again.remove()
     assert not path.exists()
-    assert list((path.parent / "state").rglob("*" * 64)) == []
+    assert list((path.parent / "state").rglob("?" * 64)) == []
 
 
 @pytest.mark.hostile("values")

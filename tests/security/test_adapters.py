@@ -113,7 +113,9 @@ def test_an_expression_for_layers_is_given_up(adapter, tiny, monkeypatch):
 
 
 def test_expressions_that_people_write_are_read(adapter, tiny):
-    texts = r"(?:.*?(?:language|text).*?(?:k_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\..*(?:k|v)_proj)"
+    texts = (
+        r"(?:.*?(?:language|text).*?(?:k_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\..*(?:k|v)_proj)"
+    )
     for name in (["k_proj", "v_proj"], texts, r".*\.[kv]_proj"):
         assert check(change(adapter, target_modules=name), tiny) == check(adapter, tiny)
 
