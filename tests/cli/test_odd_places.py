@@ -1,4 +1,4 @@
-"""Commands in odd places: inside an artifact, below names that are not UTF-8 or of no user, and with
+"""Commands in odd places: inside an artifact, with names that are not UTF-8 or of no user, and with
 streams that the caller has closed."""
 
 import json

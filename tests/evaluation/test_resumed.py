@@ -1,4 +1,4 @@
-"""What an evaluation goes on with: answers that this user's own command has written, and no others."""
+"""What an evaluation goes on with: answers that this user's own command has written alone."""
 
 import os
 from pathlib import Path

@@ -78,7 +78,6 @@ def test_a_start_that_computes_for_ever_is_refused(adapter):
 def test_a_config_that_is_none(adapter, tiny, text):
     (adapter / CONFIG).write_text(text)
     with pytest.raises(RotationZooError):
-        read_adapter(adapter)
         check(adapter, tiny)
 
 
