@@ -87,7 +87,7 @@ def as_refusal(
     the first line of the original. A `RotationZooError` passes through unchanged."""
     try:
         yield
-    except (RotationZooError, KeyboardInterrupt, SystemExit):  # which say enough
+    except (RotationZooError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of a library in Rust is no `Exception`
         raise kind(f"{what}: {first_sentence(error):.400}", hint) from error
