@@ -87,10 +87,10 @@ def as_refusal(
     the first line of the original. A `RotationZooError` passes through unchanged."""
     try:
         yield
-    except RotationZooError:  # it has a sentence and a hint of its own
+    except (RotationZooError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:
-        raise kind(f"{what}: {first_sentence(error)}", hint) from error
+    except BaseException as error:  # a panic of a library in Rust is no `Exception`
+        raise kind(f"{what}: {first_sentence(error):.400}", hint) from error
 
 
 def as_unavailable(

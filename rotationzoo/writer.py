@@ -52,8 +52,8 @@ def write_artifact(
 
 
 def remember(identity: str) -> None:
-    """Remember that this user made or pulled rotations with this sha256, as well as the disk
-    allows. The artifact itself cannot say so: whoever planted one would have it say the same."""
+    """Remember that this user made or pulled what has this sha256, as well as the disk allows. The
+    artifact itself cannot say so: whoever planted one would have it say the same."""
     with suppress(OSError, RuntimeError):
         mark = _mark(identity)
         mark.parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -64,8 +64,21 @@ def is_remembered(artifact: Artifact) -> bool:
     """Whether this user made or pulled the rotations that are in the folder now. False where they
     cannot be read."""
     with suppress(RotationZooError, OSError, RuntimeError):
-        return _mark(sha256(files.regular_file(artifact.folder, ROTATIONS))).is_file()
+        return is_known(sha256(files.regular_file(artifact.folder, ROTATIONS)))
     return False
+
+
+def is_known(identity: str) -> bool:
+    """Whether what has this sha256 is remembered."""
+    with suppress(OSError, RuntimeError):
+        return _mark(identity).is_file()
+    return False
+
+
+def forget(identity: str) -> None:
+    """Do not remember it any more."""
+    with suppress(OSError, RuntimeError):
+        _mark(identity).unlink()
 
 
 def _mark(identity: str) -> Path:

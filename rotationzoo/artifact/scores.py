@@ -71,7 +71,7 @@ class Recall(Score):
 class TaskRecall(Recall):
     """How one task was answered, question by question in the order of prompts."""
 
-    correct: str
+    correct: Annotated[str, Field(max_length=100_000)]
     """A digit for each question: 1 if it was answered."""
     by_length: Sequence[LengthScore]
 

@@ -58,6 +58,7 @@ class Artifact:
         computed the `hashes` of some files. Raises `RotationZooError` for a folder that is not an
         artifact, for a newer schema, and for a damaged manifest."""
         folder = Path(folder)
+        files.check_utf8(folder)
         content = read_settled(folder, partial(_read_manifest, folder))
         return cls(folder, content, dict(hashes or {}))
 

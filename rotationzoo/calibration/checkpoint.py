@@ -31,7 +31,8 @@ def differences(saved: Mapping[str, Any], present: Identity) -> list[str]:
     return [key for key in keys if saved.get(key) != present.get(key)]
 
 
-def _damaged(path: Path) -> RotationZooError:
+def damaged(path: Path) -> RotationZooError:
+    """The error for a checkpoint that no run has left."""
     return RotationZooError(f"the checkpoint {path} is damaged", hint="start afresh with --restart")
 
 
@@ -68,13 +69,14 @@ class Checkpoint:
             done = strict_json.validate(int, strict_json.parse(metadata["done"], name), name)
             sums = load_file(self.path)
         except _UNREADABLE as error:
-            raise _damaged(self.path) from error
+            raise damaged(self.path) from error
         if changed := differences(saved, self.identity):
             problem = f"the checkpoint {self.path} is of another job: {differing(changed)}"
             hint = "start afresh with --restart, or choose another --output"
             raise RotationZooError(problem, hint)
-        if _shapes(sums) != _shapes(to_raw(zeros)) or done < 0:
-            raise _damaged(self.path)
+        finite = all(bool(tensor.isfinite().all()) for tensor in sums.values())
+        if _shapes(sums) != _shapes(to_raw(zeros)) or done < 0 or not finite:
+            raise damaged(self.path)
         return from_raw(sums), done
 
     def save(self, statistics: Statistics, done: int, at_once: bool = False) -> bool:

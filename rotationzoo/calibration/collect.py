@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.calibration.checkpoint import Checkpoint
+from rotationzoo.calibration.checkpoint import Checkpoint, damaged
 from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver, zero_statistics
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
@@ -49,6 +49,8 @@ def collect(
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     device = input_device(model)
     sums = RunningSums(geometry, recipe, checkpoint, device)
+    if checkpoint is not None and sums.done > passes * len(batches):
+        raise damaged(checkpoint.path)
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)

@@ -10,6 +10,7 @@ fetches the weights that are kept elsewhere again.
 
 import os
 import platform
+import re
 import resource
 import sys
 from bisect import bisect_right
@@ -210,6 +211,6 @@ def earlier_batch(checkpoint: Path, output: Path) -> int | None:
         identities.insert(0, strict_json.parse(file.metadata()["identity"], str(checkpoint)))
     for identity in identities:
         batch = identity.get("batch") if isinstance(identity, dict) else None
-        if isinstance(batch, str) and batch.isdecimal() and int(batch) > 0:
+        if isinstance(batch, str) and re.fullmatch("[1-9][0-9]{0,6}", batch):
             return int(batch)
     return None

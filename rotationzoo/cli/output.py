@@ -15,6 +15,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
@@ -68,6 +69,8 @@ class Output:
     def suggest(self, *words: str) -> None:
         """Print the command to run next, as the last line for people. `words`: what stands after
         `rotationzoo`."""
+        if Path.cwd() in map(Path.resolve, map(Path, words)):  # which is replaced whole
+            words = tuple(word for word in words if word != "--save")
         if self.mode == "human":
             sys.stdout.flush()  # both streams may go to one file
             self.note(f"Next: {shlex.join(['rotationzoo', *words])}")
@@ -160,6 +163,9 @@ def start_output() -> None:
     """Mark a command's JSON object as not yet printed, and make stdout escape what it cannot
     encode, as stderr does."""
     _answered.set(False)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="backslashreplace")
 

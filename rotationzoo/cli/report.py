@@ -1,5 +1,6 @@
 """`rotationzoo report`: write a page about an artifact."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ def report_command(
     from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files, folders
 
+    if output.resolve().is_relative_to(folder := artifact.resolve()):  # which holds its own alone
+        output = Path(os.path.relpath(folder.parent), output.name)
     if output.is_file() and FOOTER.encode() not in files.read(output, 1 << 24):
         hint = "choose another place with --output"
         raise RotationZooError(f"{output} exists and is no page of report", hint)

@@ -66,6 +66,9 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
     job, source = ready.job, ready.source
     fetch_weights(source, progress)
     check_weights(ready.artifacts, source, job.anyway)
+    saved = _saved_answers(ready)
+    for note in saved.notes:
+        tell(note)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         device, dtype = job.torch_device, job.torch_dtype
@@ -73,7 +76,6 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         if job.adapter is not None:
             add_adapter(model, job.adapter)
         trial, pace = _build_trial(ready, model), Pace(tell)
-        saved = _saved_answers(ready)
         asking = Asking(model, job.model, job.batch * job.data.length, progress, pace, saved)
         answers = None
         if job.rungs:

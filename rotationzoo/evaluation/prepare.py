@@ -22,8 +22,8 @@ from rotationzoo.evaluation.compatibility import check_length, fit_rows, judged_
 from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.geometry import Geometry, full_attention_layers, shares_blocks
-from rotationzoo.model import loading
-from rotationzoo.model.compatibility import check_adapter, check_artifacts, settle_rope_scaling
+from rotationzoo.model import compatibility, loading
+from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.quantized import check_loadable
@@ -139,6 +139,9 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
         job = replace(job, data=fit_rows(job.data, start, config))
     check_loadable(config, source.name, job.torch_device)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
+    if job.adapter is not None:
+        notes = compatibility.check_adapter(job.adapter, config, source.label)
+        job = replace(job, notes=[*job.notes, *notes])
     if geometry is not None:
         check_model(job, artifacts, geometry)
     check_positions(config, job.data.length, "texts", "add: --length {}")
@@ -181,7 +184,7 @@ def _check_settings(job: Evaluation) -> None:
     job.tasks.check()
     job.check_memory_limits()
     if job.adapter is not None:
-        check_adapter(job.adapter)
+        compatibility.read_adapter(job.adapter)
     if job.adapter is not None and job.save_to:
         raise UsageError(
             "an artifact holds what was measured of its model, and an adapter makes another one",

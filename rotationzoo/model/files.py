@@ -21,6 +21,7 @@ GGUF = "weights.gguf"
 _SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")
+_HEADER_LIMIT = 100_000_000  # bytes, as in safetensors
 _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
 _SIZE = re.compile("num_(hidden_layers|(attention|key_value)_heads)|head_dim|(hidden|vocab)_size")
 _END = 256  # bytes
@@ -75,7 +76,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
     if is_gguf(folder):
         return [folder / GGUF]
-    single, shards = folder / _SINGLE, sorted(folder.glob(_SHARDS))
+    single, shards = folder / _SINGLE, sorted(filter(Path.is_file, folder.glob(_SHARDS)))
     if not single.is_file():
         paths = [folder / name for name in _named_shards(folder / INDEX)]
         return paths if all(map(Path.is_file, paths)) else []
@@ -149,8 +150,8 @@ def read_headers(paths: Iterable[Path]) -> dict[str, Stored]:
         broken = as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again")
         with broken, path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise ValueError("its header is longer than the file")
+            if length > min(path.stat().st_size, _HEADER_LIMIT):
+                raise ValueError(f"its header is longer than the file, or than {_HEADER_LIMIT:,}")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             for name, entry in header.items():

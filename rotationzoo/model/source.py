@@ -3,6 +3,7 @@ and how its weights are fetched, which may take hours."""
 
 import atexit
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -19,11 +20,12 @@ from huggingface_hub import errors as client
 from rotationzoo import errors
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import files
-from rotationzoo.model.files import GGUF, check_configs
+from rotationzoo.model.files import GGUF, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
 from rotationzoo.storage import strict_yaml
+from rotationzoo.storage.files import check_utf8
 from rotationzoo.words import nearest
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
@@ -81,8 +83,9 @@ def find(model: str, revision: str | None = None) -> Source:
     there is no config, the only GGUF file of a folder or a repository is the model. Fetches at
     most `config.json`, or else that file. Raises `ModelUnavailable`, also for a revision of what is
     on this machine."""
-    folder = DEMO if model == "demo" else Path(model).expanduser()
+    folder = DEMO if model == "demo" else Path(os.path.expanduser(model))
     if folder.is_dir() or folder.is_file():
+        check_utf8(folder)
         if revision is not None:
             problem = f"{model} is a model on this machine, which has no revision {revision!r}"
             hint = "leave out --revision, or give a hub id such as Qwen/Qwen3-8B"
@@ -145,6 +148,9 @@ def _stand_in(file: Path, name: str) -> Path:
     if reader.value("split.count") not in (None, 0, 1):
         join = "join them first with: llama-gguf-split --merge"
         raise RotationZooError(f"{name} is one part of several", hint=join)
+    for key in reader.fields:
+        if key.endswith(("block_count", "_layers")) and isinstance(value := reader.value(key), int):
+            check_count(value, name)
     # Its name is what is published of the path.
     folder = Path(mkdtemp(prefix="rotationzoo-"), file.name)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
@@ -278,7 +284,7 @@ def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
 
 def _alike(model: str) -> str:
     """A folder that was probably meant, as the end of an error message."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     folders = [other.name for other in path.parent.glob("*") if other.is_dir()]
     # Names alone are compared: two paths of one folder are always alike.
     return nearest(path.name, folders, model.rstrip("/").removesuffix(path.name))

@@ -24,6 +24,7 @@ from rotationzoo.report.commands import model_title, name_in_commands, reproduce
 from rotationzoo.words import counted, sentence
 
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
+TURN = re.compile("[\u202a-\u202e\u2066-\u2069]")  # what turns the direction of writing
 _LIBRARIES = ("torch", "transformers", "python")
 _WORDS = (
     counted,
@@ -52,7 +53,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     versions = manifest.versions.model_dump()
     libraries = [f"{name} {versions[name]}" for name in _LIBRARIES if name in versions]
     card = template_environment().get_template("card.md.jinja")
-    return card.render(
+    text: str = card.render(
         **_evaluation_values(manifest),
         manifest=manifest,
         recipe=recipe,
@@ -65,6 +66,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         sizes=sizes,
         libraries=", ".join(libraries),
     )
+    return TURN.sub("\ufffd", text)
 
 
 def recipe_lines(recipe: Recipe) -> str:

@@ -20,7 +20,7 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.report import tables
-from rotationzoo.report.card import template_environment
+from rotationzoo.report.card import TURN, template_environment
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.commands import FOLDER, name_folder, reproduce_command, use_commands
 from rotationzoo.report.memory import Request, layout_of, memory_table, stored_bits
@@ -196,12 +196,13 @@ def render_page(
     digests = [hashlib.sha256(source.encode()).digest() for source in sources]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     page = template_environment(*folders, is_html=True).get_template(template)
-    return page.render(
+    text: str = page.render(
         style=Markup(_read("page.css")),
         scripts=[Markup(source) for source in sources],
         script_policy=Markup(" ".join(hashes) or "'none'"),
         **values,
     )
+    return TURN.sub("\ufffd", text)
 
 
 @cache

@@ -69,6 +69,12 @@ def size_of(path: Path) -> int | None:
     return status.st_size
 
 
+def check_utf8(path: Path) -> None:
+    """Raise `RotationZooError` for a path that neither safetensors nor JSON can name."""
+    if re.search("[\ud800-\udfff]", str(path)):
+        raise RotationZooError(f"the name of {path} is not UTF-8", hint="rename it in UTF-8")
+
+
 def regular_file(folder: Path, name: str) -> Path:
     """The path of a regular file in this folder. Raises `RotationZooError` for a name that is not
     plain, for a missing file, and for links and other special files."""

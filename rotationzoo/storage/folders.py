@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage.disks import ROOM, WAY_OUT, disk_errors
-from rotationzoo.storage.files import beside, put_back
+from rotationzoo.storage.files import beside, check_utf8, put_back
 from rotationzoo.storage.locks import locked
 
 
@@ -110,6 +110,7 @@ def check_name(folder: Path) -> None:
     """Check that `folder` may be replaced whole. Raises `UsageError` for a path without a name of
     its own, such as `.`, and for a folder that contains the current one, and `RotationZooError` for
     a symbolic link."""
+    check_utf8(folder)
     if folder.name in ("", ".."):
         hint = "name a new folder with --output"
         raise UsageError(f"{folder} is no folder that can be replaced", hint)

@@ -15,8 +15,10 @@ except ImportError as error:
     raise RotationZooError("gguf is not installed", hint="run: pip install 'gguf>=0.17'") from error
 
 __all__ = ["Reader", "gguf", "open_gguf"]
-# The limit for all lists together. The largest vocabularies and their merges have 1.3 million.
-_MOST_ELEMENTS = 1 << 22
+# For all lists together: the largest vocabularies and their merges have 1.3 million elements.
+_MOST_ELEMENTS = 3 << 19
+# Bytes of one text, and of all: a template has 20,000, a vocabulary 8 million.
+_LONGEST, _MOST_TEXT = 1 << 20, 1 << 25
 
 
 class Reader(gguf.GGUFReader):
@@ -28,7 +30,7 @@ class Reader(gguf.GGUFReader):
     """
 
     def __init__(self, path: Path, lists: bool = True):
-        self.path, self._elements, self._lists = path, 0, lists
+        self.path, self._elements, self._text, self._lists = path, 0, 0, lists
         super().__init__(path)
         if int(self.alignment).bit_count() != 1:  # which gguf 0.17 lets pass
             raise ValueError(f"its alignment is {self.alignment}, and no power of two")
@@ -39,7 +41,14 @@ class Reader(gguf.GGUFReader):
             raise ValueError(f"it ends before its byte {end:,}: it was cut off")
         return super()._get(offset, dtype, count, override_order)
 
+    def _count_text(self, length: int) -> None:
+        self._text += length
+        if length > _LONGEST or self._text > _MOST_TEXT:
+            raise ValueError(f"it has a text above {_LONGEST:,} bytes, or {_MOST_TEXT:,} in all")
+
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.STRING:
+            self._count_text(int(self._get(orig_offs, np.uint64)[0]))
         if raw_type == gguf.GGUFValueType.ARRAY:
             kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
             self._elements += int(count[0])
@@ -61,7 +70,9 @@ class Reader(gguf.GGUFReader):
             return begin + count * int(np.dtype(types[kind]).itemsize)
         data, length = memoryview(self.data.data), Struct(">Q" if self.byte_order == "S" else "<Q")
         for _ in range(count):
-            begin += length.size + length.unpack_from(data, begin)[0]
+            (size,) = length.unpack_from(data, begin)
+            self._count_text(size)
+            begin += length.size + size
         return begin
 
     def value(self, name: str) -> Any:

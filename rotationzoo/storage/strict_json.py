@@ -20,9 +20,9 @@ Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Strict(BaseModel):
-    """A table that accepts only JSON's own types: text does not pass for a number, and numbers are
-    finite. Unknown keys are accepted, because a later version may have written them."""
+class Strict(BaseModel, str_max_length=1 << 14):
+    """A table that accepts only JSON's own types: text does not pass for a number, numbers are
+    finite, and texts short. Unknown keys are accepted: a later version may have written them."""
 
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rotationzoo.errors import RotationZooError, as_refusal
 from rotationzoo.recipe import FILES, Data
+from rotationzoo.storage.files import check_utf8
 from rotationzoo.text.chats import Message, read_functions, read_message
 from rotationzoo.words import counted, shortened
 
@@ -138,6 +139,7 @@ def _read_chat(given: Any, record: _Record) -> list[Message]:
 
 def _records(data: Data) -> Iterator[_Record | bytes]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
+    check_utf8(path)
     suffix = path.suffix.lower()
     # Otherwise a mistyped file would be looked for as a data set on the hub.
     if suffix in FILES and not path.is_file():

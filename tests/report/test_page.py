@@ -1,8 +1,14 @@
 """Every page: one file, which runs no script but its own and asks nobody for anything."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.report import page
+from rotationzoo.report.card import render_card
+from rotationzoo.report.page import make_report
 
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
 TEMPLATE = """{% extends "base.html.jinja" %}
@@ -33,6 +39,19 @@ def test_names_are_escaped_and_no_foreign_script_runs(file, browser):
     assert opened.title() == HOSTILE
     assert opened.locator("img").count() == 0
     assert "script-src 'sha256-" in file.read_text()
+
+
+@pytest.mark.hostile("markup")
+@pytest.mark.parametrize("turn", ["\u202e", "\u2066"])
+def test_no_name_turns_the_direction_of_writing(made, turn):
+    """Neither in the page, whose chart is a drawing of its own, nor in the card."""
+    artifact = Artifact.open(made)
+    content = json.loads(json.dumps(artifact.content))
+    content["model"]["id"] = f"demo{turn}gpj.exe"
+    shown = replace(artifact, content=content)
+    for text in (make_report(shown).html(), render_card(shown.manifest)):
+        assert "demo\ufffdgpj.exe" in text
+        assert turn not in text
 
 
 def test_a_foreign_script_that_came_through_would_not_run(file, browser):

@@ -2,17 +2,21 @@
 anything is read or built."""
 
 import json
+import os
 import resource
+import shutil
 import signal
+import struct
 from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import refused
+from support.command_line import edited_manifest, refused
 from support.models import demo_tokenizer, save_tiny, write_jsonl
+from support.oscar_files import gguf_bytes, gguf_field
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.source import find, license_of
+from rotationzoo.model.source import find, license_of, weights_fingerprint
 from rotationzoo.recipe.loading import load
 from rotationzoo.text import chats
 from rotationzoo.text.chats import ChatTemplate
@@ -226,3 +230,86 @@ def test_a_pair_of_many_layers_is_refused_before_it_is_unpickled(inside, monkeyp
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpickled"))
     error = refused(inside("import", "k_rotation.pt", "v_rotation.pt", "--model", "demo"))
     assert "holds more tensors than any model has layers for" in error
+
+
+# ---- headers of weights
+
+
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+def texts(count: int, content: bytes = b"a") -> bytes:
+    return struct.pack("<IQ", 8, count) + text(content) * count
+
+
+def write_gguf(folder: Path, architecture: bytes, *fields: bytes) -> str:
+    """A GGUF file that is all header."""
+    first = gguf_field(b"general.architecture", 8, text(architecture))
+    content = gguf_bytes(fields=1 + len(fields), body=b"".join([first, *fields]))
+    (folder / "x.gguf").write_bytes(content + bytes(512))
+    return "x.gguf"
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("count", [b"block_count", b"nextn_predict_layers"])
+@pytest.mark.parametrize("architecture", [b"qwen2", b"qwen3", b"gemma3", b"llama", b"qwen2moe"])
+def test_the_blocks_of_a_gguf_are_counted_first(inside, architecture, count):
+    number = gguf_field(architecture + b"." + count, 4, struct.pack("<I", 2**32 - 1))
+    model = write_gguf(inside.folder, architecture, number)
+    assert "asks for 4,294,967,295 layers" in refused(inside("plan", model))
+
+
+TOKENS = b"tokenizer.ggml.tokens"
+LARGE = {
+    "a template": gguf_field(b"tokenizer.chat_template", 8, text(b"{{ x }}" * 3_000_000)),
+    "a name": gguf_field(b"general.name", 8, text(b"x" * 2_000_000)),
+    "a token": gguf_field(TOKENS, 9, texts(1, b"x" * 50_000_000)),
+    "tokens": gguf_field(TOKENS, 9, texts(2_000_000)),
+    "long tokens": gguf_field(TOKENS, 9, texts(100_000, b"x" * 400)),
+}
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("name", LARGE)
+def test_the_texts_of_a_gguf_are_counted_first(inside, name):
+    model = write_gguf(inside.folder, b"llama", LARGE[name])
+    error = refused(inside("plan", model))
+    assert "it has a text above 1,048,576 bytes" in error or "its lists hold lists, or" in error
+
+
+@pytest.mark.hostile("size")
+def test_a_header_of_safetensors_has_a_limit(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    with (model / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 1 << 33))
+        file.truncate(1 << 34)  # sparse: it takes no room
+    with pytest.raises(RotationZooError, match=r"its header is longer than the file, or than 100"):
+        weights_fingerprint(find(str(model)))
+
+
+@pytest.mark.hostile("link")
+@pytest.mark.parametrize(
+    "name",
+    ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+     "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "README.md"],
+)  # fmt: skip
+def test_a_pipe_among_the_files_of_a_model_is_not_waited_for(inside, name):
+    model = save_tiny(inside.folder / "model")
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    inside("calibrate", "model", "--dry-run", "--data", "bundled")
+    assert weights_fingerprint(find(str(model)))
+
+
+# ---- manifests
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("key", ["id", "license", "architecture"])
+def test_no_name_in_a_manifest_fills_a_page(inside, made, key):
+    folder = Path(shutil.copytree(made, inside.folder / "out"))
+    with edited_manifest(folder) as content:
+        content["model"][key] = "x" * 1_000_000
+    error = refused(inside("report", folder))
+    assert f"model.{key}: String should have at most 16384 characters" in error

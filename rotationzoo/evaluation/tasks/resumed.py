@@ -1,19 +1,23 @@
 """The answers of an unfinished evaluation, so that a stopped one asks no question twice.
 
 An answer is found by a digest of everything that decides it, so those of another job are not read.
+A file is read only if this user's command has written it, byte for byte: nobody else may decide.
 """
 
 import hashlib
-from contextlib import suppress
+import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
 from rotationzoo.recall.answers import Answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.storage import folders
+from rotationzoo.storage import files, folders
+from rotationzoo.storage.disks import disk_errors
+from rotationzoo.writer import forget, is_known, remember
+
+_LIMIT = 1 << 28  # bytes; 100,000 questions of seven tasks have 6 MB for each who answers
 
 
 class SavedAnswers:
@@ -23,9 +27,20 @@ class SavedAnswers:
     def __init__(self, path: Path | None = None, conditions: str = ""):
         self.path, self._conditions = path, conditions
         self._tensors: dict[str, torch.Tensor] = {}
-        if path is not None:
-            with suppress(OSError, SafetensorError):  # without the file, all is asked again
-                self._tensors = load_file(path)
+        self.notes: list[str] = []
+        """What became of a file that was not used."""
+        self._digest = ""
+        # A pipe, which would be waited for, raises.
+        if path is None or (size := files.size_of(path)) is None:
+            return
+        data = files.read(path, _LIMIT) if size <= _LIMIT else b""
+        self._digest = files.digest(data)
+        if is_known(self._digest):
+            self._tensors = load(data)
+            return
+        with disk_errors(path):
+            os.replace(path, aside := path.with_name(f"{path.name}.old"))
+        self.notes = [f"{path} is damaged, or was not written here: it is {aside.name} now"]
 
     def find(self, reader: object, prompts: list[Prompt]) -> Answers | None:
         """The answers of a reader to the questions of these prompts, if they are saved."""
@@ -40,7 +55,11 @@ class SavedAnswers:
             names = self._names(reader, prompts)
             parts = answers.correct, answers.log_probability
             self._tensors.update(zip(names, parts, strict=True))
-            folders.replace_file(self.path, save(self._tensors))
+            data, before = save(self._tensors), self._digest
+            remember(digest := files.digest(data))
+            folders.replace_file(self.path, data)
+            forget(before)
+            self._digest = digest
 
     def leave(self) -> str:
         """Keep the file for the next evaluation; how to go on, after a semicolon."""
@@ -51,6 +70,7 @@ class SavedAnswers:
         """Remove the file, unless it was left."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+            forget(self._digest)
 
     def _names(self, reader: object, prompts: list[Prompt]) -> tuple[str, str]:
         digest = hashlib.sha256(f"{self._conditions} {reader}".encode())

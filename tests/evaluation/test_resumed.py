@@ -1,0 +1,121 @@
+"""What an evaluation goes on with: answers that this user's own command has written alone."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.command_line import refused, succeeded
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.tasks.resumed import SavedAnswers
+from rotationzoo.recall.answers import Answers
+from rotationzoo.recall.prompts import Prompt, Question
+
+IDS = torch.arange(6)
+ASKED = Question("needles", slice(2, 3), 0), Question("needles", slice(4, 6), 1)
+PROMPTS = [Prompt(IDS, ASKED)]
+JOB = "a job"
+
+
+def answers() -> Answers:
+    return Answers(torch.tensor([True, False]), torch.tensor([-0.5, -2.0], dtype=torch.float64))
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch) -> Path:
+    """The file of an evaluation that was stopped."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = tmp_path / "mine.answers.safetensors"
+    saved = SavedAnswers(path, JOB)
+    saved.save("mine", PROMPTS, answers())
+    saved.save("hadamard", PROMPTS, answers())
+    return path
+
+
+def rewrite(path: Path, change) -> None:
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        tensors[name] = change(tensor)
+    save_file(tensors, path)
+
+
+CHANGES = {
+    "right answers": torch.ones_like,
+    "NaN": lambda tensor: tensor.double() * float("nan"),
+    "another shape": lambda tensor: tensor[:1].clone(),
+    "another type": lambda tensor: tensor.to(torch.uint8),
+}
+
+
+def test_answers_are_found_again_for_their_own_job(path):
+    again = SavedAnswers(path, JOB)
+    for name in ("mine", "hadamard"):
+        found = again.find(name, PROMPTS)
+        assert torch.equal(found.correct, answers().correct)
+        assert torch.equal(found.log_probability, answers().log_probability)
+    assert again.notes == []
+    assert again.find("another", PROMPTS) is None
+    assert SavedAnswers(path, "another job").find("mine", PROMPTS) is None
+    again.remove()
+    assert not path.exists()
+    assert list((path.parent / "state").rglob("?" * 64)) == []
+
+
+@pytest.mark.hostile("values")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_answers_that_were_changed_are_set_aside(path, change):
+    rewrite(path, change)
+    changed = path.read_bytes()
+    again = SavedAnswers(path, JOB)
+    assert again.find("mine", PROMPTS) is None
+    aside = path.with_name("mine.answers.safetensors.old")
+    (note,) = again.notes
+    assert str(path) in note
+    assert aside.name in note
+    assert (aside.read_bytes(), path.exists()) == (changed, False)
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("data", [b"", b"damaged", b"\xff" * 200, bytes(100)])
+def test_a_damaged_file_is_set_aside(path, data):
+    path.write_bytes(data)
+    assert len(SavedAnswers(path, JOB).notes) == 1
+    assert not path.exists()
+
+
+@pytest.mark.hostile("values")
+def test_answers_that_somebody_else_wrote_decide_nothing(path, tmp_path, monkeypatch):
+    """A clone may hold the answers of this very job, artifact and model."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of-another-user"))
+    again = SavedAnswers(path, JOB)
+    assert again.find("mine", PROMPTS) is None
+    assert "was not written here" in again.notes[0]
+
+
+@pytest.mark.hostile("size")
+def test_a_terabyte_of_answers_is_not_read(path):
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    assert len(SavedAnswers(path, JOB).notes) == 1
+
+
+@pytest.mark.hostile("link")
+def test_a_pipe_and_a_link_are_refused(path):
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RotationZooError, match="is a named pipe and not a file"):
+        SavedAnswers(path, JOB)
+    path.unlink()
+    path.symlink_to(path.with_name("elsewhere"))
+    with pytest.raises(RotationZooError, match="is a symbolic link and not a file"):
+        SavedAnswers(path, JOB)
+
+
+@pytest.mark.hostile("link")
+def test_evaluate_does_not_wait_for_a_pipe(inside):
+    succeeded(inside("calibrate", "demo", "--recipe", "hadamard", "--output", "mine"))
+    os.mkfifo(inside.folder / "mine.answers.safetensors")
+    words = ("--tokens", "512", "--length", "512", "--tasks", "none", "--save")
+    assert "is a named pipe and not a file" in refused(inside("evaluate", "demo", "mine", *words))
