@@ -28,12 +28,18 @@ from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.run_sums import run_bytes
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
-from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory, sum_entries
+from rotationzoo.model.placement import (
+    USABLE,
+    Limits,
+    container_limits,
+    devices_of,
+    free_memory,
+    sum_entries,
+)
 from rotationzoo.recipe import Recipe
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import read_json
 
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _STATUS = Path("/proc/self/status")
 
 
@@ -41,8 +47,7 @@ def total_memory(on_cpu: bool, spread: bool) -> int:
     """Bytes of memory where a job runs: main memory, within the limit of a container, the GPU's, or
     all of both if the weights are `spread` over devices."""
     main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no such limit, or the word "max"
-        main = min(main, int(_CONTAINER_LIMIT.read_text()))
+    main = min([main, *(limit for limit, _ in container_limits())])
     if not torch.cuda.is_available() or (on_cpu and not spread):
         return main
     devices = range(torch.cuda.device_count())

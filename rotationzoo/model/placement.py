@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,13 @@ USABLE = 0.9
 Limits = dict[int | str, int]
 """Bytes of weights by device: the number of a GPU, or `cpu`."""
 _MEMORY = Path("/proc/meminfo")
-_CONTAINER = Path("/sys/fs/cgroup")
+_PROCESS = Path("/proc/self")
+# By the type of a file system of control groups: their limit, what they use, and how their
+# statistics begin the names of sums over all groups inside.
+_GROUPS = {
+    "cgroup2": ("memory.max", "memory.current", ""),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
 # On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does. torch
@@ -85,15 +91,34 @@ def free_memory(device: torch.device | int | str) -> int:
     # machine is a guess that leaves room for other programs.
     half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = 1024 * sum_entries(_MEMORY, "MemAvailable:") or half
-    with suppress(OSError, ValueError):  # no such limit, or the word "max"
-        limit, used = (
-            int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-        # Files that a container keeps in memory until it is needed, such as weights that were
-        # read, count as used.
-        cached = sum_entries(_CONTAINER / "memory.stat", "active_file", "inactive_file")
-        free = min(free, limit - used + cached)
-    return max(free, 0)
+    return max(min([free, *(left for _, left in container_limits())]), 0)
+
+
+def container_limits() -> Iterator[tuple[int, int]]:
+    """The limit of each control group around this process, and what it leaves, in bytes: its own
+    group may be inside others that have one. Nothing where the system has no such groups."""
+    paths = {}
+    with suppress(OSError, ValueError):
+        for line in (_PROCESS / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                paths["cgroup" if controllers else "cgroup2"] = PurePath(path)
+        for line in (_PROCESS / "mountinfo").read_text().splitlines():
+            mount, _, system = line.partition(" - ")
+            (root, top), (kind, _, options) = mount.split()[3:5], system.split()[:3]
+            if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+                continue
+            # In a container, what is mounted may be the group that the path ends with.
+            path, (most, usage, whole) = paths[kind], _GROUPS[kind]
+            inside = path.relative_to(root) if path.is_relative_to(root) else PurePath()
+            for each in (inside, *inside.parents):
+                group = Path(top, each)
+                with suppress(OSError, ValueError):  # no such limit, or the word "max"
+                    limit, used = (int((group / name).read_text()) for name in (most, usage))
+                    # Files that are kept in memory until it is needed, such as weights that were
+                    # read, count as used.
+                    names = f"{whole}active_file", f"{whole}inactive_file"
+                    yield limit, limit - used + sum_entries(group / "memory.stat", *names)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
