@@ -150,8 +150,8 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
-    if fewer := shortfall(text.rows, data):
-        tell(fewer)
+    if text.note and shortfall(text.rows, data):
+        tell(text.note)
     loading.check_ids(text.rows, config, job.model)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     return Prepared(
