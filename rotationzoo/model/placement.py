@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +23,12 @@ USABLE = 0.9
 Limits = dict[int | str, int]
 """Bytes of weights by device: the number of a GPU, or `cpu`."""
 _MEMORY = Path("/proc/meminfo")
-_PROCESS = Path("/proc/self")
-# By the type of a file system of control groups: their limit, what they use, and how their
-# statistics begin the names of sums over all groups inside.
-_GROUPS = {
-    "cgroup2": ("memory.max", "memory.current", ""),
-    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-}
+_CONTAINER = Path("/sys/fs/cgroup")
+_GROUPS = Path("/proc/self/cgroup")
+_SECOND = "memory.max", "memory.current", "active_file", "inactive_file"
+_FIRST = (
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"
+)  # fmt: skip
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
 # On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does. torch
@@ -96,29 +95,19 @@ def free_memory(device: torch.device | int | str) -> int:
 
 def container_limits() -> Iterator[tuple[int, int]]:
     """The limit of each control group around this process, and what it leaves, in bytes: its own
-    group may be inside others that have one. Nothing where the system has no such groups."""
-    paths = {}
-    with suppress(OSError, ValueError):
-        for line in (_PROCESS / "cgroup").read_text().splitlines():
+    group may be inside others that have one. A container may see its own as the root."""
+    with suppress(OSError, ValueError):  # no Linux
+        for line in _GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers or "memory" in controllers.split(","):
-                paths["cgroup" if controllers else "cgroup2"] = PurePath(path)
-        for line in (_PROCESS / "mountinfo").read_text().splitlines():
-            mount, _, system = line.partition(" - ")
-            (root, top), (kind, _, options) = mount.split()[3:5], system.split()[:3]
-            if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            if controllers and "memory" not in controllers.split(","):
                 continue
-            # In a container, what is mounted may be the group that the path ends with.
-            path, (most, usage, whole) = paths[kind], _GROUPS[kind]
-            inside = path.relative_to(root) if path.is_relative_to(root) else PurePath()
-            for each in (inside, *inside.parents):
-                group = Path(top, each)
+            names, top = (_FIRST, _CONTAINER / "memory") if controllers else (_SECOND, _CONTAINER)
+            for group in (top / path[1:], *(top / path[1:]).parents):
                 with suppress(OSError, ValueError):  # no such limit, or the word "max"
-                    limit, used = (int((group / name).read_text()) for name in (most, usage))
+                    limit, used = (int((group / name).read_text()) for name in names[:2])
                     # Files that are kept in memory until it is needed, such as weights that were
                     # read, count as used.
-                    names = f"{whole}active_file", f"{whole}inactive_file"
-                    yield limit, limit - used + sum_entries(group / "memory.stat", *names)
+                    yield limit, limit - used + sum_entries(group / "memory.stat", *names[2:])
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -144,18 +144,12 @@ def test_reserved_memory_gets_no_weights(monkeypatch):
         assert placed.max_memory == {0: 7 * GB, 1: 7 * GB, "cpu": 9 * GB}
 
 
-def control_groups(
-    folder: Path, monkeypatch, path="/", system="cgroup2 cgroup2 rw", controllers="", root="/"
-) -> Path:
-    """Let Linux say that this process is in the group of a path, in a tree that is mounted in the
-    folder, where the path of its root may be another."""
-    top = folder / "groups"
+def control_groups(folder: Path, monkeypatch, path="/", controllers="") -> Path:
+    """Let Linux say that this process is in the group of a path, in a tree in the folder."""
     (folder / "cgroup").write_text(f"7:cpuset:/elsewhere\n4:{controllers}:{path}\n")
-    disk = "30 23 0:20 / / rw - ext4 /dev/vda rw\n"
-    mounted = f"31 23 0:28 {root} {top} rw,relatime shared:9 - {system}\n"
-    (folder / "mountinfo").write_text(disk + mounted)
-    monkeypatch.setattr(placement, "_PROCESS", folder)
-    return top
+    monkeypatch.setattr(placement, "_GROUPS", folder / "cgroup")
+    monkeypatch.setattr(placement, "_CONTAINER", folder / "groups")
+    return folder / "groups" / ("memory" if controllers else "")
 
 
 def write_limit(group: Path, limit: str, used: str, stat: str = "", version: int = 2) -> None:
@@ -193,20 +187,18 @@ def test_groups_around_that_of_the_process_limit_it(tmp_path, monkeypatch):
     assert memory.total_memory(on_cpu=True, spread=False) == 4_000_000
 
 
-@pytest.mark.parametrize("root", ["/", "/docker/c0ffee"])
-def test_limits_of_the_first_version_are_read(tmp_path, monkeypatch, root):
-    """Of a machine's own tree, and of a container's, which the process knows by its path outside.
-    The root has the largest number there is."""
-    system = "cgroup cgroup rw,cpu,memory"
-    path = f"{root.rstrip('/')}/batch"
-    top = control_groups(tmp_path, monkeypatch, path, system, "cpu,memory", root)
+@pytest.mark.parametrize("group", ["batch/job", ""])
+def test_limits_of_the_first_version_are_read(tmp_path, monkeypatch, group):
+    """Of a group in a machine's tree, and of a container's, which is the root that it sees. That of
+    a machine has the largest number there is."""
+    top = control_groups(tmp_path, monkeypatch, "/batch/job", "cpu,memory")
     write_limit(top, "9223372036854771712", "9000000", version=1)
     stat = "inactive_file 100\ntotal_inactive_file 30000\ntotal_active_file 5000"
-    write_limit(top / "batch", "8000000", "3000000", stat, version=1)
+    write_limit(top / group, "8000000", "3000000", stat, version=1)
     assert placement.free_memory("cpu") == 5_035_000
     assert memory.total_memory(on_cpu=True, spread=False) == 8_000_000
     # Only the controller's own tree has them.
-    control_groups(tmp_path, monkeypatch, path, "cgroup cgroup rw,cpuset", "cpu,memory", root)
+    control_groups(tmp_path, monkeypatch, "/batch/job", "cpu,cpuacct")
     assert placement.free_memory("cpu") > GB / 10
 
 
