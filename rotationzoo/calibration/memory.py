@@ -10,6 +10,7 @@ fetches the weights that are kept elsewhere again.
 
 import os
 import platform
+import re
 import resource
 import sys
 from bisect import bisect_right
@@ -206,15 +207,18 @@ def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
     return -(-rows // passes)
 
 
-def earlier_batch(checkpoint: Path, output: Path) -> int | None:
-    """The batch of the run whose checkpoint or artifact is there, or None: a sum can only be
-    continued with batches of the same rows, and what is free changes from run to run."""
+_STATED = {"batch": "[1-9][0-9]{0,9}", "date": "[0-9]{4}(-[0-9]{2}){2}"}
+
+
+def earlier(key: str, checkpoint: Path, output: Path) -> str | None:
+    """What the run whose checkpoint or artifact is there had as its batch or date, or None: a sum
+    can only be continued with the same, and what is free, and today, change from run to run."""
     identities: list[Any] = [read_json(output / MANIFEST).get("identity")]
     # No checkpoint, or a damaged one, which is refused when it is read.
     with suppress(Exception), safe_open(checkpoint, "pt") as file:
         identities.insert(0, strict_json.parse(file.metadata()["identity"], str(checkpoint)))
     for identity in identities:
-        batch = identity.get("batch") if isinstance(identity, dict) else None
-        if isinstance(batch, str) and batch.isdecimal() and int(batch) > 0:
-            return int(batch)
+        value = identity.get(key) if isinstance(identity, dict) else None
+        if isinstance(value, str) and re.fullmatch(_STATED[key], value):
+            return value
     return None

@@ -57,6 +57,10 @@ class Job(RunSettings):
         """The lock file that keeps other jobs away from the checkpoint and the output."""
         return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
 
+    def earlier(self, key: str) -> str | None:
+        """What an earlier run, which this one goes on with or repeats, had as its batch or date."""
+        return None if self.restart else memories.earlier(key, self.checkpoint, self.output)
+
     @property
     def unfinished(self) -> bool:
         """Whether an earlier run for this output was stopped and can be resumed."""
@@ -163,8 +167,8 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     )
     if job.batch == memories.SIZED:
         limits = memory_limits(job.device_map, job.max_memory)
-        earlier = None if job.restart else memories.earlier_batch(job.checkpoint, job.output)
-        job = replace(job, batch=earlier or memories.choose_batch(needs, loaded, limits))
+        batch = job.earlier("batch") or memories.choose_batch(needs, loaded, limits)
+        job = replace(job, batch=int(batch))
         needs = replace(needs, batch=job.batch)
     return replace(
         known,
