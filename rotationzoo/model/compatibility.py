@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.manifest import hash_config
@@ -192,9 +193,15 @@ def check_adapter(folder: Path) -> None:
 def add_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Let the model compute with an adapter of the folder. Raises `ModelUnavailable` for one of
     another model."""
+    import peft
+
     with as_unavailable(f"{folder} does not fit the model", "give an adapter of this model"):
-        found = model.load_adapter(str(folder))
-        # Transformers only warns of an adapter of fewer or more layers.
-        if other := sorted((found.missing_keys or set()) | (found.unexpected_keys or set())):
+        # Peft's own reader: that of transformers misnames what is no matrix of LoRA.
+        wrapped = peft.PeftModel(model, peft.PeftConfig.from_pretrained(str(folder)))
+        stored = load_file(folder / "adapter_model.safetensors")
+        expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        # Peft would only warn of an adapter of fewer or more layers.
+        if other := sorted(stored.keys() ^ expected.keys()):
             raise ValueError(f"only one of them has {other[0]}")
+        peft.set_peft_model_state_dict(wrapped, stored)
     model.eval()
