@@ -90,6 +90,9 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, Call], 
     calls: dict[int, Call] = {}
 
     def record(call: Call) -> torch.Tensor:
+        if call.layer in (None, -1):
+            name = type(model).__name__
+            raise UnsupportedModel(f"{name} shares attention among layers: no call says of which")
         if call.layer in calls:
             raise UnsupportedModel(
                 f"{type(model).__name__} computes attention more than once in a layer, "
@@ -115,11 +118,13 @@ def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int
     # One tensor that serves as both keys and values is a latent, too, although it has the shape of
     # one head.
     if call.key is call.value or not cached.is_in(rows):
-        raise UnsupportedModel(
-            f"{name} caches a compressed latent (MLA or alike), not the keys and values that its "
-            "attention reads",
-            hint="nothing to do: no rotation of heads or of latents fits such a cache",
-        )
+        held, read = (rows or (call.key,))[0].shape, call.key.shape
+        what = "a compressed latent (MLA or alike), not the keys and values that its attention "
+        what += "reads"
+        if held[-1] == read[-1] and held[1] != read[1] and call.attend.latent is None:
+            what = f"{held[1]} heads of keys and values, of which its attention makes {read[1]}"
+        hint = "nothing to do: no rotation of heads or of latents fits such a cache"
+        raise UnsupportedModel(f"{name} caches {what}", hint)
     query_heads = call.query.shape[1]
     if isinstance(cached, Latents):
         rank, rope_dim = (each.shape[-1] for each in rows or ())
