@@ -10,36 +10,23 @@ fetches the weights that are kept elsewhere again.
 
 import os
 import platform
-import re
 import resource
 import sys
 from bisect import bisect_right
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from rotationzoo.artifact.layout import matrix_count
 from rotationzoo.artifact.statistics_layout import statistic_dims
-from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.run_sums import run_bytes
+from rotationzoo.model import placement
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
-from rotationzoo.model.placement import (
-    USABLE,
-    Limits,
-    container_limits,
-    devices_of,
-    free_memory,
-    sum_entries,
-)
+from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory, sum_entries
 from rotationzoo.recipe import Recipe
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import read_json
 
 _STATUS = Path("/proc/self/status")
 
@@ -48,7 +35,7 @@ def total_memory(on_cpu: bool, spread: bool) -> int:
     """Bytes of memory where a job runs: main memory, within the limit of a container, the GPU's, or
     all of both if the weights are `spread` over devices."""
     main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    main = min([main, *(limit for limit, _ in container_limits())])
+    main = min([main, *(limit for limit, _ in placement.container_limits())])
     if not torch.cuda.is_available() or (on_cpu and not spread):
         return main
     devices = range(torch.cuda.device_count())
@@ -205,20 +192,3 @@ def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
     fitting = bisect_right(range(1, rows + 1), min(rooms), key=needs.pass_bytes)
     passes = -(-rows // max(fitting, 1))
     return -(-rows // passes)
-
-
-_STATED = {"batch": "[1-9][0-9]{0,9}", "date": "[0-9]{4}(-[0-9]{2}){2}"}
-
-
-def earlier(key: str, checkpoint: Path, output: Path) -> str | None:
-    """What the run whose checkpoint or artifact is there had as its batch or date, or None: a sum
-    can only be continued with the same, and what is free, and today, change from run to run."""
-    identities: list[Any] = [read_json(output / MANIFEST).get("identity")]
-    # No checkpoint, or a damaged one, which is refused when it is read.
-    with suppress(Exception), safe_open(checkpoint, "pt") as file:
-        identities.insert(0, strict_json.parse(file.metadata()["identity"], str(checkpoint)))
-    for identity in identities:
-        value = identity.get(key) if isinstance(identity, dict) else None
-        if isinstance(value, str) and re.fullmatch(_STATED[key], value):
-            return value
-    return None

@@ -118,13 +118,16 @@ def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int
     # One tensor that serves as both keys and values is a latent, too, although it has the shape of
     # one head.
     if call.key is call.value or not cached.is_in(rows):
-        held, read = (rows or (call.key,))[0].shape, call.key.shape
-        what = "a compressed latent (MLA or alike), not the keys and values that its attention "
-        what += "reads"
-        if held[-1] == read[-1] and held[1] != read[1] and call.attend.latent is None:
-            what = f"{held[1]} heads of keys and values, of which its attention makes {read[1]}"
         hint = "nothing to do: no rotation of heads or of latents fits such a cache"
-        raise UnsupportedModel(f"{name} caches {what}", hint)
+        held, read = (rows or (call.key,))[0].shape, call.key.shape
+        if held[-1] == read[-1] and held[1] != read[1] and call.attend.latent is None:
+            made = f"{held[1]} heads of keys and values, of which its attention makes {read[1]}"
+            raise UnsupportedModel(f"{name} caches {made}", hint)
+        raise UnsupportedModel(
+            f"{name} caches a compressed latent (MLA or alike), not the keys and values that its "
+            "attention reads",
+            hint,
+        )
     query_heads = call.query.shape[1]
     if isinstance(cached, Latents):
         rank, rope_dim = (each.shape[-1] for each in rows or ())

@@ -25,10 +25,9 @@ Limits = dict[int | str, int]
 _MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
-_SECOND = "memory.max", "memory.current", "active_file", "inactive_file"
-_FIRST = (
-    "memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"
-)  # fmt: skip
+# What a group's files are called by cgroup v1 and v2, and what files in memory are in its table.
+_V1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"]
+_V2 = ["memory.max", "memory.current", "active_file", "inactive_file"]
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
 # On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does. torch
@@ -101,7 +100,7 @@ def container_limits() -> Iterator[tuple[int, int]]:
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            names, top = (_FIRST, _CONTAINER / "memory") if controllers else (_SECOND, _CONTAINER)
+            names, top = (_V1, _CONTAINER / "memory") if controllers else (_V2, _CONTAINER)
             for group in (top / path[1:], *(top / path[1:]).parents):
                 with suppress(OSError, ValueError):  # no such limit, or the word "max"
                     limit, used = (int((group / name).read_text()) for name in names[:2])

@@ -172,15 +172,15 @@ def _check_encoding(path: Path, name: str) -> None:
     """Raise `RotationZooError` for a text in UTF-16 or UTF-32, and for a compressed file."""
     with reading_errors(name), path.open("rb") as file:
         head = file.read(4)
-    found = [each for start, each in _COMPRESSED.items() if head.startswith(start)]
-    encoding = json.detect_encoding(head)  # by its mark, or by the zeros of its first characters
-    command = f"iconv -f {re.sub('-(?=.e)', '', encoding)} -t utf-8"
-    if found:
-        encoding, command = found[0], f"{found[0]} -dc"
-    if not encoding.startswith("utf-8"):
+    kind: str = json.detect_encoding(head)  # by its mark, or by the zeros of its first characters
+    command = f"iconv -f {re.sub('-(?=.e)', '', kind)} -t utf-8"
+    for start, program in _COMPRESSED.items():
+        if head.startswith(start):
+            kind, command = program, f"{program} -dc"
+    if not kind.startswith("utf-8"):
         new = f"unpacked{path.suffix}"
         hint = f"run: {command} {shlex.quote(name)} > {new}, and give {new}"
-        raise RotationZooError(f"{name} is {encoding.upper()}, and no UTF-8 text", hint)
+        raise RotationZooError(f"{name} is {kind.upper()}, and no UTF-8 text", hint)
 
 
 def _pieces(path: Path) -> Iterator[_Record]:
