@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 from safetensors import safe_open
@@ -195,7 +196,8 @@ def add_adapter(model: PreTrainedModel, folder: Path) -> None:
     another model."""
     import peft
 
-    with as_unavailable(f"{folder} does not fit the model", "give an adapter of this model"):
+    misfit = as_unavailable(f"{folder} does not fit the model", "give an adapter of this model")
+    with misfit, catch_warnings(action="ignore"):
         # Peft's own reader: that of transformers misnames what is no matrix of LoRA.
         wrapped = peft.PeftModel(model, peft.PeftConfig.from_pretrained(str(folder)))
         stored = load_file(folder / "adapter_model.safetensors")
