@@ -185,11 +185,10 @@ def read_text(planned: Plan) -> Corpus | None:
         return None
     fetch(planned.source, weights=False)
     assert planned.config is not None
-    if recipe.data.media:
-        return read_media_corpus(
-            recipe.data, loading.load_processor(planned.source), planned.config
-        )
-    text = read_corpus(recipe.data, loading.load_tokenizer(planned.source))
+    data = recipe.data.model_copy(update={"date": recipe.data.date or planned.job.earlier("date")})
+    if data.media:
+        return read_media_corpus(data, loading.load_processor(planned.source), planned.config)
+    text = read_corpus(data, loading.load_tokenizer(planned.source))
     loading.check_ids(text.rows, planned.config, planned.source.name)
     return text
 
@@ -294,6 +293,7 @@ def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str
     # On a CPU, floating-point sums depend on how many threads share them.
     threads = torch.get_num_threads() if job.torch_device == "cpu" else None
     optional = {"threads": threads, "device_map": job.device_map, "max_memory": job.max_memory}
+    optional["date"] = text.date
     return identity | {key: str(value) for key, value in optional.items() if value is not None}
 
 

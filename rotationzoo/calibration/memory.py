@@ -10,31 +10,24 @@ fetches the weights that are kept elsewhere again.
 
 import os
 import platform
-import re
 import resource
 import sys
 from bisect import bisect_right
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from rotationzoo.artifact.layout import matrix_count
 from rotationzoo.artifact.statistics_layout import statistic_dims
-from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.run_sums import run_bytes
+from rotationzoo.model import placement
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
 from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory, sum_entries
 from rotationzoo.recipe import Recipe
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import read_json
 
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _STATUS = Path("/proc/self/status")
 
 
@@ -42,8 +35,7 @@ def total_memory(on_cpu: bool, spread: bool) -> int:
     """Bytes of memory where a job runs: main memory, within the limit of a container, the GPU's, or
     all of both if the weights are `spread` over devices."""
     main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no such limit, or the word "max"
-        main = min(main, int(_CONTAINER_LIMIT.read_text()))
+    main = min([main, *(limit for limit, _ in placement.container_limits())])
     if not torch.cuda.is_available() or (on_cpu and not spread):
         return main
     devices = range(torch.cuda.device_count())
@@ -200,17 +192,3 @@ def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
     fitting = bisect_right(range(1, rows + 1), min(rooms), key=needs.pass_bytes)
     passes = -(-rows // max(fitting, 1))
     return -(-rows // passes)
-
-
-def earlier_batch(checkpoint: Path, output: Path) -> int | None:
-    """The batch of the run whose checkpoint or artifact is there, or None: a sum can only be
-    continued with batches of the same rows, and what is free changes from run to run."""
-    identities: list[Any] = [read_json(output / MANIFEST).get("identity")]
-    # No checkpoint, or a damaged one, which is refused when it is read.
-    with suppress(Exception), safe_open(checkpoint, "pt") as file:
-        identities.insert(0, strict_json.parse(file.metadata()["identity"], str(checkpoint)))
-    for identity in identities:
-        batch = identity.get("batch") if isinstance(identity, dict) else None
-        if isinstance(batch, str) and re.fullmatch("[1-9][0-9]{0,6}", batch):
-            return int(batch)
-    return None

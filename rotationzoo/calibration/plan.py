@@ -1,12 +1,17 @@
 """A calibration job, and what the model's config alone tells about it: whether it is refused, how
 its recipe is adapted where that is allowed, and how much memory and disk it needs."""
 
+import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.calibration import memory as memories
 from rotationzoo.calibration import recipe_checks
 from rotationzoo.codec.bit_allocation import has_room
@@ -21,8 +26,10 @@ from rotationzoo.model.quantized import check_loadable, is_dequantized, quantiza
 from rotationzoo.model.source import Source, find, has_weights
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import without_budget
-from rotationzoo.storage import files, folders
+from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.text.media import media_tokens
+
+_STATED = {"batch": "[1-9][0-9]{0,6}", "date": "[0-9]{4}(-[0-9]{2}){2}"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,20 @@ class Job(RunSettings):
     def lock(self) -> Path:
         """The lock file that keeps other jobs away from the checkpoint and the output."""
         return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
+
+    def earlier(self, key: str) -> str | None:
+        """The batch or the date of the run whose checkpoint or artifact is there, or None: a sum
+        can only be continued with the same, and what is free, and today, change."""
+        identities: list[Any] = [files.read_json(self.output / MANIFEST).get("identity")]
+        # No checkpoint, or a damaged one, which is refused when it is read.
+        with suppress(Exception), safe_open(self.checkpoint, "pt") as file:
+            stored = file.metadata()["identity"]
+            identities.insert(0, strict_json.parse(stored, str(self.checkpoint)))
+        for identity in identities:
+            value = identity.get(key) if isinstance(identity, dict) else None
+            if isinstance(value, str) and re.fullmatch(_STATED[key], value) and not self.restart:
+                return value
+        return None
 
     @property
     def unfinished(self) -> bool:
@@ -163,8 +184,8 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     )
     if job.batch == memories.SIZED:
         limits = memory_limits(job.device_map, job.max_memory)
-        earlier = None if job.restart else memories.earlier_batch(job.checkpoint, job.output)
-        job = replace(job, batch=earlier or memories.choose_batch(needs, loaded, limits))
+        batch = job.earlier("batch") or memories.choose_batch(needs, loaded, limits)
+        job = replace(job, batch=int(batch))
         needs = replace(needs, batch=job.batch)
     return replace(
         known,

@@ -111,6 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = group.main(words, "rotationzoo", standalone_mode=False)
     except Exception as error:
         code = _fail(error, words)
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # which Python itself would tell again, as it ends
+        code = code or int(isinstance(error, BrokenPipeError)) or _fail(error, [])
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -150,7 +151,8 @@ def show_error(error: RotationZooError, as_json: bool = False) -> None:
     JSON object, unless it has already printed one."""
     message, hint = shortened(str(error), _LONGEST), error.hint or None
     if as_json and not _answered.get():
-        _print_json({"error": redact(message), "hint": hint and redact(hint)})
+        with suppress(OSError):  # of a full disk: stderr tells it, too
+            _print_json({"error": redact(message), "hint": hint and redact(hint)})
     _print([f"Error: {message}", *([f"Hint: {hint}"] if hint else [])], sys.stderr)
 
 

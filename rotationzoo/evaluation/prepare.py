@@ -152,9 +152,11 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
     fetch(source, weights=False)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
-    text = read_corpus(data, tokenizer)
-    if fewer := shortfall(text.rows, data):
-        tell(fewer)
+    # Where a chat template writes the date, that of the calibration.
+    days = filter(None, (each.manifest.identity.get("date") for each in artifacts))
+    text = read_corpus(data.model_copy(update={"date": next(days, data.date)}), tokenizer)
+    if text.note and shortfall(text.rows, data):
+        tell(text.note)
     loading.check_ids(text.rows, config, job.model)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     return Prepared(

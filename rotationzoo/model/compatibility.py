@@ -18,6 +18,7 @@ from warnings import catch_warnings
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.manifest import hash_config
@@ -257,11 +258,16 @@ def _try_adapter(folder: Path, config: PretrainedConfig, label: str) -> None:
 def add_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Let the model compute with an adapter of the folder. Raises `ModelUnavailable` for one of
     another model."""
-    from peft import LoraConfig
+    import peft
 
-    with as_unavailable(f"{folder} does not fit the model", _OTHER):
-        found = model.load_adapter(str(folder), peft_config=LoraConfig(**read_adapter(folder)))
-        # Transformers only warns of an adapter of fewer or more layers.
-        if other := sorted((found.missing_keys or set()) | (found.unexpected_keys or set())):
+    misfit = as_unavailable(f"{folder} does not fit the model", _OTHER)
+    with misfit, catch_warnings(action="ignore"):
+        # Peft's own reader: that of transformers misnames what is no matrix of LoRA.
+        wrapped = peft.PeftModel(model, peft.LoraConfig(**read_adapter(folder)))
+        stored = load_file(folder / "adapter_model.safetensors")
+        expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        # Peft would only warn of an adapter of fewer or more layers.
+        if other := sorted(stored.keys() ^ expected.keys()):
             raise ValueError(f"only one of them has {other[0]}")
+        peft.set_peft_model_state_dict(wrapped, stored)
     model.eval()

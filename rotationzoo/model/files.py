@@ -156,6 +156,8 @@ def read_headers(paths: Iterable[Path]) -> dict[str, Stored]:
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                if end > path.stat().st_size:
+                    raise ValueError("it was cut off before its end")
                 tensors[name] = Stored(path, begin, end, entry["dtype"], entry["shape"])
     return tensors
 

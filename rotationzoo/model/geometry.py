@@ -99,6 +99,9 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, Call], 
     calls: dict[int, Call] = {}
 
     def record(call: Call) -> torch.Tensor:
+        if call.layer in (None, -1):
+            name = type(model).__name__
+            raise UnsupportedModel(f"{name} shares attention among layers: no call says of which")
         if call.layer in calls:
             raise UnsupportedModel(
                 f"{type(model).__name__} computes attention more than once in a layer, "
@@ -124,10 +127,15 @@ def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int
     # One tensor that serves as both keys and values is a latent, too, although it has the shape of
     # one head.
     if call.key is call.value or not cached.is_in(rows):
+        hint = "nothing to do: no rotation of heads or of latents fits such a cache"
+        held, read = (rows or (call.key,))[0].shape, call.key.shape
+        if held[-1] == read[-1] and held[1] != read[1] and call.attend.latent is None:
+            made = f"{held[1]} heads of keys and values, of which its attention makes {read[1]}"
+            raise UnsupportedModel(f"{name} caches {made}", hint)
         raise UnsupportedModel(
             f"{name} caches a compressed latent (MLA or alike), not the keys and values that its "
             "attention reads",
-            hint="nothing to do: no rotation of heads or of latents fits such a cache",
+            hint,
         )
     query_heads = call.query.shape[1]
     if isinstance(cached, Latents):

@@ -22,7 +22,7 @@ from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.placement import Placement, is_out_of_memory, memory_limits
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
 from rotationzoo.model.source import Source, license_of
-from rotationzoo.recipe.rope import apply_scaling
+from rotationzoo.recipe.rope import apply_scaling, scaling_of
 from rotationzoo.storage.disks import ROOM, remedy
 from rotationzoo.storage.files import read_json
 from rotationzoo.words import counted
@@ -98,10 +98,14 @@ def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         model_class = _model_class(config, name)
         options = _implementations(config)
-        model: PreTrainedModel = model_class.from_config(
-            config, trust_remote_code=False, **options
-        ).eval()
-    return model
+        try:
+            model = model_class.from_config(config, trust_remote_code=False, **options)
+        except KeyError as error:
+            if str(scaling_of(config)).partition(":")[0] in error.args:
+                unknown = f"transformers knows no RoPE of type {error}, which {name} has"
+                raise ModelUnavailable(unknown, _FETCH_HINT) from error
+            raise
+    return cast("PreTrainedModel", model.eval())
 
 
 def _implementations(config: "PretrainedConfig") -> dict[str, str | None]:

@@ -24,6 +24,10 @@ Limits = dict[int | str, int]
 """Bytes of weights by device: the number of a GPU, or `cpu`."""
 _MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
+_GROUPS = Path("/proc/self/cgroup")
+# What a group's files are called by cgroup v1 and v2, and what files in memory are in its table.
+_V1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"]
+_V2 = ["memory.max", "memory.current", "active_file", "inactive_file"]
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
 # On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does. torch
@@ -85,15 +89,24 @@ def free_memory(device: torch.device | int | str) -> int:
     # machine is a guess that leaves room for other programs.
     half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = 1024 * sum_entries(_MEMORY, "MemAvailable:") or half
-    with suppress(OSError, ValueError):  # no such limit, or the word "max"
-        limit, used = (
-            int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-        # Files that a container keeps in memory until it is needed, such as weights that were
-        # read, count as used.
-        cached = sum_entries(_CONTAINER / "memory.stat", "active_file", "inactive_file")
-        free = min(free, limit - used + cached)
-    return max(free, 0)
+    return max(min([free, *(left for _, left in container_limits())]), 0)
+
+
+def container_limits() -> Iterator[tuple[int, int]]:
+    """The limit of each control group around this process, and what it leaves, in bytes: its own
+    group may be inside others that have one. A container may see its own as the root."""
+    with suppress(OSError, ValueError):  # no Linux
+        for line in _GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            names, top = (_V1, _CONTAINER / "memory") if controllers else (_V2, _CONTAINER)
+            for group in (top / path[1:], *(top / path[1:]).parents):
+                with suppress(OSError, ValueError):  # no such limit, or the word "max"
+                    limit, used = (int((group / name).read_text()) for name in names[:2])
+                    # Files that are kept in memory until it is needed, such as weights that were
+                    # read, count as used.
+                    yield limit, limit - used + sum_entries(group / "memory.stat", *names[2:])
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

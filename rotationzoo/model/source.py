@@ -42,6 +42,7 @@ _FILES = [
 ]
 _CARD_FRONT = re.compile(r"\s*---\s*\n(.*?)\n---", re.DOTALL)
 _CONFIG = "config.json"
+_ORIGINAL = "give the model that it was converted from"
 _NOT_FILES = ["*/*", "consolidated*"]
 
 
@@ -144,7 +145,7 @@ def _stand_in(file: Path, name: str) -> Path:
     from rotationzoo.recipe.rope import scaling_of
     from rotationzoo.storage.gguf_reader import open_gguf
 
-    reader, other = open_gguf(file, lists=False), "give the model that it was converted from"
+    reader, other = open_gguf(file, lists=False), _ORIGINAL
     if reader.value("split.count") not in (None, 0, 1):
         join = "join them first with: llama-gguf-split --merge"
         raise RotationZooError(f"{name} is one part of several", hint=join)
@@ -160,6 +161,7 @@ def _stand_in(file: Path, name: str) -> Path:
         config = AutoConfig.from_pretrained(folder, gguf_file=GGUF)
         # Where no type is asked for, transformers would choose float32.
         config.dtype = torch.bfloat16
+        config = _with_metadata(config, reader, name)
         config.save_pretrained(folder)
     check_configs(folder, name)
     scaling = reader.value(f"{reader.value('general.architecture')}.rope.scaling.type")
@@ -172,6 +174,35 @@ def _stand_in(file: Path, name: str) -> Path:
     with as_unavailable(f"transformers cannot read the tokenizer in {name}", hint=other):
         AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
     return folder
+
+
+def _with_metadata(config: Any, reader: Any, name: str) -> Any:
+    """The config with what a GGUF file says of RoPE, heads and windows: how much of it transformers
+    reads depends on the architecture. Raises `UnsupportedModel` for what has no field."""
+    kind, table = reader.value("general.architecture"), config.to_dict()
+    rope = table.get("rope_parameters") or {}
+    full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    types = table.get("layer_types", ["sliding_attention"])
+    has_window = table.get("use_sliding_window", True) and "sliding_attention" in types
+    own = table.get("head_dim") or config.hidden_size // getattr(config, "num_attention_heads", 1)
+    dim = reader.value(f"{kind}.attention.key_length") or own
+    for key, place, entry, held in (
+        ("attention.key_length", table, "head_dim", own),
+        ("attention.value_length", {}, "", dim),
+        ("attention.sliding_window", table if has_window else {}, "sliding_window", 0),
+        ("rope.freq_base", full, "rope_theta", None),
+        ("rope.freq_base_swa", local, "rope_theta", full.get("rope_theta")),
+        ("rope.dimension_count", full, "partial_rotary_factor", dim),
+    ):
+        said = reader.value(f"{kind}.{key}")
+        if entry in place and said is not None:
+            place[entry] = said / dim if "rotary" in entry else said or None
+        elif said not in (None, held):
+            raise UnsupportedModel(
+                f"{name} has {kind}.{key} {said}, and the config of transformers has no such field",
+                hint=_ORIGINAL,
+            )
+    return type(config).from_dict(table)
 
 
 def _only_gguf(names: Iterable[str], place: str) -> str | None:

@@ -5,9 +5,11 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rotationzoo.budget import Budget
@@ -60,6 +62,7 @@ Tokens = Annotated[int, Field(gt=0, le=10**8)]
 """Tokens to read: 3,000 times what a preset does."""
 # Recipes without such a key keep the hash that is published.
 _LATER = Field(exclude_if=lambda value: value is None)
+_DAY = pydantic.BeforeValidator(lambda day: date.fromisoformat(str(day)).isoformat())
 WindowSize = Annotated[int, Field(ge=0, le=10**9)]
 
 
@@ -115,6 +118,8 @@ class Data(Section):
     """Column of a document's images: one or a list, as bytes or as paths from the file's folder."""
     audio: Annotated[str | None, _LATER] = None
     """The same for audio, as WAV. With either of them, each row is a document."""
+    date: Annotated[Annotated[str, _DAY] | None, _LATER] = None
+    """The day that chat templates write as today's. None takes that of the first run."""
 
     @property
     def media(self) -> dict[str, str]:

@@ -9,12 +9,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import date, datetime
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from rotationzoo.errors import RotationZooError, first_sentence
 
@@ -94,8 +97,10 @@ class ChatTemplate:
     """The chat template of a tokenizer. Its process starts with the first chat, and ends with this
     object."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: str | None = None):
+        self.tokenizer, self._day = tokenizer, day or date.today().isoformat()
+        self.written_day: str | None = None
+        """The day that the template may have written as today's."""
         self.note: str | None = None
         """What the template leaves out of chats."""
         self._connection: Connection | None = None
@@ -146,15 +151,20 @@ class ChatTemplate:
         return text
 
     def _start(self) -> Connection:
+        if "strftime_now" in str(getattr(self.tokenizer, "chat_template", "")):
+            self.written_day = self._day
         context: Any = multiprocessing.get_context(_METHOD)
         ends: tuple[Connection, Connection] = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self.tokenizer, *ends), daemon=True)
+        given = self.tokenizer, self._day, *ends
+        self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         ends[1].close()
         return ends[0]
 
 
-def _serve(tokenizer: PreTrainedTokenizerBase, other: Connection, connection: Connection) -> None:
+def _serve(
+    tokenizer: PreTrainedTokenizerBase, day: str, other: Connection, connection: Connection
+) -> None:
     """Answer chats until the other end of the connection is closed."""
     other.close()  # otherwise this process itself would keep it open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
@@ -164,6 +174,10 @@ def _serve(tokenizer: PreTrainedTokenizerBase, other: Connection, connection: Co
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    with suppress(ValueError):  # where a damaged checkpoint has no day
+        now = datetime.fromisoformat(day)
+        # This process is the templates' own.
+        vars(chat_template_utils)["datetime"] = SimpleNamespace(now=lambda: now)
     with suppress(EOFError, OSError, MemoryError):
         while True:
             connection.send_bytes(_answer(tokenizer, *connection.recv()))

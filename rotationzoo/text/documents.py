@@ -7,6 +7,8 @@ which bundled text takes its place when a model is judged.
 
 import json
 import random
+import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +29,9 @@ HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 _CHARACTERS_A_TOKEN = 40  # shuffles documents among about ten times the text that is used
 _PIECE = 1 << 16  # characters
 _BAD = 100  # rows after which a source need not be read to its end
+_ROWS = 64  # of a table at a time: they may hold images
+# How a file begins -> the program that compressed it, and unpacks it.
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2"}
 
 Document = str | list[Message]
 """A text, or the messages of a chat."""
@@ -147,9 +152,12 @@ def _records(data: Data) -> Iterator[_Record | bytes]:
     if path.exists() and suffix not in FILES:
         hint = "give such a file, or a data set id of the hub, with --data"
         raise RotationZooError(f"{data.source} is no file that ends with {', '.join(FILES)}", hint)
-    if suffix == ".txt":
-        return _pieces(path)
-    return _json_lines(path) if suffix == ".jsonl" else _data_set(data, path)
+    if suffix == ".parquet":
+        return _table_rows(data, path)
+    if suffix not in FILES:
+        return _data_set(data)
+    _check_encoding(path, data.source)
+    return _pieces(path) if suffix == ".txt" else _json_lines(path)
 
 
 def _column(record: _Record, wanted: list[str], data: Data) -> str:
@@ -162,9 +170,25 @@ def _column(record: _Record, wanted: list[str], data: Data) -> str:
     raise BadRow(f"{data.source} has no column {' or '.join(wanted)}: it has {columns}", hint)
 
 
+def _check_encoding(path: Path, name: str) -> None:
+    """Raise `RotationZooError` for a text in UTF-16 or UTF-32, and for a compressed file."""
+    with reading_errors(name), path.open("rb") as file:
+        head = file.read(4)
+    kind: str = json.detect_encoding(head)  # by its mark, or by the zeros of its first characters
+    command = f"iconv -f {re.sub('-(?=.e)', '', kind)} -t utf-8"
+    for start, program in _COMPRESSED.items():
+        if head.startswith(start):
+            kind, command = program, f"{program} -dc"
+    if not kind.startswith("utf-8"):
+        new = f"unpacked{path.suffix}"
+        hint = f"run: {command} {shlex.quote(name)} > {new}, and give {new}"
+        raise RotationZooError(f"{name} is {kind.upper()}, and no UTF-8 text", hint)
+
+
 def _pieces(path: Path) -> Iterator[_Record]:
     """A text file of any size in pieces of about 64 KB, cut at line ends."""
-    with reading_errors(str(path)), path.open(encoding="utf-8") as file:
+    # Without the mark that Windows puts at the start.
+    with reading_errors(str(path)), path.open(encoding="utf-8-sig") as file:
         while lines := file.readlines(_PIECE):
             text = "".join(lines)
             # This is one piece, unless a line is very long.
@@ -178,16 +202,23 @@ def _json_lines(path: Path) -> Iterator[bytes]:
         yield from map(bytes.strip, file)
 
 
-def _data_set(data: Data, path: Path) -> Iterator[_Record]:
-    """A data set on the hub, or a parquet file, streamed: little more is fetched than is used."""
+def _data_set(data: Data) -> Iterator[_Record]:
+    """A data set on the hub, streamed: little more is fetched than is used."""
     import datasets  # takes a second to import, and most jobs do not need it
 
     with reading_errors(f"the data set {data.source} could not be read"):
-        where: dict[str, Any] = {"path": data.source, "name": data.subset, "split": data.split}
-        if path.suffix.lower() == ".parquet":
-            where = {"path": "parquet", "data_files": str(path), "split": "train"}
-        source = datasets.load_dataset(**where, streaming=True)
+        source = datasets.load_dataset(data.source, data.subset, split=data.split, streaming=True)
         yield from source.decode(False) if source.features else source  # images stay bytes
+
+
+def _table_rows(data: Data, path: Path) -> Iterator[_Record]:
+    """The rows of a parquet file. `datasets` would take its path for a pattern, and needs a cache
+    to write to."""
+    import pyarrow.parquet
+
+    with reading_errors(f"the data set {data.source} could not be read"), path.open("rb") as file:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_ROWS):
+            yield from batch.to_pylist()
 
 
 @contextmanager

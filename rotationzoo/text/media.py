@@ -40,7 +40,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     Rows are cut to `data.length`. Documents with images or audio behind that are left out. Raises
     `RotationZooError` where `read_corpus` does, and for images and audio that cannot be read.
     """
-    template, tally = ChatTemplate(processor), Tally()
+    template, tally = ChatTemplate(processor, data.date), Tally()
     tokens = torch.tensor(media_tokens(config, data, "the model"))
     marks = processor.tokenizer.convert_ids_to_tokens(tokens.tolist())
     rows: list[MediaRow] = []
@@ -68,7 +68,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     inputs = [value for row in rows for _, value in sorted(row.inputs.items())]
     content = [value.contiguous().flatten().view(torch.uint8) for value in inputs]
     note = "; ".join(filter(None, notes)) or None
-    return Corpus(ids, fingerprint([*ids, *content]), note, rows)
+    return Corpus(ids, fingerprint([*ids, *content]), note, rows, template.written_day)
 
 
 def _place(sample: Sample) -> _Messages:

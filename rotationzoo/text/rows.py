@@ -113,6 +113,8 @@ class Corpus:
     """Something the user should know, such as that there are fewer tokens than asked for."""
     media: Sequence[MediaRow] = ()
     """The same rows with their images and audio, where they have any."""
+    date: str | None = None
+    """The day that a chat template wrote as today's."""
 
     @property
     def tokens(self) -> int:
@@ -127,7 +129,7 @@ class Corpus:
 def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a
     wrong column, or too little text for one row."""
-    template, tally = ChatTemplate(tokenizer), Tally()
+    template, tally = ChatTemplate(tokenizer, data.date), Tally()
     documents = _tokenized(data, template, tally)
     rows = list(_packed_rows(documents, data, start_tokens(tokenizer)))
     left_out = tally.check()
@@ -137,7 +139,8 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         hint = "give more text with --data, or shorter rows with --length"
         raise RotationZooError(problem, hint)
     notes = shortfall(rows, data), left_out, template.note, start_note(tokenizer)
-    return Corpus(rows, fingerprint(rows), "; ".join(filter(None, notes)) or None)
+    note = "; ".join(filter(None, notes)) or None
+    return Corpus(rows, fingerprint(rows), note, date=template.written_day)
 
 
 def _tokenized(data: Data, template: ChatTemplate, tally: Tally) -> Iterator[list[int]]:

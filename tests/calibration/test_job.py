@@ -2,13 +2,16 @@
 it goes on where it was stopped."""
 
 import shutil
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.jobs import RECIPE, SMALL, interrupt_after, job, rotation_bytes
-from support.models import edit_config
+from support.models import edit_config, write_jsonl
 from support.recipes import QUICK
 from support.tensors import stored_rotations, stored_statistics
 
@@ -22,6 +25,7 @@ from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS, without_budget
+from rotationzoo.text import chats
 from rotationzoo.writer import write_artifact
 
 
@@ -150,6 +154,36 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path
         whole.folder / "statistics.safetensors"
     ).read_bytes()
     assert [p.name for p in stopped.output.parent.iterdir()] == ["out"]
+
+
+def test_a_job_goes_on_and_is_known_on_another_day(copied_tiny, tmp_path, monkeypatch):
+    """Where the chat template writes the date, that of the first run is used again."""
+    template = "Today: {{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m.content }}"
+    edit_config(copied_tiny, "tokenizer_config.json", chat_template=template + "{% endfor %}")
+    chat = {"messages": [{"role": "user", "content": "some words " * 100}]}
+    data = SMALL.model_copy(update={"source": str(write_jsonl(tmp_path / "c.jsonl", [chat] * 40))})
+    asked = job(copied_tiny, tmp_path, RECIPE.model_copy(update={"data": data}), batch=2)
+
+    def on(day: int) -> None:
+        monkeypatch.setattr(chats, "date", SimpleNamespace(today=lambda: date(2024, 2, day)))
+
+    on(28)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(asked, interrupt_after(1))
+    on(29)
+    made = calibrate(asked)
+    assert made.manifest.identity["date"] == "2024-02-28"
+    on(27)
+    before = (made.folder / "manifest.json").stat().st_mtime_ns
+    assert calibrate(asked).folder.joinpath("manifest.json").stat().st_mtime_ns == before
+    # Elsewhere, a recipe with that date makes the same.
+    stated = data.model_copy(update={"date": "2024-02-28"})
+    recipe = RECIPE.model_copy(update={"data": stated})
+    other = calibrate(job(copied_tiny, tmp_path / "other", recipe, batch=2))
+    assert rotation_bytes(other) == rotation_bytes(made)
+    again = calibrate(replace(asked, restart=True))
+    assert again.manifest.identity["date"] == "2024-02-27"
+    assert rotation_bytes(again) != rotation_bytes(other)
 
 
 def test_an_interrupted_restart_goes_on(tiny, tmp_path):

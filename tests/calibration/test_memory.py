@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,14 +62,13 @@ def test_a_dry_run_names_the_memory_that_is_there(inside, monkeypatch):
     said = inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
     assert "GB here\n" in said
     assert "not enough" not in said
-    limit = inside.folder / "memory.max"
-    limit.write_text("1000000\n")
-    monkeypatch.setattr(memory, "_CONTAINER_LIMIT", limit)
+    group = control_groups(inside.folder, monkeypatch)
+    write_limit(group, "1000000", "0")
     assert (
         "of the 1.0 MB here, which is not enough"
         in inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
     )
-    limit.write_text("max\n")
+    write_limit(group, "max", "0")
     assert memory.total_memory(on_cpu=True, spread=False) == installed
 
 
@@ -144,17 +144,61 @@ def test_reserved_memory_gets_no_weights(monkeypatch):
         assert placed.max_memory == {0: 7 * GB, 1: 7 * GB, "cpu": 9 * GB}
 
 
+def control_groups(folder: Path, monkeypatch, path="/", controllers="") -> Path:
+    """Let Linux say that this process is in the group of a path, in a tree in the folder."""
+    (folder / "cgroup").write_text(f"7:cpuset:/elsewhere\n4:{controllers}:{path}\n")
+    monkeypatch.setattr(placement, "_GROUPS", folder / "cgroup")
+    monkeypatch.setattr(placement, "_CONTAINER", folder / "groups")
+    return folder / "groups" / ("memory" if controllers else "")
+
+
+def write_limit(group: Path, limit: str, used: str, stat: str = "", version: int = 2) -> None:
+    names = ("memory.max", "memory.current")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group.mkdir(parents=True, exist_ok=True)
+    for name, content in zip((*names, "memory.stat"), (limit, used, stat), strict=True):
+        (group / name).write_text(f"{content}\n")
+
+
 def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
-    monkeypatch.setattr(placement, "_CONTAINER", tmp_path)
+    group = control_groups(tmp_path, monkeypatch)
     whole = placement.free_memory("cpu")
     assert whole > GB / 10
-    (tmp_path / "memory.max").write_text("5000000\n")
-    (tmp_path / "memory.current").write_text("2000000\n")
+    write_limit(group, "5000000", "2000000")
     assert placement.free_memory("cpu") == 3_000_000
-    stat = "anon 1200000\nfile 800000\ninactive_file 500000\nactive_file 200000\nshmem 100000\n"
-    (tmp_path / "memory.stat").write_text(stat)
+    stat = "anon 1200000\nfile 800000\ninactive_file 500000\nactive_file 200000\nshmem 100000"
+    write_limit(group, "5000000", "2000000", stat)
     assert placement.free_memory("cpu") == 3_700_000, "files that are only cached take no room"
-    (tmp_path / "memory.max").write_text("max\n")
+    write_limit(group, "max", "2000000")
+    assert placement.free_memory("cpu") > GB / 10
+
+
+def test_groups_around_that_of_the_process_limit_it(tmp_path, monkeypatch):
+    """A unit of systemd, whose slice has a limit, too; and no group beside it."""
+    top = control_groups(tmp_path, monkeypatch, "/user.slice/job.scope")
+    write_limit(top / "user.slice", "7000000", "1000000")
+    write_limit(top / "user.slice" / "job.scope", "max", "500000")
+    write_limit(top / "other.slice", "1000", "0")
+    assert placement.free_memory("cpu") == 6_000_000
+    assert memory.total_memory(on_cpu=True, spread=False) == 7_000_000
+    write_limit(top / "user.slice" / "job.scope", "4000000", "500000")
+    assert placement.free_memory("cpu") == 3_500_000
+    assert memory.total_memory(on_cpu=True, spread=False) == 4_000_000
+
+
+@pytest.mark.parametrize("group", ["batch/job", ""])
+def test_limits_of_the_first_version_are_read(tmp_path, monkeypatch, group):
+    """Of a group in a machine's tree, and of a container's, which is the root that it sees. That of
+    a machine has the largest number there is."""
+    top = control_groups(tmp_path, monkeypatch, "/batch/job", "cpu,memory")
+    write_limit(top, "9223372036854771712", "9000000", version=1)
+    stat = "inactive_file 100\ntotal_inactive_file 30000\ntotal_active_file 5000"
+    write_limit(top / group, "8000000", "3000000", stat, version=1)
+    assert placement.free_memory("cpu") == 5_035_000
+    assert memory.total_memory(on_cpu=True, spread=False) == 8_000_000
+    # Only the controller's own tree has them.
+    control_groups(tmp_path, monkeypatch, "/batch/job", "cpu,cpuacct")
     assert placement.free_memory("cpu") > GB / 10
 
 

@@ -78,11 +78,15 @@ def test_the_version_and_short_help(inside):
 
 
 def test_a_full_standard_output_is_one_sentence(command):
-    with open("/dev/full", "w") as full:
-        done = command("list", "--index", "bundled", stdout=full, alone=True)
-    assert done.returncode == 1
-    assert "\nError: No space left on device\nHint: " in done.stderr
-    assert "Traceback" not in done.stderr
+    for words in (["list", "--index", "bundled"], ["--version"], ["inspect", "x", "--json"]):
+        with open("/dev/full", "w") as full:
+            done = command(*words, stdout=full, alone=True)
+        assert done.returncode == 1
+        says = "x is no artifact" if "x" in words else "No space left on device\nHint: make room"
+        assert f"Error: {says}" in done.stderr
+        assert done.stderr.count("No space") == ("x" not in words)
+        assert "Traceback" not in done.stderr
+        assert "ignored" not in done.stderr
 
 
 def test_a_reader_that_has_read_enough_is_no_error(command):

@@ -7,7 +7,7 @@ import pytest
 import transformers
 from support import architectures
 from support.command_line import SMALL, left_behind, only_error
-from support.models import edit_config, save_family, save_tiny
+from support.models import edit_config, save_family, save_tiny, write_jsonl
 
 from rotationzoo.cli.calibrate import RECIPES
 from rotationzoo.errors import RotationZooError
@@ -59,6 +59,17 @@ def test_fewer_tokens_than_asked_are_said_before_the_model_runs(inside, monkeypa
         assert "1,152 tokens instead of 32,768: all of short.txt" in shown.stderr
     refused = inside("calibrate", "demo", "--data", "short.txt")
     assert "short.txt has 1,201 tokens, too few for a row of 8,192" in refused.stderr
+
+
+def test_rows_left_out_are_said_with_the_tokens_that_are_missing(inside, monkeypatch):
+    monkeypatch.setattr("rotationzoo.calibration.calibrate.fetch_weights", _stop)
+    monkeypatch.setattr("rotationzoo.evaluation.evaluate.fetch_weights", _stop)
+    rows = [{"text": "a few words " * 9} for _ in range(200)]
+    rows[136] = {"text": 5}
+    write_jsonl(inside.folder / "rows.jsonl", rows)
+    for words in (["calibrate"], ["evaluate", "--windows", "8/8"]):
+        shown = inside(*words, "demo", "--data", "rows.jsonl", "--length", "128")
+        assert "all of rows.jsonl; 1 of 200 rows left out, the first in line 137" in shown.stderr
 
 
 def _stop(*_: object) -> None:

@@ -166,6 +166,43 @@ def test_what_has_no_cache_that_a_rotation_fits_is_refused(family, options, says
         geometry_on_meta(loading.on_meta(config, family))
 
 
+MAMBA = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=6,
+    num_attention_heads=4, num_key_value_heads=4, mamba_d_state=8,
+)  # fmt: skip
+TYPES = ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"]
+ZAMBA2 = dict(
+    MAMBA, layer_types=TYPES, hybrid_layer_ids=[2, 4], mamba_headdim=16, n_mamba_heads=8
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Zamba2", ZAMBA2 | {"num_mem_blocks": 1}),
+        ("Zamba2", ZAMBA2 | {"num_mem_blocks": 2}),
+        ("Zamba", MAMBA | {"attn_layer_period": 3, "attn_layer_offset": 2, "n_mamba_heads": 2}),
+    ],
+)
+def test_shared_attention_is_refused_as_what_it_is(family, options):
+    config = getattr(transformers, f"{family}Config")(**options)
+    with pytest.raises(UnsupportedModel, match=f"^{family}ForCausalLM shares attention among"):
+        geometry_on_meta(loading.on_meta(config, family))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_heads_that_are_repeated_after_the_cache_are_counted(kv_heads):
+    """Mixtures of attention, whose experts for keys and values of the cache are several."""
+    options = dict(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_key_value_heads=kv_heads,
+        kv_channels=16, intermediate_size=64, num_local_experts=4,
+    )  # fmt: skip
+    model = transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**options)).eval()
+    says = f"caches {kv_heads} heads of keys and values, .* makes {2 * kv_heads}"
+    with pytest.raises(UnsupportedModel, match=says):
+        geometry_of(model)
+
+
 def test_a_model_with_a_part_called_decoder():
     odd = transformers.ModernBertDecoderConfig(**architectures.BASE, cls_token_id=1, sep_token_id=2)
     assert len(geometry_on_meta(loading.on_meta(odd, "modernbert"))) == 4

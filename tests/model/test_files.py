@@ -20,7 +20,9 @@ SINGLE, K_BIAS = "model.safetensors", "model.layers.1.self_attn.k_proj.bias"
 
 
 def load(folder: Path):
-    fetch(find(str(folder)))
+    source = find(str(folder))
+    loading.on_meta(loading.load_config(source), source.name)
+    fetch(source)
     return load_saved(folder)
 
 
@@ -37,6 +39,35 @@ def refusal(folder: Path) -> tuple[str, str]:
         load(folder)
     assert caught.value.hint
     return str(caught.value), caught.value.hint
+
+
+@pytest.mark.parametrize("kept", [5000, 60, 4])
+def test_a_file_that_was_cut_off_is_named(kept, copied_tiny, sharded):
+    """In its tensors, in its header, and in the length of that."""
+    for folder, name in ((copied_tiny, SINGLE), (sharded, sorted(sharded.glob("*.saf*"))[1].name)):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:kept])
+        error, hint = refusal(folder)
+        assert f"{folder / name} is no safetensors file: " in error
+        assert hint == "fetch the weights again"
+        (folder / name).write_bytes(whole[:-2])
+        error, _ = refusal(folder)
+        assert error.endswith(f"{name} is no safetensors file: it was cut off before its end")
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "su", "factor": 4.0},
+        {"rope_type": "ntk_by_parts", "factor": 2, "original_max_position_embeddings": 64},
+    ],
+)
+def test_a_kind_of_rope_that_is_unknown_is_called_so(scaling, copied_tiny):
+    edit_config(copied_tiny, rope_parameters={**scaling, "rope_theta": 1e4})
+    kind = scaling.get("type") or scaling["rope_type"]
+    error, hint = refusal(copied_tiny)
+    assert error == f"transformers knows no RoPE of type '{kind}', which {copied_tiny} has"
+    assert "upgrade transformers" in hint
 
 
 @pytest.mark.parametrize("with_index", [True, False])

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from support.command_line import only_error
 from support.engine_readers import write_gguf
 from support.jobs import job, rotation_bytes
-from support.models import DATA, save_family
+from support.models import DATA, load_saved, save_family, save_random
 from support.published import publish_folder
 
 from rotationzoo.calibration import plan
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.checks.verify import verify
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.model.loading import load, load_config, load_tokenizer
@@ -30,19 +30,30 @@ from rotationzoo.recipe import Data
 
 
 def write_model(model: Path, target: Path, scale: float = 1.0, **fields) -> Path:
-    """A Llama as llama.cpp's converter writes it: rows of queries and keys in its order of RoPE."""
+    """A model as llama.cpp's converter writes it, with other metadata. Of a Llama, the rows of
+    queries and keys are in llama.cpp's order of RoPE. A table is of this architecture's fields."""
     config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(target, "llama")
+    kind = config["model_type"]
+    writer = gguf.GGUFWriter(target, kind)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rope = config["rope_parameters"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(round(dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if kind != "llama":
+        writer.add_key_length(dim)
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+        writer.add_pad_token_id(0)
+    epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps")
+    epsilon = next(config[name] for name in epsilons if name in config)
+    writer.add_layer_norm_rms_eps(epsilon)
+    writer.add_layer_norm_eps(epsilon)
     writer.add_vocab_size(config["vocab_size"])
     vocabulary = json.loads((DATA / "model/tokenizer.json").read_text())["model"]
     writer.add_tokenizer_model("gpt2")
@@ -51,14 +62,18 @@ def write_model(model: Path, target: Path, scale: float = 1.0, **fields) -> Path
     writer.add_eos_token_id(0)
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
     for name, value in fields.items():
-        writer.add_string(name.replace("__", "."), value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+        if isinstance(value, int):
+            writer.add_uint32(f"{kind}.{name.replace('__', '.')}", value)
+        else:
+            writer.add_string(name.replace("__", "."), value)
+    architectures = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[kind], config["num_hidden_layers"])
     for name, tensor in load_file(model / "model.safetensors").items():
         for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
-            if part in name:
+            if part in name and kind == "llama":
                 halves = tensor.unflatten(0, (count, 2, -1))
                 tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
-        own = names.get_name(name, try_suffixes=(".weight",))
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(own, (tensor * scale).numpy())
     write_gguf(writer)
     return target
@@ -150,6 +165,59 @@ def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, mon
     with pytest.raises(RotationZooError, match=said) as refused:
         find(str(path))
     assert refused.value.hint == "give the model that it was converted from"
+
+
+WIDE = dict(
+    vocab_size=2048, hidden_size=64, intermediate_size=64, num_hidden_layers=2, pad_token_id=None,
+    num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=0, std=0.2,
+)  # fmt: skip
+# Metadata that transformers leaves out for these architectures.
+OWN = {
+    "starcoder2-theta": ("Starcoder2", {"rope_parameters": {"rope_theta": 999_999.0}}),
+    "starcoder2-window": ("Starcoder2", {"sliding_window": 16}),
+    "phi3-window": ("Phi3", {"sliding_window": 16}),
+    "phi3-rotary": ("Phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "qwen3-heads": ("Qwen3", {"head_dim": 32}),
+    "qwen3-known": ("Qwen3", {"head_dim": 128}),
+    "stablelm-rotary": (
+        "StableLm",
+        {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_metadata_that_transformers_leaves_out_is_taken_over(name, tmp_path):
+    family, changes = OWN[name]
+    model = tmp_path / "model"
+    save_random(family, family, model, **WIDE, **changes)
+    path = write_model(model, tmp_path / "model.gguf")
+    ids = torch.arange(5, 69)[None]
+    with torch.no_grad():
+        expected, found = (load_saved(each)(ids).logits for each in (model, path))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()  # 0 where eps is exact
+
+
+UNHELD = {
+    "Qwen2": {"attention__key_length": 48},
+    "Llama": {"rope__dimension_count": 8, "attention__key_length": 16},
+    "Qwen3": {"attention__sliding_window": 64},
+    "Starcoder2": {"attention__value_length": 64},
+}
+
+
+@pytest.mark.parametrize("family", UNHELD)
+def test_metadata_that_no_config_holds_is_refused_by_name(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_dimension_count", lambda *_: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_length", lambda *_: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_sliding_window", lambda *_: None)
+    model = tmp_path / "model"
+    save_random(family, family, model, **WIDE)
+    path = write_model(model, tmp_path / "model.gguf", **UNHELD[family])
+    key, value = next(iter(UNHELD[family].items()))
+    says = f"has {family.lower()}.{key.replace('__', '.')} {value}, and the config of"
+    with pytest.raises(UnsupportedModel, match=says):
+        find(str(path))
 
 
 def test_the_package_that_reads_files_may_be_missing(file, monkeypatch, tmp_path):

@@ -81,9 +81,9 @@ def save_family(name: str, folder: Path, weights: bool = True, **options) -> Pat
     return add_tokenizer(folder)
 
 
-def edit_config(folder: Path, **changes) -> Path:
-    """Change the config of a saved model."""
-    path = folder / "config.json"
+def edit_config(folder: Path, name: str = "config.json", /, **changes) -> Path:
+    """Change the config of a saved model, or of its tokenizer."""
+    path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from datetime import date
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,6 +44,7 @@ STRICT = """
 {%- for call in m.tool_calls or [] %}<call>{{ call.type + ' ' + call.function.name }}
 {{- ' ' + call.function.arguments }}{% endfor %} {{ m.content }}
 {% endfor %}"""
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PARTS = """
 {%- for m in messages %}[{{ m.role }}] {% for part in m.content %}{{ part.text }}{% endfor %}
 {% endfor %}"""
@@ -207,3 +209,27 @@ def test_its_process_ends_without_a_word(tmp_path):
     words = [sys.executable, tmp_path / "ends.py"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("as text\n", "")
+
+
+# ---- templates that write the date
+
+
+DATED = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+DATED += "{% endif %}Today: {{ date_string }}, {{ strftime_now('%A %H:%M:%S') }}." + PLAIN
+
+
+def test_a_template_writes_the_day_that_it_is_given(tmp_path):
+    template = ChatTemplate(tokenizer_with(DATED), "2024-02-29")
+    assert template.render([FILLER]).startswith("Today: 29 Feb 2024, Thursday 00:00:00.")
+    assert template.written_day == "2024-02-29"
+    path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [FILLER]}] * 9)
+    first, second = (
+        read_corpus(small(path, date=day), tokenizer_with(DATED)) for day in ("2024-02-29", None)
+    )
+    assert (first.date, second.date) == ("2024-02-29", date.today().isoformat())
+    assert first.fingerprint != second.fingerprint
+    undated = [
+        read_corpus(small(path, date=day), tokenizer_with(PLAIN)) for day in ("2024-02-29", None)
+    ]
+    assert undated[0].fingerprint == undated[1].fingerprint
+    assert undated[0].date is undated[1].date is None

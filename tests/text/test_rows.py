@@ -1,6 +1,12 @@
 """Files and data sets of text, packed into token rows, and what a fingerprint covers."""
 
+import bz2
+import gzip
+import json
+import os
 import re
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,6 +94,43 @@ def test_text_and_parquet_and_another_column(jsonl, tokenizer, tmp_path):
         read_corpus(small(table), tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        ("part[0].parquet", "part0.parquet"),
+        ("run [v2]/text.parquet", "run v/text.parquet"),
+        ("*/text.parquet", "all/text.parquet"),
+        ("wh?t.parquet", "what.parquet"),
+        ("file::in.parquet", "in.parquet"),
+        ("100%25.parquet", "100%.parquet"),
+    ],
+)
+def test_a_table_is_opened_as_it_is_called(path, other, tmp_path, tokenizer):
+    for name, texts in ((path, TEXTS), (other, ["another file's words"] * 99)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"text": texts}), tmp_path / name)
+    jsonl = write_jsonl(tmp_path / "same.jsonl", [{"text": text} for text in TEXTS])
+    expected = read_corpus(small(jsonl), tokenizer).fingerprint
+    assert read_corpus(small(tmp_path / path), tokenizer).fingerprint == expected
+
+
+def test_a_table_needs_no_cache(tmp_path):
+    """In a container, the home or the folder of the cache may be read-only. A place below a file
+    cannot be written to even by root."""
+    table, taken = tmp_path / "table.parquet", tmp_path / "file"
+    pq.write_table(pa.table({"text": TEXTS}), table)
+    taken.touch()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    code = (
+        "from rotationzoo.text.documents import *; from rotationzoo.recipe import Data; import sys;"
+        "print(len(list(read_documents(Data(source=sys.argv[1]), Tally()))))"
+    )
+    words = [sys.executable, "-c", code, str(table)]
+    environment = kept | dict.fromkeys(("HOME", "HF_HOME", "TMPDIR"), str(taken / "below"))
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert ran.stdout.split() == [str(len(TEXTS))], ran.stderr
+
+
 def test_bad_sources(tmp_path, tokenizer):
     def mistake(name, content):
         path = tmp_path / name
@@ -124,6 +167,42 @@ def test_text_that_is_not_utf_8(tmp_path, tokenizer):
     (tmp_path / "latin.txt").write_bytes("na\xefve".encode("latin-1"))
     with pytest.raises(RotationZooError, match="no UTF-8 text"):
         read_corpus(small(tmp_path / "latin.txt"), tokenizer)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+@pytest.mark.parametrize(
+    ("kind", "command", "unpack"),
+    [
+        ("utf-16", "iconv -f utf-16 -t utf-8", lambda content: content.decode("utf-16")),
+        ("utf-16-le", "iconv -f utf-16le -t utf-8", lambda content: content.decode("utf-16-le")),
+        ("utf-32-be", "iconv -f utf-32be -t utf-8", lambda content: content.decode("utf-32-be")),
+        ("gzip", "gzip -dc", lambda content: gzip.decompress(content).decode()),
+        ("bzip2", "bzip2 -dc", lambda content: bz2.decompress(content).decode()),
+    ],
+)
+def test_what_is_not_utf_8_gets_the_command_that_makes_it(
+    kind, command, unpack, suffix, tmp_path, tokenizer
+):
+    text = "".join(f"{json.dumps(each)}\n" for each in TEXTS)
+    packs = {"gzip": gzip.compress, "bzip2": bz2.compress}
+    content = packs[kind](text.encode()) if kind in packs else text.encode(kind)
+    path = tmp_path / f"a text{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(RotationZooError, match=f"is {kind.upper()}, and no UTF-8 text") as caught:
+        read_corpus(small(path), tokenizer)
+    assert unpack(content) == text
+    new = f"unpacked{suffix}"
+    assert caught.value.hint == f"run: {command} '{path}' > {new}, and give {new}"
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_the_mark_of_windows_is_no_text(suffix, tmp_path, tokenizer):
+    prints = set()
+    for encoding in ("utf-8", "utf-8-sig"):
+        path = tmp_path / f"{encoding}{suffix}"
+        path.write_text("".join(f"{json.dumps(each)}\n" for each in TEXTS), encoding=encoding)
+        prints.add(read_corpus(small(path), tokenizer).fingerprint)
+    assert len(prints) == 1
 
 
 def test_only_as_much_is_read_as_may_be_used(tmp_path, tokenizer, monkeypatch):
