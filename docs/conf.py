@@ -48,7 +48,10 @@ html_domain_indices = False
 
 CONTENTS = {
     "Start": ["quickstart", "words", "which-bits", "idea", "troubleshooting"],
-    "Use": ["cache", "plan", "report", "vllm", "engines", "zoo", "scale", "tasks", "python"],
+    "Use": [
+        *("cache", "plan", "report", "vllm", "production", "engines", "zoo", "scale", "tasks"),
+        "python",
+    ],
     "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
     "Evidence": ["quality", "ablation", "measurements", "security"],
     "The project": ["architecture", "contributing", "changelog"],

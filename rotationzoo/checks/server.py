@@ -4,8 +4,10 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -35,9 +37,13 @@ LEAST_CHANGE = 0.05
 """Nats. The demo's are .15, and bfloat16 alone moves a server by .05."""
 LEAST_COMPARED = 40
 """Log probabilities. Fewer would be those of less than eight tokens."""
+UNANSWERED = 3
+"""A watched server is gone that does not answer so often in a row."""
+_METRIC = re.compile(r"(?ma)^rotationzoo_(\w+)\{.*\} (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
+_ARTIFACT = re.compile(r'(?m)^rotationzoo_artifact_info\{.*artifact="([0-9a-f]+)"')
 
 Verdict = Literal["in use", "exact", "other", "unclear"]
-Content = TypeVar("Content", bound=Strict)
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,10 @@ class ServerCheck:
     """From the server to the record."""
     to_exact: float
     """From the server to the exact model."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Our numbers at its `/metrics`, of several processes the largest; empty where none are."""
+    artifact: str | None = None
+    """The sha256 that it names there."""
 
     @property
     def verdict(self) -> Verdict:
@@ -130,7 +140,7 @@ class Server:
     def read(self) -> ServerCheck:
         """Let it continue the recorded prompts, and compare what it answers. Raises
         `RotationZooError` where it does not answer, or not as vLLM does."""
-        model = self._ask("models", _Models).data[0]
+        model = self._ask("v1/models", _Models).data[0]
         if model.owned_by != "vllm":
             raise self.refuse("is not vLLM")
         needed = max(len(probe.prompt) + len(probe.tokens) for probe in self.probes)
@@ -138,10 +148,36 @@ class Server:
             raise self.refuse(
                 f"takes {model.max_model_len:,} tokens, and the record has {needed:,}"
             )
-        return compare(self.probes, [self._continue(model.id, each) for each in self.probes])
+        reading = compare(self.probes, [self._continue(model.id, each) for each in self.probes])
+        text, metrics = "", dict[str, float]()
+        with suppress(RotationZooError):
+            text = self._ask("metrics", str)
+        for name, number in _METRIC.findall(text):
+            metrics[name] = max(metrics.get(name, 0.0), float(number))
+        named = _ARTIFACT.search(text)
+        return replace(reading, metrics=metrics, artifact=named and named[1])
+
+    def watch(self, every: float | None, tell: Callable[[str], None]) -> ServerCheck:
+        """What it reads, or with `every` so many seconds the first of many readings that is not of
+        the record: each is told in a line. Raises as `read`, later for `UNANSWERED` in a row."""
+        reading, unanswered = self.read(), 0
+        words: object = reading.words
+        while every and self.refusal(reading) is None:
+            tell(f"{time.strftime('%F %T')} {words}")
+            time.sleep(every)
+            try:
+                reading, unanswered = self.read(), 0
+                words = reading.words
+            except RotationZooError as error:
+                words, unanswered = error, unanswered + 1
+                if unanswered == UNANSWERED:
+                    raise
+        return reading
 
     def refusal(self, reading: ServerCheck) -> RotationZooError | None:
         """The error for what a server reads; None if it is the artifact's rotations."""
+        if reading.artifact not in (None, self.artifact.identity):
+            return self.refuse(f"serves another artifact, by its metrics: {reading.artifact}")
         if reading.verdict == "unclear":
             words = f"it is not decided which rotations the server at {self.address} reads"
             hint = "see in the server's log how many layers are stored in 2 bits"
@@ -175,7 +211,7 @@ class Server:
             # The prompt is to be read exact, and a prefix that is there would be read from codes.
             "cache_salt": secrets.token_hex(16),
         }
-        answer = self._ask("completions", _Completion, request).choices[0].logprobs
+        answer = self._ask("v1/completions", _Completion, request).choices[0].logprobs
         if answer is None:
             raise self.refuse("gives no log probabilities")
         return answer
@@ -183,7 +219,7 @@ class Server:
     def _ask(
         self, path: str, kind: type[Content], request: dict[str, Any] | None = None
     ) -> Content:
-        url = f"{self.address.rstrip('/').removesuffix('/v1')}/v1/{path}"
+        url = f"{self.address.rstrip('/').removesuffix('/v1')}/{path}"
         httpx = limit_sessions().httpx
         key = check_token(os.environ.get(KEY), KEY)
         headers = {"accept-encoding": "identity"}
@@ -202,11 +238,14 @@ class Server:
             status, content = limits.call_within(SECONDS, ask, self.address)
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise self.refuse(f"does not answer: {error}") from error
+        text = content.decode(errors="replace")
         if status == 401:
             raise self.refuse(f"wants another key than there is in {KEY}")
         if status != 200:
-            words = shortened(" ".join(content.decode(errors="replace").split()))
+            words = shortened(" ".join(text.split()))
             raise self.refuse(f"answers with status {status}: {words}")
+        if isinstance(text, kind):
+            return text
         what = f"the answer of {url}"
         return strict_json.validate(kind, strict_json.parse(content, what), what)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rotationzoo import __version__
 from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Verdict, Window
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
@@ -38,7 +37,7 @@ from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe.rope import position_count, scaling_of
 from rotationzoo.storage import strict_json
-from rotationzoo.writer import add_files
+from rotationzoo.writer import add_files, library_versions
 
 _LONG = 120  # seconds of texts, after which a shorter evaluation is named
 
@@ -96,8 +95,8 @@ def _saved_answers(ready: Prepared) -> SavedAnswers:
     if not ready.saved:
         return SavedAnswers()
     folder = ready.saved[0].folder
-    identities = [artifact.identity for artifact in ready.artifacts]
-    conditions = f"{ready.job} {identities} {weights_fingerprint(ready.source)} {__version__}"
+    artifacts = [artifact.identity for artifact in ready.artifacts]
+    conditions = f"{ready.job} {artifacts} {weights_fingerprint(ready.source)} {library_versions()}"
     return SavedAnswers(folder.with_name(f"{folder.name}.answers.safetensors"), conditions)
 
 

@@ -29,6 +29,7 @@ from rotationzoo.vllm import BACKENDS, SERVE
 from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm.bad_rows import BadRows
 from rotationzoo.vllm.flash_attention import choose_attention
+from rotationzoo.vllm.metrics import Metrics
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.plugin import claim
 from rotationzoo.vllm.prompts import LayerReader, Scratch
@@ -369,7 +370,9 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
             self.bad_rows.block_sizes |= dict.fromkeys(group.layer_names, size)
         from rotationzoo.vllm.self_check import check_pages  # which nothing needs later
 
-        check_pages(self.vllm_config, self.stored, kv_cache_config)
+        furthest = check_pages(self.vllm_config, self.stored, kv_cache_config)
+        first = self._builders()[:1]  # pages of all sizes have their copies alike
+        self.metrics = [Metrics(self, each.planner, furthest) for each in first]
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *others: Any) -> Any:
@@ -380,13 +383,18 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         meets = may_meet(scheduler_output, [each.kv_cache_spec.block_size for each in groups])
         # Without a connector, or without a load, there is nothing.
         loaded = getattr(scheduler_output.kv_connector_metadata, "loaded_blocks", None)
-        for group in (each for groups in self.model_runner.attn_groups for each in groups):
-            for builder in group.metadata_builders:
-                if isinstance(builder, RotatedBuilder):
-                    builder.meets = meets
-                    if loaded:
-                        builder.forget(loaded)
+        for builder in self._builders():
+            builder.meets = meets
+            if loaded:
+                builder.forget(loaded)
         self.bad_rows.note_blocks(scheduler_output)
         output = super().execute_model(scheduler_output, *others)
         self.bad_rows.look()
+        for metrics in self.metrics:
+            metrics.follow(not scheduler_output.total_num_scheduled_tokens)
         return output
+
+    def _builders(self) -> list[RotatedBuilder]:
+        groups = (each for groups in self.model_runner.attn_groups for each in groups)
+        builders = (builder for group in groups for builder in group.metadata_builders)
+        return [builder for builder in builders if isinstance(builder, RotatedBuilder)]

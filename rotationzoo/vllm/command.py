@@ -1,12 +1,13 @@
 """The command that starts a server, and what vLLM makes of its options before anything starts."""
 
+import os
 import shutil
 import sys
 from importlib import import_module
 from typing import Any, NoReturn
 
 from rotationzoo.errors import RotationZooError, as_unavailable
-from rotationzoo.vllm import WORKER
+from rotationzoo.vllm import FOLDER, WORKER
 from rotationzoo.vllm.plugin import GPU_PACKAGE, OTHER_VERSION, find_installed
 
 EVERY_LAYER = ("--attention-backend", "CUSTOM")
@@ -47,6 +48,7 @@ def read_command(command: list[str], more: list[str]) -> Any:
     reads them: nothing is started. Raises as `read_options`, and for what vLLM refuses."""
     from vllm.usage.usage_lib import UsageContext
 
+    os.environ.setdefault(FOLDER, "")
     engine = read_options(command, more)
     with as_unavailable("vLLM refuses its options", hint="compare them with vLLM's own --help"):
         return engine.create_engine_config(UsageContext.OPENAI_API_SERVER)

@@ -25,21 +25,19 @@ class SaysWhatItLoads:
         self._block_tokens = [
             each.kv_cache_spec.block_size for each in kv_cache_config.kv_cache_groups
         ]
-        self._held: dict[str, int] = {}
         self._loaded: list[int] = []
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """As vLLM's own. Blocks of tokens that are there already keep their copies."""
-        self._held[request.request_id] = num_computed_tokens
+        request.held_tokens = num_computed_tokens  # which ends with the request
         own: Any = super()
         return own.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's own, which is called once a request has its blocks."""
-        held = self._held.pop(request.request_id, 0)
         if num_external_tokens:
             for tokens, numbers in zip(self._block_tokens, blocks.get_block_ids(), strict=True):
-                self._loaded += numbers[held // tokens :]
+                self._loaded += numbers[request.held_tokens // tokens :]
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

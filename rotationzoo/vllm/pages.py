@@ -94,12 +94,6 @@ class LayerPages:
             given = memory.shape[1]
             raise RotationZooError(f"a page of layer {layer} takes {begin} bytes, and has {given}")
 
-    @property
-    def not_finite(self) -> torch.Tensor:
-        """How many rows of keys and of values were not finite or too large, int64 `[2]` on the
-        pages' device. It only grows."""
-        return self.bad[:, 0]
-
     def holds(self, cache: torch.Tensor) -> bool:
         """Whether these are the pages of this tensor."""
         return self._place == (cache.data_ptr(), cache.shape)

@@ -10,7 +10,8 @@ constexpr int THREADS = 1024;  // of `plan`, which is one block: what it reads i
 
 // The pages that have copies. Page 0 and slot 0 belong to no request.
 struct Copies {
-  Count *slot_of, *page_of, *copied_from, *used;  // copied_from: the first token of a slot's page that is copied
+  // copied_from: the first token of a slot's page that is copied; forgotten: the pages whose slot another one took
+  Count *slot_of, *page_of, *copied_from, *used, *forgotten;
   int slots;
   Count now;
 };
@@ -83,13 +84,13 @@ __device__ void sum_up(int* bounds, int prompts, Counts count) {
 // `DecodeMetadata`, and for the other requests, of which there are C, those of `Reads`, with S segments of `most` tokens.
 extern "C" __global__ void __launch_bounds__(THREADS) plan(
     const int* table, Count width, const int* lengths, const int* counts, Count batch, const Count* mapping, Count tokens, Count decodes,
-    Count few, Count recent_pages, Count* slot_of, Count* page_of, Count* copied_from, Count* used, Count slots, Count now, Count* pages,
-    Count* places, Count* new_slots, int* starts, int* floors, int* ends, int* sink_slots, int* sink_lengths, int* recent_slots,
-    int* recent_starts, int* recent_lengths, int* contexts, int* firsts, int* gaps, int* new_bounds, int* exact_bounds, int* code_bounds,
-    int* code_firsts, Count segments, Count most) {
+    Count few, Count recent_pages, Count* slot_of, Count* page_of, Count* copied_from, Count* used, Count* forgotten, Count slots,
+    Count now, Count* pages, Count* places, Count* new_slots, int* starts, int* floors, int* ends, int* sink_slots, int* sink_lengths,
+    int* recent_slots, int* recent_starts, int* recent_lengths, int* contexts, int* firsts, int* gaps, int* new_bounds, int* exact_bounds,
+    int* code_bounds, int* code_firsts, Count segments, Count most) {
   __shared__ int beginning[THREADS], begin_at[THREADS];  // pages that get a slot, or 0; and the first token that is copied
   __shared__ bool some[THREADS / 32];                    // of a warp's pages are such
-  const Copies copies = {slot_of, page_of, copied_from, used, int(slots), now};
+  const Copies copies = {slot_of, page_of, copied_from, used, forgotten, int(slots), now};
   const auto request_of = [&](int row) { return Request(table, width, lengths, counts, row, few); };
   // Pages that begin forget their former tokens.
   for (int at = threadIdx.x; at < tokens; at += THREADS)
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
       if (!beginning[i]) continue;
       const int slot = find_oldest(copies);
       if (!threadIdx.x && slot) {
-        if (slot_of[page_of[slot]] == slot) slot_of[page_of[slot]] = 0;
+        if (slot_of[page_of[slot]] == slot) slot_of[page_of[slot]] = 0, ++*forgotten;
         slot_of[beginning[i]] = slot, page_of[slot] = beginning[i], used[slot] = now, copied_from[slot] = begin_at[i];
       }
       __syncthreads();

@@ -93,6 +93,9 @@ def register() -> None:
         if worker == WORKER or (isinstance(extra, Mapping) and KEY in extra):
             for note in claim(config):
                 logging.getLogger("vllm.rotationzoo").info(note)
+            from rotationzoo.vllm.metrics import answer_for_workers
+
+            answer_for_workers()
 
     current_platform.check_and_update_config = check_and_claim
     with suppress(ImportError, AttributeError):  # of another vLLM, which may serve others

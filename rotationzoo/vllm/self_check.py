@@ -67,10 +67,10 @@ class LayerRun:
 
 
 @torch.no_grad()
-def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> None:
+def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> float:
     """Check at most `LAYERS` of the layers of our backend, `stored` by number, among them the
-    first, with whole windows, and the last. Raises as `check_layer`, and where vLLM has other hooks
-    than expected."""
+    first, with whole windows, and the last; how far the furthest step is. Raises as `check_layer`,
+    and where vLLM has other hooks than expected."""
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})
@@ -83,6 +83,7 @@ def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> No
             furthest.append(check_layer(run, layer, CHUNK if len(furthest) > 1 else MOST))
     said = "%d layers are stored in 2 bits: tokens read what is defined, %.3f (at most %.2f) apart"
     getLogger("vllm.rotationzoo").info(said, len(layers), max(furthest), FURTHEST)
+    return max(furthest)
 
 
 def check_layer(run: LayerRun, layer: int, most: int) -> float:

@@ -112,6 +112,7 @@ class Planner:
         self._copied_from = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._used = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._used[0] = _NEVER
+        self._forgotten = torch.zeros(1, dtype=torch.int64, device=device)
         self._now = 0
         self._most_rows, self._segment = max(segments.FEW, verified) * most_requests, segment
         self._verified = verified
@@ -161,6 +162,7 @@ class Planner:
         copied = new <= min(self._verified, self.recent // 2)
         decode = DecodeMetadata(new, copied, spread, *bounds, sink, recent)
         room = -(-known.most_tokens // self.tokens)
+        self._last = decode, lengths, counts
         step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of, known.meets)
         many, most = known.count_segments(self._segment), self._segment
         if kernels_run_on(device):
@@ -181,6 +183,16 @@ class Planner:
         self._used[0] = _NEVER
         self.slot_of[pages] = 0
 
+    def count(self) -> torch.Tensor:
+        """What `metrics.COUNTED` says of exact copies after a step, int64 `[4]`, on the device."""
+        decode, lengths, counts = self._last
+        contexts = (lengths - counts)[: len(decode.starts)]
+        sinks = decode.starts < contexts.clamp(max=self.sink)
+        # The window of the first new token begins first.
+        recents = decode.floors > decode.starts.maximum(contexts + 1 - self.recent)
+        used, forgotten = self.slot_of.count_nonzero(), self._forgotten[0]
+        return torch.stack([used, forgotten, sinks.sum(), recents.sum()])
+
     def _buffer(
         self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
     ) -> torch.Tensor:
@@ -200,7 +212,8 @@ class Planner:
         arguments = (
             *(table, table.shape[1], lengths, counts, len(lengths), mapping, len(mapping)),
             *(len(decode.starts), decode.new, recent_slots.shape[1]),
-            *(self.slot_of, self._page_of, self._copied_from, self._used, self.slots, self._now),
+            *(self.slot_of, self._page_of, self._copied_from, self._used, self._forgotten),
+            *(self.slots, self._now),
             *(step.pages, step.page_offsets, step.slots),
             *(decode.starts, decode.floors, decode.ends, decode.sink.slots, decode.sink.lengths),
             *(recent_slots, decode.recent.starts, decode.recent.lengths, *of_prompts),
@@ -289,7 +302,9 @@ class Planner:
         given = begins & (self._used[slots] < self._now)
         slots, pages = torch.where(given, slots, 0), torch.where(given, pages, 0)
         former = self._page_of[slots]
-        self.slot_of[torch.where(self.slot_of[former] == slots, former, 0)] = 0
+        former = torch.where(self.slot_of[former] == slots, former, 0)
+        self._forgotten += (former > 0).sum()
+        self.slot_of[former] = 0
         self.slot_of[pages], self._page_of[slots], self._used[slots] = slots, pages, self._now
         self._copied_from[slots] = first.clamp(min=0).flatten()
         self.slot_of[0], self._used[0] = 0, _NEVER

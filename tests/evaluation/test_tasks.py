@@ -15,11 +15,14 @@ from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.options import parse_lengths, parse_tasks
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.evaluate import _saved_answers
+from rotationzoo.evaluation.forward import say_nothing
+from rotationzoo.evaluation.prepare import Evaluation, prepare
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.figures import duration
+from rotationzoo.progress import silent
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Data
@@ -115,6 +118,17 @@ def test_a_stopped_evaluation_asks_nothing_twice(job, monkeypatch):
     assert [arm["tasks"] for arm in stopped["arms"].values()] == [
         arm["tasks"] for arm in whole["arms"].values()
     ]
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_answers_of_another_version_are_asked_again(job, library, monkeypatch):
+    ready = prepare(replace(job, save_to=job.artifacts), silent, say_nothing)
+    saved = _saved_answers(ready)
+    saved.save("exact", [], Answers(torch.ones(1, dtype=torch.bool), torch.zeros(1)))
+    assert _saved_answers(ready).find("exact", []) is not None
+    monkeypatch.setattr(f"{library}.__version__", "0.1")
+    assert _saved_answers(ready).find("exact", []) is None
+    saved.remove()
 
 
 def test_the_next_command(capsys):

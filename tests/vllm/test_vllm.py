@@ -130,6 +130,8 @@ def test_two_processes_hold_a_head_each_and_samples_of_a_prompt_are_read_apart(
     for sample in (first, second):
         expected = read_in_transformers(made, model, sample["ids"], chunk=2048)
         assert_same(sample["answer"], expected[-TOKENS:])
+    for rank in "01":
+        assert f'rotationzoo_layers{{engine="0",rank="{rank}"}} 4.0' in served["metrics"]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -284,6 +286,27 @@ def test_a_server_that_reads_something_else_is_told(made, probes, tmp_path, reci
     with server(artifact, tmp_path) as address:
         reading = Server(address, Artifact.open(made), probes).read()
     assert reading.verdict == verdict, reading
+    assert bool(reading.metrics) == (artifact is not None)
+    if artifact is not None:
+        assert reading.artifact == Artifact.open(artifact).identity
+
+
+def assert_counted(metrics) -> None:
+    """That a server says of itself what it was asked: windows of 1 and 5 pages of 64 tokens, and a
+    prompt of 1,024 at a time."""
+    assert metrics.pop("start_check_distance") < 0.25
+    assert metrics.pop("copies_forgotten_total") > 0
+    slots = metrics.pop("copy_slots")
+    assert metrics == {
+        "artifact_info": 1,
+        "bits_per_element": 2.5,
+        "layers": 4,
+        "copy_slots_used": slots,
+        "requests_sink_from_codes": 0,
+        "requests_recent_from_codes": 0,
+        "key_rows_not_finite_total": 0,
+        "value_rows_not_finite_total": 0,
+    }
 
 
 def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, tmp_path):
@@ -296,6 +319,8 @@ def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, 
         readings = [Server(address, Artifact.open(made), probes).read() for _ in range(2)]
     # Measured: .24 of what rounding changes, in chunks of 256 where the record has one of 1,024.
     assert [reading.verdict for reading in readings] == ["in use", "in use"], readings
+    assert readings[1].artifact == Artifact.open(made).identity
+    assert_counted(readings[1].metrics)
     served = [
         all(rank == 1 for rank in of_prompt[question.answer.start - 1 : question.answer.stop - 1])
         for prompt, of_prompt in zip(questions, ranks, strict=True)

@@ -14,7 +14,7 @@ import torch
 from support.codec import on_gpu
 from support.places import ROOT
 from support.recipes import QUICK
-from support.vllm import NEEDS_VLLM, PYTHON, TOKENS, drive, engine_job, hold
+from support.vllm import NEEDS_VLLM, PYTHON, TOKENS, drive, engine_job, environment, hold
 from support.vllm_answers import assert_same, differences, read_in_transformers, read_loaded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,6 +95,41 @@ def hand_over(folder: Path, artifact: Path, prompts, others=()) -> list[dict]:
             job = engine_job(each, [[another], [prompt]], handed=handed, **options)
             answers.append(drive(folder, job, **variables())["rounds"][1][0])
     return answers
+
+
+ABORTED = """
+import pickle
+from types import SimpleNamespace
+from rotationzoo.vllm.connectors import SaysWhatItLoads
+
+class Own:  # what vLLM's scheduler calls of its connectors
+    def __init__(self, *_):
+        pass
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 128, True
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        pass
+    def build_connector_meta(self, scheduler_output):
+        return SimpleNamespace()
+
+groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=64))]
+connector = type("Ours", (SaysWhatItLoads, Own), {})(
+    None, None, SimpleNamespace(kv_cache_groups=groups)
+)
+before = pickle.dumps(vars(connector))
+for number in range(100):  # aborted before they get blocks
+    request = SimpleNamespace(request_id=str(number))
+    connector.get_num_new_matched_tokens(request, 64)
+assert pickle.dumps(vars(connector)) == before
+blocks = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],))
+connector.update_state_after_alloc(request, blocks, 128)
+assert connector.build_connector_meta(None).loaded_blocks == [8, 9]
+assert connector.build_connector_meta(None).loaded_blocks == []
+"""
+
+
+def test_nothing_is_kept_of_requests_that_end_before_they_get_blocks():
+    subprocess.run([PYTHON, "-c", ABORTED], env=environment(), check=True, timeout=300)
 
 
 @needs_nixl

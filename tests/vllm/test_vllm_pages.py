@@ -304,6 +304,7 @@ def describe(server, step) -> list:
     tensors += [step.pages, step.page_offsets, page_of[step.slots]]
     tensors += [window.lengths for window in windows]
     tensors += [page_of[window.slots.long()] for window in windows]
+    tensors.append(server.planner.count())
     if step.prompts is not None:
         tensors += [step.prompts.page_table, step.prompts.bounds]
         for read in (*(group.read for group in step.prompts.exact), *step.prompts.codes):

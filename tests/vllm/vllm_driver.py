@@ -1,12 +1,12 @@
 """Runs a real vLLM in an environment of its own: `python vllm_driver.py JOB.json RESULT.json`.
 
 A job has the options of the engine and rounds of prompts; the prompts of a round are requests at
-the same time. The result has the tokens and log probabilities of each answer, and the engine's
-blocks. A job with a `server` asks that one instead, with OpenAI's client; one with `commands` runs
-rotationzoo's command line, and one with `configs` has vLLM make configs. One with `engines` runs
-the jobs of several, one after another, and one that is `broken` breaks a worker, which has to
-notice it. One that is `late` has a second stream that works as late as it may, on a CPU, too. One
-that is `held` keeps its engine until its input ends, for another that loads its
+the same time. The result has the tokens and log probabilities of each answer, the engine's blocks,
+and our metrics. A job with a `server` asks that one instead, with OpenAI's client; one with
+`commands` runs rotationzoo's command line, and one with `configs` has vLLM make configs. One with
+`engines` runs the jobs of several, one after another, and one that is `broken` breaks a worker,
+which has to notice it. One that is `late` has a second stream that works as late as it may, on a
+CPU, too. One that is `held` keeps its engine until its input ends, for another that loads its
 pages.
 """
 
@@ -37,6 +37,7 @@ def write_whole(target: Path, result) -> None:
 
 
 def run_engine(job: dict) -> dict:
+    from prometheus_client import generate_latest
     from vllm import LLM, SamplingParams
 
     if job.get("late"):
@@ -58,6 +59,8 @@ def run_engine(job: dict) -> dict:
     cache = llm.llm_engine.vllm_config.cache_config
     held = {"blocks": cache.num_gpu_blocks, "capacity": cache.kv_cache_size_tokens}
     held["tokens"] = cache.num_gpu_blocks * cache.block_size  # without layers with a window
+    said = generate_latest().decode().splitlines()
+    held["metrics"] = [line for line in said if line.startswith("rotationzoo_")]
     result = {"rounds": rounds, "counted": counted, **held}
     if job.get("held"):
         write_whole(Path(sys.argv[2]), result)

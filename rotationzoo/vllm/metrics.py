@@ -1,0 +1,107 @@
+"""What a server says of its 2-bit cache at `/metrics`, beside vLLM's own metrics.
+
+Workers are other processes than the one that answers. So each keeps its numbers in files of
+prometheus_client's for several processes: where vLLM looks for them, or else in a folder of ours,
+whose name is in a variable of all processes that the answering one starts.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from prometheus_client import REGISTRY
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from rotationzoo import __version__
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.vllm import FOLDER
+from rotationzoo.vllm.settings import cell_bytes, parse_options, read_settings
+from rotationzoo.vllm.steps import Planner
+
+SHARED = "PROMETHEUS_MULTIPROC_DIR"
+"""Where vLLM looks, if it has several API servers or this variable is set."""
+METRICS = {
+    "copy_slots_used": "Slots that hold the exact copies of a page",
+    "copies_forgotten_total": "Pages whose slot others took while they still held their tokens",
+    "requests_sink_from_codes": "Decoding requests that read some of their sink from codes",
+    "requests_recent_from_codes": "Those that read some of their recent window from codes",
+    "key_rows_not_finite_total": "Stored keys that are not finite, or too large",
+    "value_rows_not_finite_total": "Stored values that are not finite, or too large",
+    "artifact_info": "The artifact in use, by its sha256, and how its codes are written",
+    "bits_per_element": "Bits of an element of the cache as stored, with scales and offsets",
+    "layers": "Layers that are stored as codes",
+    "start_check_distance": "Between what was read at the start and the definition, at most .25",
+    "copy_slots": "Slots for exact copies of the pages that windows touch",
+}
+COUNTED = [*METRICS][:6]
+"""In the order in which a worker counts them."""
+
+
+def answer_for_workers() -> None:
+    """Let this process answer for the workers that it will start, unless vLLM does."""
+    if SHARED not in os.environ and FOLDER not in os.environ:
+        os.environ[FOLDER] = folder = _make_folder().name
+        MultiProcessCollector(REGISTRY, folder)
+
+
+# It is removed when the process ends.
+_make_folder = cache(lambda: TemporaryDirectory(prefix="rotationzoo-"))
+
+
+class Metrics:
+    """The numbers of a worker with this planner, which was so far from the definition at the
+    start."""
+
+    def __init__(self, worker: Any, planner: Planner, distance: float) -> None:
+        config, layers = worker.vllm_config, [*worker.stored]
+        self._planner, self._bad_rows = planner, worker.bad_rows
+        answer_for_workers()  # on a machine where nobody does
+        folder = os.environ.get(SHARED) or os.environ[FOLDER]
+        name = f"{os.getpid()}-rotationzoo.db"  # the process may have metrics of its own
+        self._files = [MmapedDict(f"{folder}/{kind}_{name}") for kind in ("gauge_max", "counter")]
+        engine = config.parallel_config.data_parallel_index
+        self._labels = {"engine": str(engine), "rank": str(worker.rank)}
+        on_gpu, self._due = torch.cuda.is_available(), 0.0
+        self._counts = torch.zeros(len(COUNTED), dtype=torch.int64, pin_memory=on_gpu)
+        options: Any = parse_options(config.additional_config)
+        settings: Any = read_settings(config)
+        dims = {layer: settings.codec.rotations[layer].key.dim for layer in layers}
+        bits = [4 * cell_bytes(settings, dim, layer) / dim for layer, dim in dims.items()]
+        self._write(
+            {"artifact_info": 1},
+            artifact=Artifact.open(Path(options.artifact).expanduser()).identity,
+            format={format: name for name, format in SIMULATED.items()}[settings.layout.format],
+            rounding=settings.codec.rounding,
+            version=__version__,
+        )
+        self._write({"bits_per_element": fmean(bits), "layers": len(layers)})
+        self._write({"start_check_distance": distance, "copy_slots": planner.slots - 1})
+        self._write(dict.fromkeys(COUNTED, 0))
+
+    def follow(self, ends: bool) -> None:
+        """After a step, but once a second, write what was counted. For a GPU nothing waits: what is
+        not here yet is written next time. But it does where nothing is left to run, if the step
+        `ends`."""
+        if (now := time.monotonic()) < self._due and not ends:
+            return
+        self._due = now + 1
+        counts = self._planner.count(), self._bad_rows.counted[..., 0].sum(0)
+        self._counts.copy_(torch.cat(counts), non_blocking=not ends)
+        if ends:
+            self._counts[2:4] = 0  # no request decodes
+        self._write(dict(zip(COUNTED, self._counts.tolist(), strict=True)))
+
+    def _write(self, numbers: Mapping[str, float], **labels: str) -> None:
+        labels |= self._labels
+        for name, number in numbers.items():
+            named = f"rotationzoo_{name.removesuffix('_total')}", f"rotationzoo_{name}"
+            key = mmap_key(*named, [*labels], [*labels.values()], METRICS[name])
+            self._files[name.endswith("_total")].write_value(key, float(number), 0.0)

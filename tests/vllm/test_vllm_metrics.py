@@ -1,0 +1,133 @@
+"""What a worker counts of its exact copies, and how its numbers come to the process that answers.
+
+The second part needs prometheus_client, which vLLM brings along.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from support.places import ROOT
+from support.server_pages import Server, draw, part_of, settings_of
+
+
+def test_copies_are_counted_and_requests_that_lack_some():
+    """The slots are those of one request: 1 page of the sink, and 2 of the recent tokens, 6 in
+    pages of 8."""
+    server = Server(settings_of(), most_requests=1, pages=80)
+    server.begin("first")
+    server.run({"first": draw(42)})
+    slots = server.planner.slots - 1
+    used, forgotten, sink, recent = server.planner.count().tolist()
+    assert 0 < used <= slots
+    assert (forgotten, sink, recent) == (0, 0, 0)
+    server.run({"first": draw(1)})
+    assert server.planner.count().tolist()[1:] == [0, 0, 0]
+    for request in range(3):
+        server.begin(request)
+        server.run({request: draw(40, seed=request + 1)})
+    used, forgotten, *_ = server.planner.count().tolist()
+    assert used == slots
+    assert forgotten >= 3, "those of the first request, which would still read them"
+    server.run({"first": draw(1), 2: draw(1)})
+    assert server.planner.count().tolist()[2:] == [1, 1]
+
+
+def test_a_page_that_is_stored_anew_was_not_forgotten():
+    server = Server(settings_of(), most_requests=2, pages=8)
+    for request in range(12):
+        server.begin(request)
+        server.run({request: draw(40, seed=request)})
+        server.end(request)
+    assert server.planner.count()[1] == 0
+
+
+def test_windows_that_there_are_not_lack_nothing():
+    server = Server(settings_of(sink=0, recent=1))
+    server.begin(0)
+    rows = draw(20)
+    server.run({0: part_of(rows, 0, 19)})
+    server.run({0: part_of(rows, 19, 20)})
+    assert server.planner.count().tolist()[2:] == [0, 0]
+
+
+WORKER = """
+import json, sys, torch
+from types import SimpleNamespace
+from support.server_pages import Server, draw, settings_of
+from support.vllm import _read_command
+from rotationzoo.vllm.bad_rows import BadRows
+from rotationzoo.vllm.metrics import Metrics
+
+model, artifact, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+options = json.dumps({"rotationzoo": {"artifact": artifact}})
+config = _read_command(["serve", model, "--additional-config", options], [])
+config.parallel_config.data_parallel_index = 0
+server = Server(settings_of(), most_requests=1)
+bad_rows = BadRows({0: "first", 1: "second"}, torch.device("cpu"))
+worker = SimpleNamespace(
+    vllm_config=config, rank=rank, stored={0: "first", 1: "second"}, bad_rows=bad_rows
+)
+metrics = Metrics(worker, server.planner, .125)
+server.begin(0)
+server.run({0: draw(40)})
+server.planner.forget(server.planner.slot_of.nonzero()[:, 0])
+server.run({0: draw(1)})
+bad_rows.counted[:, 0, 0] = 1 + rank
+metrics.follow(ends=False)
+bad_rows.counted += 1
+metrics.follow(ends=False)  # within a second
+if rank:
+    metrics.follow(ends=True)
+"""
+ANSWERING = """
+import subprocess, sys
+from prometheus_client import REGISTRY, generate_latest
+from rotationzoo.vllm import metrics
+
+metrics.answer_for_workers()
+metrics.answer_for_workers()  # as a second config does
+assert b"rotationzoo" not in generate_latest(REGISTRY), "no worker is there yet"
+words = [sys.executable, "-c", *sys.argv[1:]]
+workers = [subprocess.Popen([*words, rank]) for rank in "01"]
+assert [worker.wait() for worker in workers] == [0, 0]
+print(generate_latest(REGISTRY).decode())
+"""
+
+
+def test_workers_write_what_another_process_answers(tiny, calibrated, tmp_path):
+    """Once a second; and at once where nothing is left to run, when no request decodes."""
+    pytest.importorskip("prometheus_client")
+    paths = [str(ROOT), str(ROOT / "tests"), *sys.path]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(tmp_path)}
+    words = [sys.executable, "-c", ANSWERING, WORKER, tiny, calibrated.folder]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = {line for line in done.stdout.splitlines() if line.startswith("rotationzoo_")}
+    slots = Server(settings_of(), most_requests=1).planner.slots - 1
+    stated = {"layers": 2, "start_check_distance": 0.125, "copy_slots": slots}
+    counted = ["requests_sink_from_codes", "key_rows_not_finite_total"]
+    for rank, numbers in enumerate([(1, 2), (0, 6)]):
+        for name, number in {**stated, **dict(zip(counted, numbers, strict=True))}.items():
+            assert f'rotationzoo_{name}{{engine="0",rank="{rank}"}} {float(number)}' in said
+    (named,) = (line for line in said if "artifact_info" in line and 'rank="1"' in line)
+    assert f'artifact="{calibrated.identity}",engine="0",format="vllm"' in named
+    assert "# TYPE rotationzoo_copies_forgotten_total counter" in done.stdout
+    assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+def test_the_page_about_production_says_what_each_number_is():
+    """Without prometheus_client, the module is read as text."""
+    tree = ast.parse((ROOT / "rotationzoo/vllm/metrics.py").read_text("utf-8"))
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "METRICS"
+    )
+    page = (ROOT / "docs/production.md").read_text("utf-8")
+    rows = page.split("| `rotationzoo_` |")[1].split("\n\n")[0].splitlines()[2:]
+    shown = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(shown) == sorted(ast.literal_eval(table))
