@@ -94,9 +94,8 @@ class Watch:
             time.sleep(0.01)
         else:
             raise RuntimeError("vLLM does not give its cache back")
-        for builder in self.builders:
-            pages = builder.planner.slot_of
-            builder.planner.forget(torch.arange(len(pages), device=pages.device))
+        for builder in self.builders[:1]:
+            self.forget(torch.arange(len(builder.planner.slot_of)))
         self.stays, self._open, self._written, self._of_hash = [], {}, {}, {}
 
     def slots_left(self) -> bool:
@@ -104,6 +103,7 @@ class Watch:
         planners = [builder.planner for builder in self.builders]
         return all(int((each.slot_of > 0).sum()) < each.slots - 1 for each in planners)
 
+    @torch.inference_mode()  # as a worker makes these tensors
     def copies(self, blocks: list[int], start: int) -> torch.Tensor:
         """Which pages of these blocks have exact copies, of those in the windows before a chunk
         that begins at `start`, without waiting for a GPU."""
@@ -122,11 +122,13 @@ class Watch:
             torch.tensor(blocks)[number // builder.pages] * builder.pages + number % builder.pages
         )
 
+    @torch.inference_mode()  # as a worker makes these tensors
     def forget(self, pages: torch.Tensor) -> None:
         """Let these pages have no copies."""
         for builder in self.builders:
             builder.planner.forget(pages.to(builder.planner.slot_of.device))
 
+    @torch.inference_mode()  # as a worker makes these tensors
     def restore(self, blocks: list[int], start: int, copied: torch.Tensor) -> bool:
         """Forget the copies that were not there in traffic; whether all others are."""
         here = self.copies(blocks, start)
@@ -229,7 +231,8 @@ class Watch:
         return logits
 
     def _match(self, own: Any, *given: Any) -> Any:
-        return own(*given) if self.alone is None else (0, False)
+        found = own(*given)
+        return found if self.alone is None else (0, False)
 
     def _load(self, own: Any, request: Any, blocks: Any, count: int) -> None:
         if count and self.alone is None:
