@@ -82,7 +82,7 @@ def assert_ends_alone(server: Server, expected, side, number, in_few, close=CLOS
     of_head, others = bad[-1].split(len(bad[-1]) // HEADS)
     assert of_head.isnan().all()
     assert others.isfinite().all(), "what other heads read"
-    assert server.layer.not_finite.tolist() == [int(side == each) for each in SIDES]
+    assert server.layer.bad[:, 0].tolist() == [int(side == each) for each in SIDES]
     assert server.layer.bad[SIDES.index(side), 1] >= server.tokens, "page 0 is nobody's"
 
 
@@ -92,7 +92,7 @@ def served(format: str, rounding: str, in_few: bool) -> tuple:
     settings = settings_of(format, rounding)
     server = Server(settings)
     read = Traffic(server).run(in_few)
-    assert server.layer.not_finite.tolist() == [0, 0]
+    assert server.layer.bad[:, 0].tolist() == [0, 0]
     return settings, read
 
 
