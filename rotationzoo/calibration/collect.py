@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.calibration.checkpoint import Checkpoint, damaged
 from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver, zero_statistics
-from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model import prediction
@@ -70,7 +70,7 @@ def collect(
                 progress("calibrating", sums.done, passes * len(batches))
     tokens = sum(_count(batch, 0) for batch in batches)
     past_sink = sum(_count(batch, skip) for batch in batches)
-    _check_counts(sums.whole, geometry, tokens, past_sink, skip)
+    _check_sums(sums.whole, geometry, tokens, past_sink, skip)
     return sums.whole
 
 
@@ -93,11 +93,11 @@ def _count(batch: torch.Tensor | MediaRow, first: int) -> int:
     return ids[:, first:].numel()
 
 
-def _check_counts(
+def _check_sums(
     statistics: Statistics, geometry: Geometry, tokens: int, past_sink: int, skip: int
 ) -> None:
-    """Raise `UnsupportedModel` unless the hooks saw every token in every layer exactly once, and
-    `RotationZooError` if none of them is `past_sink`."""
+    """Raise `UnsupportedModel` unless the hooks saw every token in every layer exactly once,
+    `Unsound` if a sum is not finite, and `RotationZooError` if no token is `past_sink`."""
     if not past_sink:
         raise RotationZooError(
             f"nothing that counts lies past the {skip} sink tokens, which are left out of the key "
@@ -119,6 +119,10 @@ def _check_counts(
                     f"the hooks saw {int(weight[0])} {kind} rows of layer {owner} "
                     f"instead of {count}"
                 )
+            # Attention may hide them: a key of minus infinity can have no weight.
+            if not all(each.isfinite().all() for each in _sums(moments[kind])):
+                problem = f"layer {owner} has {kind} activations that are not finite"
+                raise Unsound(problem, hint="run again with --dtype float32")
 
 
 # ---- the sums while they run

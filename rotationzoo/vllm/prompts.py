@@ -5,7 +5,7 @@ the codes, and what they read is rotated back once.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -280,7 +280,7 @@ class LayerReader:
         both = [(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)]
         if kernels_run_on(into[0].device):
             alike = layouts[0] == layouts[1]  # one launch does for both
-            value = layouts[1].view(both[1][0]).scale, layouts[1].groups
+            value = self._value_scales, layouts[1].groups
             several = zip(layouts[: 2 - alike], both, both[::-1], strict=False)
             for number, (layout, one, other) in enumerate(several):
                 source: Arguments = [table, table.stride(0), *value, number]
@@ -292,6 +292,10 @@ class LayerReader:
         for layout, (memory, target) in zip(layouts, both, strict=True):
             sections = (section[pages, :, at] for section in layout.view(memory))
             target[: len(pages)] = layout.dequantize(Sections(*sections))
+
+    @cached_property
+    def _value_scales(self) -> torch.Tensor:
+        return self.pages.layouts["value"].view(self.pages.memory["value"]).scale
 
     def _places(
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor

@@ -18,6 +18,7 @@ from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.compositions import permutation
 from rotationzoo.linalg.hadamard import hadamard
 from rotationzoo.linalg.moments import Moment
+from rotationzoo.model import prediction
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
@@ -68,6 +69,15 @@ def test_not_finite_activations_name_the_layer(place):
         model.model.layers[2].get_submodule(place).weight[3, 5] = float("nan")
     with pytest.raises(Unsound, match="layer 2 of Qwen3ForCausalLM returns numbers that are not"):
         collect(model, geometry, BATCHES, Recipe(sink=4))
+
+
+def test_sums_that_are_not_finite_are_an_error_where_the_output_is(monkeypatch):
+    """A key of minus infinity may have no weight in what the model returns."""
+    model = architectures.build("qwen3")
+    model.model.layers[2].self_attn.v_proj.weight.data[3, 5] = float("nan")
+    monkeypatch.setattr(prediction, "check_finite", lambda *_: None)
+    with pytest.raises(Unsound, match="layer 2 has output activations that are not finite"):
+        collect(model, geometry_of(model), BATCHES, Recipe(sink=4))
 
 
 def test_a_layer_that_the_hooks_miss_is_an_error():
