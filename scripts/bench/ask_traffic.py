@@ -122,11 +122,11 @@ class Traffic:
         self.calm = number % 2 == 0
         self.chunk = draw.choice(args.chunks[-3:] if self.calm else args.chunks)
         self.threshold = draw.choice([0, 0, self.chunk // 2])
-        self.prefix = int(args.prefix / draw.choice([1, 1, 1, 4]))
+        self.prefix = int(args.prefix / draw.choice([1, 1, 2]))
         self.longest = min(args.longest - 8, 2 * self.prefix + 6 * args.own)
         self.active = draw.randint(3, args.active)
         self.blocks, self.answer = watch.pool.get_num_free_blocks(), args.answer
-        if draw.random() < 0.5 or "offload" in arm:  # requests preempt each other
+        if not self.calm or draw.random() < 0.3:  # requests preempt each other
             self.blocks = min(self.blocks, int(self.longest / size * draw.uniform(1.05, 2)) + 3)
             self.answer *= 3
 
