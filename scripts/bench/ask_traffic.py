@@ -122,13 +122,14 @@ class Traffic:
         self.calm = number % 2 == 0
         self.chunk = draw.choice(args.chunks[-3:] if self.calm else args.chunks)
         self.threshold = draw.choice([0, 0, self.chunk // 2])
-        self.prefix = int(args.prefix / draw.choice([1, 1, 1, 4]))
+        self.prefix = int(args.prefix / draw.choice([1, 1, 2]))
         self.longest = min(args.longest - 8, 2 * self.prefix + 6 * args.own)
         self.active = draw.randint(3, args.active)
         self.blocks, self.answer = watch.pool.get_num_free_blocks(), args.answer
-        if draw.random() < 0.5 or "offload" in arm:  # requests preempt each other
-            self.blocks = min(self.blocks, int(self.longest / size * draw.uniform(1.05, 2)) + 3)
-            self.answer *= 3
+        if not self.calm or draw.random() < 0.3:  # requests preempt each other
+            self.answer, self.active = 3 * args.answer, args.active
+            self.longest = self.prefix + 2 * args.own + self.answer
+            self.blocks = min(self.blocks, int(self.longest / size * draw.uniform(1, 1.5)) + 2)
 
     def run(self) -> None:
         """Ask all, and answer all."""
@@ -143,7 +144,7 @@ class Traffic:
                     break
                 self.ask_some()
             live = [name for name, each in self.questions.items() if not each.done]
-            if live and self.draw.random() < 0.02:
+            if live and self.draw.random() < 0.008:
                 name = self.draw.choice(live)
                 self.engine.abort_request([name])
                 self.questions[name].aborted = self.questions[name].done = True
@@ -207,13 +208,13 @@ class Traffic:
             base = draw.choice(self.prefixes) if self.prefixes and draw.random() < 0.5 else []
             long = draw.random() < 0.5
             tokens = draw.randint(self.prefix // 2, self.prefix) if long else self.some(self.prefix)
-            new = base + self.random_tokens(tokens)
-            self.prefixes.append(new[: 2 * self.prefix])
+            most = self.longest - self.args.own - self.answer
+            self.prefixes.append((base + self.random_tokens(tokens))[:most])
         return draw.choice([*self.prefixes, self.prefixes[-1], []])
 
     def add(self, prompt: list[int], samples: int = 1) -> None:
         """Hand a request to the engine, unless it is too long."""
-        draw, answer = self.draw, 1 + self.some(self.args.answer)
+        draw, answer = self.draw, self.draw.randint(1, self.answer)
         if not prompt or len(prompt) + answer > self.longest:
             return
         warm = samples > 1 or draw.random() < 0.3
