@@ -91,6 +91,9 @@ def start(arm: str, args: argparse.Namespace) -> Any:
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         options["compilation_config"] = graphs | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
         options["gpu_memory_utilization"] = args.memory
+        if args.cache is not None:
+            memory = {"gpu_memory_utilization": 0.05}
+            options |= memory | {"kv_cache_memory_bytes": int(args.cache * 2**30)}
     return LLM(
         args.model,
         dtype=args.dtype,
@@ -367,6 +370,8 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         asking += time.perf_counter() - since
         comparison.add(traffic)
         rounds += 1
+        largest = max(first_of(comparison.stays), default=0.0)  # of a run that is stopped, too
+        print(f"{rounds} rounds, {len(comparison.stays)} compared: {largest:.4f}", flush=True)
     times = ready - begun, asking, time.perf_counter() - ready - asking
     seconds = dict(zip(("start", "traffic", "alone"), map(round, times), strict=True))
     return {**comparison.result(), "rounds": rounds, "seconds": seconds}
@@ -407,6 +412,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, help="--max-model-len")
     parser.add_argument("--stranger", type=int, help="tokens of the request beside")
     parser.add_argument("--memory", type=float, default=0.6, help="--gpu-memory-utilization")
+    parser.add_argument("--cache", type=float, help="GiB of it, for engines that share a GPU")
     parser.add_argument("--offload", type=float, default=8, help="GB, --kv-offloading-size")
     parser.add_argument("--controls", type=float, default=0.2, help="part of requests asked beside")
     parser.add_argument("--times", type=float, default=2)
