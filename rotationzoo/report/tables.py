@@ -156,9 +156,9 @@ def describe_recall(measured: Measured) -> list[str]:
     return [
         f"recall: {counted(recall.questions, 'question')} about statements hidden in "
         f"{numbers(measured.tasks.lengths)} tokens, which every arm reads from a simulated 2-bit "
-        "cache; answered: share that is exactly right ± standard error over prompts, ≥: no fewer "
-        "than the exact model; log probability: of the right answer, in nats, also next to the "
-        "shares"
+        "cache; answered: share that is exactly right ± standard error over prompts, "
+        "≥: no fewer than the exact model; log probability: of the right answer, in nats, also "
+        "next to the shares"
     ]
 
 

@@ -1,5 +1,5 @@
-// Earlier tokens of prompts, one after another as attention over rows reads them: what `LayerPages.restore` in pages.py does with
-// torch; and what `LayerPages.gather` does. Codes are dequantized, and stay in their own frame; exact keys only lose their mean.
+// Earlier tokens of prompts, one after another as attention over rows reads them: what `LayerReader._restore` in prompts.py does
+// with torch; and what `LayerReader._gather` does. Codes are dequantized, and stay in their own frame; exact keys only lose their mean.
 //
 // This file continues codec/int2.cu, whose lanes share a row: both are compiled as one program with the same macros, and TOKENS (of
 // a page).
