@@ -122,7 +122,8 @@ def _check_sums(
             # Attention may hide them: a key of minus infinity can have no weight.
             if not all(each.isfinite().all() for each in _sums(moments[kind])):
                 problem = f"layer {owner} has {kind} activations that are not finite"
-                raise Unsound(problem, hint="run again with --dtype float32")
+                hint = "run again with --dtype float32; if that is set, the weights are damaged"
+                raise Unsound(problem, hint)
 
 
 # ---- the sums while they run
