@@ -51,7 +51,7 @@ def test_files_and_modules_that_a_document_names_exist(path):
 def test_the_questions_of_contributing_lead_to_what_they_name():
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     rows = re.findall(r"^\| .*\? \| `([\w/]+)` \| `(\w+)` \|$", text, re.MULTILINE)
-    assert len(rows) == 15
+    assert len(rows) == text.count("? | ") >= 15
     for room, name in rows:
         module = importlib.import_module(f"rotationzoo.{room.replace('/', '.')}")
         assert hasattr(module, name), f"{room} has no {name}"
