@@ -22,6 +22,8 @@ The arms, each in several budgets of bits:
     key         M of all queries alike; at least as large as both moments; or as each cluster's
     value       the metric of the output projection in place of the outputs'
     chained     error feedback over segments of different widths, in the eigenbasis of S
+    heads       other bytes for each KV head
+    three       segments of 3 bits, too
     floor       at least one bit for every channel
     free        any width for any channel of any head
     scales      a scale of 4 and 8 bits a row in place of 3
@@ -548,7 +550,12 @@ class Planner:
         for change, budget in itertools.product(changes, AROUND[1:]):
             words = ", ".join(f"{name} {value}" for name, value in change.items())
             yield f"{words} {budget:g}", partial(self._changed, budget, **change)
-        ways = {"floor": Sharing(least=1), "free": Sharing(FREE, 1, alike=False)}
+        ways = {
+            "heads": Sharing(alike=False),
+            "three": Sharing((1, 2, 3, 4, 8)),
+            "floor": Sharing(least=1),
+            "free": Sharing(FREE, 1, alike=False),
+        }
         for (name, way), budget in itertools.product(ways.items(), AROUND[1:]):
             yield f"{name} {budget:g}", partial(self.by_channel, budget, way=way)
         for bits in (4, 8):
