@@ -203,9 +203,12 @@ class Basis:
     """For error feedback: unit upper triangular, `[H, D, D]`."""
 
 
-def make_basis(sums: Sums, metric: torch.Tensor, damping: float, chained: bool, side: str) -> Basis:
-    """The basis of a metric `[H, D, D]`, where no channels correlate; `chained`: the eigenbasis of
-    the rows, the strongest channel last, with a factor."""
+def make_basis(
+    sums: Sums, metric: torch.Tensor, damping: float, side: str, chained: float | None
+) -> Basis:
+    """The basis of a metric `[H, D, D]`, where no channels correlate. `chained`: the eigenbasis of
+    the rows, the strongest channel last, with a factor; bits are shared out by the metric with this
+    damping, so that single queries count for more than they do in the factor."""
     mean = sums.first / sums.count
     if side == "value":
         mean = torch.zeros_like(mean)
@@ -214,21 +217,26 @@ def make_basis(sums: Sums, metric: torch.Tensor, damping: float, chained: bool, 
     eye = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
     damped = (metric + metric.mT) / 2 / size + damping * eye
     scale = size[..., 0] if side == "key" else 1.0
-    if chained:
+    if chained is not None:
         variances, forward = torch.linalg.eigh(spread)
-        rotated = forward.mT @ damped @ forward
-        upper = torch.linalg.cholesky(rotated.flip(-2, -1)).flip(-2, -1)
-        diagonal = upper.diagonal(dim1=-2, dim2=-1)
-        loss = variances.clamp_min(1e-12) * diagonal.square() * scale
-        factor = (upper / diagonal[:, None]).mT.contiguous().mT
-        root = variances.clamp_min(1e-12).sqrt()
-        return Basis(forward, forward.mT, mean, root, loss, factor)
+        variances, rotated = variances.clamp_min(1e-12), forward.mT @ damped @ forward
+        factor, _ = _factor(rotated)
+        _, weights = _factor(rotated + (chained - damping) * eye)
+        loss = variances * weights * scale
+        return Basis(forward, forward.mT, mean, variances.sqrt(), loss, factor)
     values, vectors = torch.linalg.eigh(damped)
     root = vectors * values.clamp_min(1e-9).sqrt()[:, None] @ vectors.mT
     variances, basis = torch.linalg.eigh(root @ spread @ root)
     forward, variances = root @ basis, variances.clamp_min(1e-12)
     inverse = torch.linalg.inv(forward)
     return Basis(forward, inverse, mean, variances.sqrt(), variances * scale)
+
+
+def _factor(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`U` and `d` `[H, D]` of `U diag(d) U' = metric`: `U` is unit upper triangular."""
+    upper = torch.linalg.cholesky(metric.flip(-2, -1)).flip(-2, -1)
+    diagonal = upper.diagonal(dim1=-2, dim2=-1)
+    return upper / diagonal[:, None], diagonal.square()
 
 
 def mix(basis: Basis, bits: torch.Tensor) -> Basis:
@@ -394,7 +402,7 @@ class Planner:
         key: str = "fisher",
         value: str = "output",
         damping: float = DAMPING,
-        chained: bool = False,
+        chained: float | None = None,
     ) -> dict[Place, Basis]:
         metrics, made = {"key": key, "value": value}, {}
         for place, its in self.sums.items():
@@ -406,7 +414,7 @@ class Planner:
                 pair = [its.metrics[name] for name in ("mean", "fisher")]
                 pair = [m / m.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] for m in pair]
                 metric = torch.stack([cover_both(*each) for each in zip(*pair, strict=True)])
-            made[place] = make_basis(its, metric, damping, chained, place[1])
+            made[place] = make_basis(its, metric, damping, place[1], chained)
         return made
 
     def weights(self, bases: Mapping[Place, Basis], by: str) -> dict[Place, float]:
@@ -546,7 +554,8 @@ class Planner:
             yield f"channels {by} {budget:g}", partial(self.by_channel, budget, by)
         changes: list[dict[str, Any]] = [{"damping": each} for each in (0.1, 0.3, 1.0)]
         changes += [{"key": each} for each in ("mean", "both", "clusters")]
-        changes += [{"key": "clusters", "damping": 0.3}, {"value": "projection"}, {"chained": True}]
+        changes += [{"chained": each} for each in (0.01, 0.1, 0.3, 1.0)]
+        changes += [{"key": "clusters", "damping": 0.3}, {"value": "projection"}]
         for change, budget in itertools.product(changes, AROUND[1:]):
             words = ", ".join(f"{name} {value}" for name, value in change.items())
             yield f"{words} {budget:g}", partial(self._changed, budget, **change)
