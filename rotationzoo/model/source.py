@@ -133,17 +133,17 @@ def find(model: str, revision: str | None = None) -> Source:
 
 @cache
 def _stand_in(file: Path, name: str) -> Path:
-    """Make the folder that stands for a GGUF file: with the config and the tokenizer that
-    transformers reads from the file, and a link to it. It lasts as long as the process.
+    """Make the folder that stands for a GGUF file: with the config that transformers reads from the
+    file, and a link to it. `fetch` adds the tokenizer. It lasts as long as the process.
 
     Raises `RotationZooError` for no GGUF file and where the package that reads them is missing,
     `ModelUnavailable` for what transformers does not read of it, and `UnsupportedModel` where it
     would leave out what the file says of RoPE."""
     import torch
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from rotationzoo.recipe.rope import scaling_of
-    from rotationzoo.storage.gguf_reader import open_gguf
+    from rotationzoo.storage.gguf_reader import open_gguf, write_header
 
     reader, other = open_gguf(file, lists=False), _ORIGINAL
     if reader.value("split.count") not in (None, 0, 1):
@@ -158,7 +158,8 @@ def _stand_in(file: Path, name: str) -> Path:
     folder.mkdir()
     (folder / GGUF).symlink_to(file.resolve())
     with as_unavailable(f"transformers cannot read the config in {name}", hint=other):
-        config = AutoConfig.from_pretrained(folder, gguf_file=GGUF)
+        write_header(reader, folder.with_name(GGUF))
+        config = AutoConfig.from_pretrained(folder.parent, gguf_file=GGUF)
         # Where no type is asked for, transformers would choose float32.
         config.dtype = torch.bfloat16
         config = _with_metadata(config, reader, name)
@@ -171,15 +172,16 @@ def _stand_in(file: Path, name: str) -> Path:
         raise UnsupportedModel(
             f"{name} scales RoPE, which transformers does not read from a GGUF file", hint=other
         )
-    with as_unavailable(f"transformers cannot read the tokenizer in {name}", hint=other):
-        AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
     return folder
 
 
 def _with_metadata(config: Any, reader: Any, name: str) -> Any:
-    """The config with what a GGUF file says of RoPE, heads and windows: how much of it transformers
-    reads depends on the architecture. Raises `UnsupportedModel` for what has no field."""
+    """The config with what a GGUF file says of RoPE, heads, windows and its vocabulary: how much of
+    it transformers reads depends on the architecture. Raises `UnsupportedModel` for what has no
+    field."""
     kind, table = reader.value("general.architecture"), config.to_dict()
+    tokens = reader.value(f"{kind}.vocab_size") or reader.length("tokenizer.ggml.tokens")
+    table["vocab_size"] = tokens or table["vocab_size"]
     rope = table.get("rope_parameters") or {}
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     types = table.get("layer_types", ["sliding_attention"])
@@ -229,7 +231,9 @@ def fetch(source: Source, weights: bool = True) -> None:
     machine or loaded. Raises `ModelUnavailable`."""
     if source.model is not None:
         return
-    if source.revision is not None and not files.is_gguf(source.folder):
+    if files.is_gguf(source.folder):
+        _write_tokenizer(source)
+    elif source.revision is not None:
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
         with _hub_errors(source.name, source.revision):
             huggingface_hub.snapshot_download(
@@ -249,6 +253,17 @@ def fetch(source: Source, weights: bool = True) -> None:
     convert = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)"
     hint = f"{source.fetch_hint}; or {convert}" if source.revision else convert
     raise ModelUnavailable(f"{source.name} has no complete safetensors weights", hint=hint)
+
+
+def _write_tokenizer(source: Source) -> None:
+    """Write the tokenizer of a GGUF file to the folder that stands for it."""
+    from transformers import AutoTokenizer
+
+    if any(source.folder.glob("tokenizer*")):
+        return
+    unread = f"transformers cannot read the tokenizer in {source.name}"
+    with as_unavailable(unread, hint=_ORIGINAL):
+        AutoTokenizer.from_pretrained(source.folder, gguf_file=GGUF).save_pretrained(source.folder)
 
 
 def has_weights(source: Source) -> bool:

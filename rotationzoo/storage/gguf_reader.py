@@ -1,7 +1,7 @@
 """GGUF files, opened safely."""
 
 from pathlib import Path
-from struct import Struct
+from struct import Struct, pack
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ try:
 except ImportError as error:
     raise RotationZooError("gguf is not installed", hint="run: pip install 'gguf>=0.17'") from error
 
-__all__ = ["Reader", "gguf", "open_gguf"]
+__all__ = ["Reader", "gguf", "open_gguf", "write_header"]
 # For all lists together: the largest vocabularies and their merges have 1.3 million elements.
 _MOST_ELEMENTS = 3 << 19
 # Bytes of one text, and of all: a template has 20,000, a vocabulary 8 million.
 _LONGEST, _MOST_TEXT = 1 << 20, 1 << 25
+_LONG = 1 << 10  # elements of a list: as many as a model has layers at most
 
 
 class Reader(gguf.GGUFReader):
@@ -26,7 +27,7 @@ class Reader(gguf.GGUFReader):
     it reads nothing, without an error, and it makes objects of every list element.
 
     This raises `ValueError` for what the file does not hold, and for lists that are too long.
-    Without `lists`, these have no elements: a vocabulary takes seconds.
+    Without `lists`, the long ones have no elements: a vocabulary takes seconds.
     """
 
     def __init__(self, path: Path, lists: bool = True):
@@ -54,7 +55,7 @@ class Reader(gguf.GGUFReader):
             self._elements += int(count[0])
             if kind == raw_type or self._elements > _MOST_ELEMENTS:
                 raise ValueError(f"its lists hold lists, or more than {_MOST_ELEMENTS:,} elements")
-            if not self._lists:
+            if not self._lists and count[0] > _LONG:
                 end = self._end_of_list(orig_offs + 12, int(kind[0]), int(count[0]))
                 return (
                     end - orig_offs,
@@ -74,6 +75,14 @@ class Reader(gguf.GGUFReader):
             self._count_text(size)
             begin += length.size + size
         return begin
+
+    def length(self, name: str) -> int:
+        """The number of elements of a list, also of one that has none here; 0 for anything else."""
+        field = self.get_field(name)
+        if field is None or field.types[0] != gguf.GGUFValueType.ARRAY:
+            return 0
+        begin = field.offset + int(field.parts[0][0]) + 16
+        return int(self._get(begin, np.uint64)[0])
 
     def value(self, name: str) -> Any:
         """The value of a metadata field; None if it is missing or is no text."""
@@ -97,3 +106,19 @@ def open_gguf(path: Path, lists: bool = True) -> Reader:
         problem = f"{path} is no GGUF file: {first_sentence(error):.200}"
         hint = "give a file that llama.cpp loads"
         raise RotationZooError(problem, hint) from error
+
+
+def write_header(reader: Reader, path: Path) -> None:
+    """Write a file of the same metadata, whose long lists are empty, and of tensors of the same
+    names, which are empty, too: what a model's config is made from."""
+    order, metadata = ">" if reader.byte_order == "S" else "<", []
+    for field in reader.fields.values():
+        raw = [part.tobytes() for part in field.parts]
+        if not field.data:
+            raw[-1] = raw[-1][:4] + bytes(8)  # the type of its elements, and no number
+        if not field.name.startswith("GGUF."):  # which the reader adds
+            metadata.append(b"".join(raw))
+    names = [tensor.name.encode() for tensor in reader.tensors]
+    tensors = [pack(f"{order}Q{len(name)}sIQIQ", len(name), name, 1, 0, 0, 0) for name in names]
+    counts = pack(f"{order}IQQ", 3, len(tensors), len(metadata))
+    path.write_bytes(b"".join([b"GGUF", counts, *metadata, *tensors]))

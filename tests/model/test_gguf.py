@@ -25,8 +25,9 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.model.loading import load, load_config, load_tokenizer
-from rotationzoo.model.source import find, weights_fingerprint
+from rotationzoo.model.source import fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
+from rotationzoo.storage.gguf_reader import open_gguf
 
 
 def write_model(model: Path, target: Path, scale: float = 1.0, **fields) -> Path:
@@ -163,8 +164,24 @@ def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, mon
         monkeypatch.setattr(gguf.GGUFWriter, "add_architecture", lambda *_: None)
     path = write_model(llama, tmp_path / "odd.gguf", **fields)
     with pytest.raises(RotationZooError, match=said) as refused:
-        find(str(path))
+        fetch(find(str(path)), weights=False)
     assert refused.value.hint == "give the model that it was converted from"
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Starcoder2"])
+def test_a_vocabulary_is_read_with_the_tokenizer_alone(family, tmp_path, monkeypatch):
+    """The config has its length, also where transformers takes that from the tokens."""
+    monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
+    save_random(family, family, tmp_path / "model", **WIDE)
+    path = write_model(tmp_path / "model", tmp_path / "model.gguf")
+    reader = open_gguf(path, lists=False)
+    assert reader.get_field("tokenizer.ggml.merges").data == []
+    assert reader.length("tokenizer.ggml.tokens") == WIDE["vocab_size"]
+    source = find(str(path))
+    assert load_config(source).vocab_size == WIDE["vocab_size"]
+    assert not list(source.folder.glob("tokenizer*"))
+    fetch(source)
+    assert load_tokenizer(source)("a word").input_ids
 
 
 WIDE = dict(
@@ -232,6 +249,7 @@ def test_the_package_that_reads_files_may_be_missing(file, monkeypatch, tmp_path
 def test_a_real_quantized_model_is_read(tmp_path):
     path = real_models.download(real_models.MODELS["smollm2"], tmp_path)
     source = find(str(path))
+    fetch(source)
     model = load(source, load_config(source), "cpu", torch.float32)
     ids = load_tokenizer(source)("The capital of France is", return_tensors="pt").input_ids
     written = model.generate(ids, max_new_tokens=4, do_sample=False)[0]
