@@ -128,7 +128,7 @@ def calibration_job(
         check_model(model)
     source = take_loaded(model, settings)
     name = source.name if source else str(model)
-    engine = find_engine(settings.pop("engine", DEFAULT))
+    engine = find_engine(settings.get("engine", DEFAULT))
     recipe = engine.recipe if recipe is None else recipe
     chosen = loading.load(recipe) if isinstance(recipe, str) else recipe
     # The user chose neither a preset's row length nor the default budget, which may not fit.

@@ -6,7 +6,7 @@ replaceable, or already finished.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
 from rotationzoo.model.capture import check_transparent
+from rotationzoo.model.files import check_engine
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
@@ -108,21 +109,13 @@ def calibrate(
     for everything that a user can put right, before the passes through the model where it can be
     known.
     """
-    # Listed before the job creates any of them.
-    missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
-    try:
-        with ExitStack() as locks:
+    with ExitStack() as locks:
+        try:
             return _calibrate(job, progress, note, locks)
-    except BaseException as error:
-        if isinstance(error, Unsound):
+        except Unsound:
             # Resuming from the same sums would only be refused again.
             Checkpoint(job.checkpoint, {}).remove()
-        for folder in missing:
-            # Remove the folders that the job created. `rmdir` fails for one that holds an artifact
-            # or a checkpoint, which stays.
-            with suppress(OSError):
-                folder.rmdir()
-        raise
+            raise
 
 
 def _calibrate(
@@ -136,6 +129,7 @@ def _calibrate(
     if planned.refusal is not None:
         raise planned.refusal
     job, source = planned.job, planned.source
+    told = check_engine(source.folder, job.engine)
 
     # Check the output first: it makes no sense to download a tokenizer and weights for a folder
     # that cannot be written to.
@@ -144,8 +138,9 @@ def _calibrate(
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
     text = read_text(planned)
-    if note and text and text.note:
-        note(text.note)
+    told += [text.note] if text and text.note else []
+    for each in told if note else ():
+        note(each)
     folders.check_room(job.output, 2 * planned.artifact_bytes)  # with a checkpoint
     if planned.needs_weights:
         fetch_weights(source, progress)
@@ -250,7 +245,7 @@ def run_model(
                 if not job.fit_budget:
                     raise
                 recipe, reason = without_budget(recipe), str(error)
-                notes.append(f"all layers have 2 bits: {reason}")
+                notes.append(f"all layers have 2-bit codes with scales: {reason}")
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])

@@ -15,6 +15,7 @@ from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.calibration import memory as memories
 from rotationzoo.calibration import recipe_checks
 from rotationzoo.codec.bit_allocation import has_room
+from rotationzoo.codec.engine_needs import DEFAULT
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
@@ -41,6 +42,8 @@ class Job(RunSettings):
     output: Path
     batch: int = 4
     """Rows per forward pass; `SIZED` leaves them to the plan."""
+    engine: str = DEFAULT
+    """The engine that the rotations are for."""
     restart: bool = False
     fit_length: bool = False
     """Whether rows longer than the model's positions are shortened instead of refused. True if the
@@ -137,7 +140,7 @@ def plan(job: Job) -> Plan:
         notes.append("the weights are not identified: the loaded model is in no files here")
     if job.fit_budget and (reason := _reason_for_equal_bits(job, geometry or [])):
         recipe = without_budget(recipe)
-        notes.append(f"all layers have 2 bits: {reason}")
+        notes.append(f"all layers have 2-bit codes with scales: {reason}")
     recipe_checks.check_recipe(recipe, geometry or [])
     recipe_checks.check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error

@@ -20,7 +20,7 @@ from huggingface_hub import errors as client
 from rotationzoo import errors
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import files
-from rotationzoo.model.files import GGUF, check_configs, check_count
+from rotationzoo.model.files import GGUF, ORIGINAL, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
@@ -42,7 +42,6 @@ _FILES = [
 ]
 _CARD_FRONT = re.compile(r"\s*---\s*\n(.*?)\n---", re.DOTALL)
 _CONFIG = "config.json"
-_ORIGINAL = "give the model that it was converted from"
 _NOT_FILES = ["*/*", "consolidated*"]
 
 
@@ -145,7 +144,7 @@ def _stand_in(file: Path, name: str) -> Path:
     from rotationzoo.recipe.rope import scaling_of
     from rotationzoo.storage.gguf_reader import open_gguf, write_header
 
-    reader, other = open_gguf(file, lists=False), _ORIGINAL
+    reader, other = open_gguf(file, lists=False), ORIGINAL
     if reader.value("split.count") not in (None, 0, 1):
         join = "join them first with: llama-gguf-split --merge"
         raise RotationZooError(f"{name} is one part of several", hint=join)
@@ -175,13 +174,21 @@ def _stand_in(file: Path, name: str) -> Path:
     return folder
 
 
+@cache
+def _write_tokenizer(folder: Path) -> None:
+    """Write what transformers reads of a GGUF file's vocabulary to the folder that stands for it."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
+
+
 def _with_metadata(config: Any, reader: Any, name: str) -> Any:
-    """The config with what a GGUF file says of RoPE, heads, windows and its vocabulary: how much of
-    it transformers reads depends on the architecture. Raises `UnsupportedModel` for what has no
+    """The config with what a GGUF file says of RoPE, heads, windows and tokens: how much of it
+    transformers reads depends on the architecture. Raises `UnsupportedModel` for what has no
     field."""
     kind, table = reader.value("general.architecture"), config.to_dict()
-    tokens = reader.value(f"{kind}.vocab_size") or reader.length("tokenizer.ggml.tokens")
-    table["vocab_size"] = tokens or table["vocab_size"]
+    rows = [int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"]
+    table["vocab_size"] = rows[0] if rows else table["vocab_size"]
     rope = table.get("rope_parameters") or {}
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     types = table.get("layer_types", ["sliding_attention"])
@@ -202,7 +209,7 @@ def _with_metadata(config: Any, reader: Any, name: str) -> Any:
         elif said not in (None, held):
             raise UnsupportedModel(
                 f"{name} has {kind}.{key} {said}, and the config of transformers has no such field",
-                hint=_ORIGINAL,
+                hint=ORIGINAL,
             )
     return type(config).from_dict(table)
 
@@ -232,7 +239,9 @@ def fetch(source: Source, weights: bool = True) -> None:
     if source.model is not None:
         return
     if files.is_gguf(source.folder):
-        _write_tokenizer(source)
+        unread = f"transformers cannot read the tokenizer in {source.name}"
+        with as_unavailable(unread, hint=ORIGINAL):
+            _write_tokenizer(source.folder)
     elif source.revision is not None:
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
         with _hub_errors(source.name, source.revision):
@@ -253,17 +262,6 @@ def fetch(source: Source, weights: bool = True) -> None:
     convert = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)"
     hint = f"{source.fetch_hint}; or {convert}" if source.revision else convert
     raise ModelUnavailable(f"{source.name} has no complete safetensors weights", hint=hint)
-
-
-def _write_tokenizer(source: Source) -> None:
-    """Write the tokenizer of a GGUF file to the folder that stands for it."""
-    from transformers import AutoTokenizer
-
-    if any(source.folder.glob("tokenizer*")):
-        return
-    unread = f"transformers cannot read the tokenizer in {source.name}"
-    with as_unavailable(unread, hint=_ORIGINAL):
-        AutoTokenizer.from_pretrained(source.folder, gguf_file=GGUF).save_pretrained(source.folder)
 
 
 def has_weights(source: Source) -> bool:

@@ -27,7 +27,7 @@ class Reader(gguf.GGUFReader):
     it reads nothing, without an error, and it makes objects of every list element.
 
     This raises `ValueError` for what the file does not hold, and for lists that are too long.
-    Without `lists`, the long ones have no elements: a vocabulary takes seconds.
+    Without `lists`, the long ones are empty: a vocabulary takes seconds.
     """
 
     def __init__(self, path: Path, lists: bool = True):
@@ -57,12 +57,8 @@ class Reader(gguf.GGUFReader):
                 raise ValueError(f"its lists hold lists, or more than {_MOST_ELEMENTS:,} elements")
             if not self._lists and count[0] > _LONG:
                 end = self._end_of_list(orig_offs + 12, int(kind[0]), int(count[0]))
-                return (
-                    end - orig_offs,
-                    [self._get(orig_offs, np.uint8, end - orig_offs)],
-                    [],
-                    [raw_type],
-                )
+                self._get(end, np.uint8, 0)  # for its error
+                return end - orig_offs, [kind, np.zeros_like(count)], [], [raw_type]
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _end_of_list(self, begin: int, kind: int, count: int) -> int:
@@ -75,14 +71,6 @@ class Reader(gguf.GGUFReader):
             self._count_text(size)
             begin += length.size + size
         return begin
-
-    def length(self, name: str) -> int:
-        """The number of elements of a list, also of one that has none here; 0 for anything else."""
-        field = self.get_field(name)
-        if field is None or field.types[0] != gguf.GGUFValueType.ARRAY:
-            return 0
-        begin = field.offset + int(field.parts[0][0]) + 16
-        return int(self._get(begin, np.uint64)[0])
 
     def value(self, name: str) -> Any:
         """The value of a metadata field; None if it is missing or is no text."""
@@ -109,16 +97,13 @@ def open_gguf(path: Path, lists: bool = True) -> Reader:
 
 
 def write_header(reader: Reader, path: Path) -> None:
-    """Write a file of the same metadata, whose long lists are empty, and of tensors of the same
-    names, which are empty, too: what a model's config is made from."""
-    order, metadata = ">" if reader.byte_order == "S" else "<", []
-    for field in reader.fields.values():
-        raw = [part.tobytes() for part in field.parts]
-        if not field.data:
-            raw[-1] = raw[-1][:4] + bytes(8)  # the type of its elements, and no number
-        if not field.name.startswith("GGUF."):  # which the reader adds
-            metadata.append(b"".join(raw))
-    names = [tensor.name.encode() for tensor in reader.tensors]
-    tensors = [pack(f"{order}Q{len(name)}sIQIQ", len(name), name, 1, 0, 0, 0) for name in names]
-    counts = pack(f"{order}IQQ", 3, len(tensors), len(metadata))
-    path.write_bytes(b"".join([b"GGUF", counts, *metadata, *tensors]))
+    """Write a file with the same metadata, as the reader has it, and with tensors of the same names
+    that are empty: what a model's config is made from."""
+    order = ">" if reader.byte_order == "S" else "<"
+    fields = [each for each in reader.fields.values() if not each.name.startswith("GGUF.")]
+    content = [b"GGUF", pack(f"{order}IQQ", 3, len(reader.tensors), len(fields))]
+    for field in fields:
+        content += [part.tobytes() for part in field.parts]
+    for name in (tensor.name.encode() for tensor in reader.tensors):
+        content.append(pack(f"{order}Q{len(name)}sIQIQ", len(name), name, 1, 0, 0, 0))
+    path.write_bytes(b"".join(content))

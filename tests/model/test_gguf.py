@@ -170,13 +170,12 @@ def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, mon
 
 @pytest.mark.parametrize("family", ["Qwen3", "Starcoder2"])
 def test_a_vocabulary_is_read_with_the_tokenizer_alone(family, tmp_path, monkeypatch):
-    """The config has its length, also where transformers takes that from the tokens."""
+    """The config has its size, also where transformers takes that from the tokens."""
     monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
     save_random(family, family, tmp_path / "model", **WIDE)
     path = write_model(tmp_path / "model", tmp_path / "model.gguf")
     reader = open_gguf(path, lists=False)
     assert reader.get_field("tokenizer.ggml.merges").data == []
-    assert reader.length("tokenizer.ggml.tokens") == WIDE["vocab_size"]
     source = find(str(path))
     assert load_config(source).vocab_size == WIDE["vocab_size"]
     assert not list(source.folder.glob("tokenizer*"))
