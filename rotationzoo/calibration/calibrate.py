@@ -30,7 +30,6 @@ from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
 from rotationzoo.model.capture import check_transparent
-from rotationzoo.model.files import check_engine
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
@@ -105,9 +104,8 @@ def calibrate(
     """Run a job, resuming from a checkpoint of the same job if there is one, and return its
     artifact, unchanged if it is there already.
 
-    `note` is told at the start if there are fewer tokens than asked for. Raises `RotationZooError`
-    for everything that a user can put right, before the passes through the model where it can be
-    known.
+    `note` is told at the start what differs from what was asked for. Raises `RotationZooError` for
+    everything that a user can put right, before the passes through the model where it can be known.
     """
     with ExitStack() as locks:
         try:
@@ -129,7 +127,6 @@ def _calibrate(
     if planned.refusal is not None:
         raise planned.refusal
     job, source = planned.job, planned.source
-    told = check_engine(source.folder, job.engine)
 
     # Check the output first: it makes no sense to download a tokenizer and weights for a folder
     # that cannot be written to.
@@ -138,9 +135,9 @@ def _calibrate(
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
     text = read_text(planned)
-    told += [text.note] if text and text.note else []
-    for each in told if note else ():
-        note(each)
+    for each in (*planned.notes, text.note if text else None):
+        if each and note:
+            note(each)
     folders.check_room(job.output, 2 * planned.artifact_bytes)  # with a checkpoint
     if planned.needs_weights:
         fetch_weights(source, progress)

@@ -19,7 +19,7 @@ from rotationzoo.codec.engine_needs import DEFAULT
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
-from rotationzoo.model.files import is_gguf
+from rotationzoo.model.files import check_engine, is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import memory_limits, weights_bytes
@@ -136,6 +136,7 @@ def plan(job: Job) -> Plan:
         return Plan(job, source, None, None, refusal)
     recipe = recipe_checks.shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = recipe_checks.settle_centering(recipe, shifted_layers(geometry or []))
+    notes += check_engine(source.folder, job.engine)
     if source.model is not None and not has_weights(source):
         notes.append("the weights are not identified: the loaded model is in no files here")
     if job.fit_budget and (reason := _reason_for_equal_bits(job, geometry or [])):

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from rotationzoo.errors import UsageError
 from rotationzoo.words import nearest
 
-ASSUMED = "24GiB"
-"""The GPU of a plan for which none is named."""
 UTILIZATION = 0.92
 """The share of a GPU's memory that vLLM takes by default (`gpu_memory_utilization`)."""
 OWN = 1_380_000_000

@@ -8,12 +8,11 @@ from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.next_steps import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import BUDGETED, FINE, FORMATS
-from rotationzoo.codec.size import BudgetSizes, codec_bits, describe_bits, format_bits
+from rotationzoo.codec.size import CONTEXT, BudgetSizes, bits_per_element, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import ModelUnavailable
 from rotationzoo.figures import size_words
 from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json
-from rotationzoo.model.files import check_engine
 from rotationzoo.sides import HEADS
 from rotationzoo.words import counted
 
@@ -23,13 +22,12 @@ def show_plan(out: Output, job: Job, question_tokens: int = 0) -> None:
     that may follow, through all caches. Raises `RotationZooError` for text that cannot be used."""
     known = plan(job)
     if known.refusal is None:
-        able = check_engine(known.source.folder, job.engine)
         try:
             text = read_text(known)
             further = [text.note] if text and text.note else []
         except ModelUnavailable as error:  # its tokenizer, or the processor of its media
             further = [f"it cannot be calibrated yet: {error}"]
-        known = replace(known, notes=(*known.notes, *able, *further))
+        known = replace(known, notes=(*known.notes, *further))
     data = _plan_json(known) | {"question_tokens": question_tokens}
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
@@ -43,7 +41,8 @@ def _plan_json(known: Plan) -> dict[str, Any]:
     recipe, cached = known.job.recipe, cached_layers(known.geometry or [])
     bits: dict[str, float | None] = dict.fromkeys(FORMATS)
     if cached:
-        bits |= format_bits(cached, recipe)
+        layouts = {name: CacheLayout.of_recipe(recipe, each) for name, each in FORMATS.items()}
+        bits |= {name: bits_per_element(cached, layout) for name, layout in layouts.items()}
         if recipe.budget:
             exact = CacheLayout.of_recipe(recipe, FINE)
             bits = {BUDGETED: codec_bits(cached, BudgetSizes(recipe.budget), exact), **bits}
@@ -95,7 +94,8 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
     if data["layers"]:
-        say(describe_bits(data["bits_per_element"]))
+        bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
+        say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")
     if data["question_tokens"]:
         more = counted(data["question_tokens"], "token")
         say(f"Then it asks questions in rounds: at most {more} through the model")

@@ -62,8 +62,6 @@ def show_artifact(
 ) -> None:
     """Print a summary of an artifact, `with_time` if the calibration has just run, and the
     `decision` on it if one was made."""
-    from rotationzoo.codec.size import describe_bits, format_bits
-
     manifest = artifact.manifest
     tokens = manifest.calibration.tokens if manifest.calibration else 0
     data: dict[str, Any] = {
@@ -83,11 +81,9 @@ def show_artifact(
     if with_time and manifest.imported is None:
         made += f", from {counted(tokens, 'token')} in {manifest.run.seconds:.1f} s"
     folder, words = str(artifact.folder), list[str]()
-    if not artifact.recipe.budget:
-        words = [describe_bits(format_bits(artifact.geometry, artifact.recipe))]
     if decision is not None:
         data |= {"decision": decision.model_dump()}
-        words += decision.words
+        words = decision.words
     out.result(data, folder, lambda: say(made, f"Folder: {folder}", *words))
 
 

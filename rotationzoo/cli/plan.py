@@ -22,13 +22,10 @@ def plan_command(
     model: ModelName,
     out: Output,
     gpu: str | None = option("A card, its memory, or several: H100, 2x24GiB (24GiB)."),
-    context: int | None = option(
-        "Tokens of each request (131072, at most the model's positions).", min=1
-    ),
+    context: int | None = option("Tokens of each request (131072, or all positions).", min=1),
     requests: int = option("Requests at the same time.", min=1, default=1),
     format: Literal["fine", "vllm", "sglang"] = option(
-        "How our cache stores rows: by a budget of bits (fine), or as an engine does.",
-        default="fine",
+        "How our cache stores rows: by a budget (fine), or as an engine does.", default="fine"
     ),
     bits: float | None = option("Bits of it (the recipe's 3).", min=2, max=4),
     revision: Revision = None,
@@ -49,7 +46,7 @@ def plan_command(
     from rotationzoo.codec.settings import check_budget
 
     check_budget(Budget(bits), True, format)
-    card = cards.parse_card(gpu or cards.ASSUMED)
+    card = cards.parse_card(gpu or "24GiB")
     job = calibration_job(model, bits=bits, quick=format != BUDGETED, rope_scaling=rope_scaling)
     recipe, scaling = job.recipe, job.recipe.rope_scaling
     storage = shape.Storage(SIMULATED[format], recipe.sink, recipe.recent, bits=recipe.bits)
@@ -57,7 +54,7 @@ def plan_command(
     capacity = plan.measure_capacity(wish)
     answer = plan.judge_wish(capacity)
     commands = _commands(capacity, format, job)
-    assumed = [] if gpu else [f"no --gpu was given, so one of {card.name} is assumed"]
+    assumed = [] if gpu else [f"no --gpu was given: {card.name} is assumed"]
     data = {
         **plan.capacity_json(capacity),
         "format": format,
@@ -122,7 +119,7 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:
             limits += ["--tensor-parallel-size", str(wish.card.count)]
         # It scales RoPE as the rotations say.
         server = ["serve", *named(wish.model, wish.revision), "--rotations", artifact, *limits]
-    takes_engines = capacity.shape.layers[0].cached is HEADS  # vLLM takes no others
-    if not takes_engines or is_gguf(capacity.source.folder):
+    # vLLM takes no others.
+    if capacity.shape.layers[0].cached is not HEADS or is_gguf(capacity.source.folder):
         return [calibrate, generate]
     return [calibrate, generate, server]

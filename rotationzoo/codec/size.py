@@ -4,12 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rotationzoo.budget import Budget
-from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Geometry, cached_layers
-from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 
 CONTEXT = 131072  # tokens of the request for which sizes are stated
@@ -32,18 +30,6 @@ def bits_per_element(geometry: Geometry, layout: CacheLayout, context: int = CON
     them."""
     codec = RotatedCodec(Rotations({}), layout.group_size)
     return codec_bits(geometry, codec, layout, context)
-
-
-def format_bits(geometry: Geometry, recipe: Recipe) -> dict[str, float]:
-    """The same in each engine's format."""
-    layouts = {name: CacheLayout.of_recipe(recipe, each) for name, each in FORMATS.items()}
-    return {name: bits_per_element(geometry, layout) for name, layout in layouts.items()}
-
-
-def describe_bits(bits: dict[str, float]) -> str:
-    """Bits per element by format in words."""
-    each = ", ".join(f"{value:.2f} ({format})" for format, value in bits.items())
-    return f"Bits per element at {CONTEXT:,} tokens, with scales and exact windows: {each}"
 
 
 @dataclass(frozen=True)

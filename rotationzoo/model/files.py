@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.codec.engine_needs import ENGINES
+from rotationzoo.codec.engine_needs import DEFAULT, ENGINES
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.storage import files
 from rotationzoo.storage.files import read_json
@@ -97,7 +97,7 @@ def is_gguf(folder: Path) -> bool:
     return (folder / GGUF).is_file()
 
 
-def check_engine(folder: Path, engine: str) -> list[str]:
+def check_engine(folder: Path, engine: str = DEFAULT) -> list[str]:
     """Which engines can use a model in its form, in words; none where all can. Raises
     `RotationZooError` unless this one can."""
     if not is_gguf(folder):

@@ -175,17 +175,17 @@ def _stand_in(file: Path, name: str) -> Path:
 
 
 @cache
-def _write_tokenizer(folder: Path) -> None:
-    """Write what transformers reads of a GGUF file's vocabulary to the folder that stands for it."""
+def _write_tokenizer(folder: Path, name: str) -> None:
+    """Write a GGUF file's tokenizer to the folder that stands for it. Raises `ModelUnavailable`."""
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
+    with as_unavailable(f"transformers cannot read the tokenizer in {name}", hint=ORIGINAL):
+        AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
 
 
 def _with_metadata(config: Any, reader: Any, name: str) -> Any:
-    """The config with what a GGUF file says of RoPE, heads, windows and tokens: how much of it
-    transformers reads depends on the architecture. Raises `UnsupportedModel` for what has no
-    field."""
+    """The config with what a GGUF file says of RoPE, heads, windows and tokens, of which
+    transformers may read less. Raises `UnsupportedModel` for what has no field."""
     kind, table = reader.value("general.architecture"), config.to_dict()
     rows = [int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"]
     table["vocab_size"] = rows[0] if rows else table["vocab_size"]
@@ -239,9 +239,7 @@ def fetch(source: Source, weights: bool = True) -> None:
     if source.model is not None:
         return
     if files.is_gguf(source.folder):
-        unread = f"transformers cannot read the tokenizer in {source.name}"
-        with as_unavailable(unread, hint=ORIGINAL):
-            _write_tokenizer(source.folder)
+        _write_tokenizer(source.folder, source.name)
     elif source.revision is not None:
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
         with _hub_errors(source.name, source.revision):

@@ -57,7 +57,6 @@ class Reader(gguf.GGUFReader):
                 raise ValueError(f"its lists hold lists, or more than {_MOST_ELEMENTS:,} elements")
             if not self._lists and count[0] > _LONG:
                 end = self._end_of_list(orig_offs + 12, int(kind[0]), int(count[0]))
-                self._get(end, np.uint8, 0)  # for its error
                 return end - orig_offs, [kind, np.zeros_like(count)], [], [raw_type]
         return super()._get_field_parts(orig_offs, raw_type)
 
@@ -102,8 +101,7 @@ def write_header(reader: Reader, path: Path) -> None:
     order = ">" if reader.byte_order == "S" else "<"
     fields = [each for each in reader.fields.values() if not each.name.startswith("GGUF.")]
     content = [b"GGUF", pack(f"{order}IQQ", 3, len(reader.tensors), len(fields))]
-    for field in fields:
-        content += [part.tobytes() for part in field.parts]
+    content += [part.tobytes() for field in fields for part in field.parts]
     for name in (tensor.name.encode() for tensor in reader.tensors):
         content.append(pack(f"{order}Q{len(name)}sIQIQ", len(name), name, 1, 0, 0, 0))
     path.write_bytes(b"".join(content))

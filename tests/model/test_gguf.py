@@ -12,11 +12,11 @@ import pytest
 import real_models
 import torch
 from safetensors.torch import load_file
-from support.command_line import only_error
+from support.command_line import only_error, succeeded
 from support.engine_readers import write_gguf
 from support.jobs import job, rotation_bytes
 from support.models import DATA, load_saved, save_family, save_random
-from support.published import publish_folder
+from support.published import ok, publish_folder
 
 from rotationzoo.calibration import plan
 from rotationzoo.calibration.calibrate import calibrate
@@ -146,6 +146,37 @@ def test_files_in_folders_and_repositories_are_found(zoo, llama, file, tmp_path)
         assert "has no config.json, and 2 GGUF files" in shown
         assert f"name one of them: {name}{colon}only.gguf" in shown
     assert zoo.run("calibrate", f"{folder}/second.gguf", "--dry-run").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "able"),
+    [("llama", ["transformers"]), ("qwen3", ["llama.cpp", "transformers"])],
+)
+def test_engines_that_a_file_reaches_are_named_before_anything_runs(
+    inside, architecture, able, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("rotationzoo.calibration.calibrate.fetch_weights", pytest.fail)
+    if architecture == "llama":
+        model = save_family("llama", tmp_path / "model", rms_norm_eps=2**-20)
+    else:
+        model = tmp_path / "model"
+        save_random("Qwen3", "Qwen3", model, **WIDE)
+    path = str(write_model(model, tmp_path / "x.gguf"))
+    words = f"engines that can use this GGUF file ({architecture}): {', '.join(able)}"
+    for engine in ("vllm", "sglang", "llama.cpp", "transformers"):
+        job = ["calibrate", path, "--for", engine]
+        if engine in able:
+            assert f"Note: {words}\n" in succeeded(inside(*job, "--dry-run")).stderr
+            continue
+        for done in (inside(*job), inside(*job, "--dry-run")):
+            assert done.returncode == 1
+            assert f"Error: {engine} cannot use this GGUF file ({architecture})\n" in done.stderr
+            assert f"{words}\n" in done.stderr
+            assert ("it was converted from" in done.stderr) == (engine != "llama.cpp")
+    assert words in only_error(inside("serve", path))
+    report = ok(inside("plan", path, "--json"))
+    assert words in report["remarks"]
+    assert [line.split()[1] for line in report["commands"]] == ["calibrate", "generate"]
 
 
 REFUSED = {
