@@ -28,14 +28,14 @@ RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 class Settings(options.Text):
     """Options on the job, by the names of `api.calibrate`."""
 
-    feedback: bool | None = option("Store factors for error feedback.", "--feedback/--no-feedback")
-    bits: float | None = option("Budget: bits an element, shared by what is lost.")
+    feedback: bool | None = option("Store what error feedback needs.", "--feedback/--no-feedback")
+    bits: float | None = option("Budget: bits an element; layers that lose more get more.")
     key_bits: float | None = option("The same for keys alone.")
     value_bits: float | None = option("The same for values alone.")
-    quick: bool = flag("No budget: 2-bit codes, 2.25-3 with scales.")
+    quick: bool = flag("No budget: 2-bit codes, with scales 2.25 to 3 bits an element.")
     images: str | None = option("Column of images (vision models).")
     audio: str | None = option("Column of audio, as WAV.")
-    batch: int | None = option("Rows per pass (as fit a device map).", min=1)
+    batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
     rope_scaling: options.RopeScaling = None
     restart: bool = flag("Drop a checkpoint and replace rotations.")
 

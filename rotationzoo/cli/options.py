@@ -127,7 +127,7 @@ class Machine:
 
     device: Device = "auto"
     device_map: str | None = option("auto: over GPUs, main memory and disk.")
-    max_memory: str | None = option("Its limits, as 0=20GiB,cpu=60GiB.")
+    max_memory: str | None = option("Limits of that map: 0=20GiB,cpu=60GiB.")
 
 
 @dataclass(frozen=True)
