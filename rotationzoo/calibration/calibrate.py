@@ -127,7 +127,8 @@ def _calibrate(
     if planned.refusal is not None:
         raise planned.refusal
     job, source = planned.job, planned.source
-
+    for each in planned.notes if note else ():
+        note(each)
     # Check the output first: it makes no sense to download a tokenizer and weights for a folder
     # that cannot be written to.
     check_output(job)
@@ -135,9 +136,8 @@ def _calibrate(
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
     text = read_text(planned)
-    for each in (*planned.notes, text.note if text else None):
-        if each and note:
-            note(each)
+    if note and text and text.note:
+        note(text.note)
     folders.check_room(job.output, 2 * planned.artifact_bytes)  # with a checkpoint
     if planned.needs_weights:
         fetch_weights(source, progress)

@@ -27,7 +27,7 @@ class Measures(options.Text):
     length: options.TextLength = None
     tasks: options.Tasks = "all"
     lengths: options.Lengths = None
-    questions: str = option("Per task and length; auto: as needed.", default="auto")
+    questions: str = option("Per task and length; auto: until it is decided.", default="auto")
     keep: float | None = option("Percent to keep (90); else exit 1.")
     windows: str | None = option("Exact sink/recent tokens: 64/256,128/1024.")
     format: options.Format | None = option("The 2-bit format.")

@@ -112,7 +112,7 @@ else:
 Json = Annotated[bool, option("Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
 
-ModelName = Annotated[str, argument("A hub id, a folder, a GGUF file, or demo.")]
+ModelName = Annotated[str, argument("A hub id, folder, GGUF file, or demo.")]
 ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]
 OutputFolder = Annotated[Path | None, option("Folder (rotations/MODEL-RECIPE).", "--output", "-o")]
 Restart = Annotated[bool, option("Replace an artifact that is there.")]
