@@ -127,8 +127,9 @@ def _calibrate(
     if planned.refusal is not None:
         raise planned.refusal
     job, source = planned.job, planned.source
-    for each in planned.notes if note else ():
-        note(each)
+    if note:
+        for each in planned.notes:
+            note(each)
     # Check the output first: it makes no sense to download a tokenizer and weights for a folder
     # that cannot be written to.
     check_output(job)
