@@ -6,7 +6,7 @@ replaceable, or already finished.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,25 +104,16 @@ def calibrate(
     """Run a job, resuming from a checkpoint of the same job if there is one, and return its
     artifact, unchanged if it is there already.
 
-    `note` is told at the start if there are fewer tokens than asked for. Raises `RotationZooError`
-    for everything that a user can put right, before the passes through the model where it can be
-    known.
+    `note` is told at the start what differs from what was asked for. Raises `RotationZooError` for
+    everything that a user can put right, before the passes through the model where it can be known.
     """
-    # Listed before the job creates any of them.
-    missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
-    try:
-        with ExitStack() as locks:
+    with ExitStack() as locks:
+        try:
             return _calibrate(job, progress, note, locks)
-    except BaseException as error:
-        if isinstance(error, Unsound):
+        except Unsound:
             # Resuming from the same sums would only be refused again.
             Checkpoint(job.checkpoint, {}).remove()
-        for folder in missing:
-            # Remove the folders that the job created. `rmdir` fails for one that holds an artifact
-            # or a checkpoint, which stays.
-            with suppress(OSError):
-                folder.rmdir()
-        raise
+            raise
 
 
 def _calibrate(
@@ -136,7 +127,9 @@ def _calibrate(
     if planned.refusal is not None:
         raise planned.refusal
     job, source = planned.job, planned.source
-
+    if note:
+        for each in planned.notes:
+            note(each)
     # Check the output first: it makes no sense to download a tokenizer and weights for a folder
     # that cannot be written to.
     check_output(job)
@@ -250,7 +243,7 @@ def run_model(
                 if not job.fit_budget:
                     raise
                 recipe, reason = without_budget(recipe), str(error)
-                notes.append(f"all layers have 2 bits: {reason}")
+                notes.append(f"all layers have 2-bit codes with scales: {reason}")
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])
