@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.figures import UNKNOWN, change
+from rotationzoo.figures import UNKNOWN, change, number
 from rotationzoo.words import counted
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, HubName
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, HubName, chosen_hubs
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
@@ -29,7 +29,7 @@ def list_command(
     """
     from rotationzoo.zoo.lookup import find_index
 
-    zoo_index = find_index(index, repo, from_)
+    zoo_index = find_index(index, repo, chosen_hubs(from_, repo)[0])
     out.note(f"Read {zoo_index.origin}")
     entries = []
     for entry in zoo_index.content.entries:
@@ -68,7 +68,7 @@ def _show_entries(entries: list["Entry"]) -> None:
     if not entries:
         say("No published rotations match; without a name and --recipe, list shows all there are")
         return
-    columns = ["model", "recipe", "files", "revision", "hubs", "answers", "cost"]
+    columns = ["model", "recipe", "files", "bits", "keeps", "measured", "cost", "revision", "hubs"]
     rows = [_row(entry, entries) for entry in entries]
     # Rows that look the same get a footnote with their folders, to tell them apart.
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
@@ -82,11 +82,14 @@ def _show_entries(entries: list["Entry"]) -> None:
 
 
 def _row(entry: "Entry", entries: list["Entry"]) -> list[str]:
-    from rotationzoo.zoo.index import kept_words
+    from rotationzoo.zoo.index import Listed, kept_words
 
-    answers = kept_words(entry, entries)
-    cost = change(entry.summary.perplexity_increase if entry.summary else None)
+    measured, decision, figures = entry.measured, entry.decision, entry.summary or Listed()
+    bits = number((decision and decision.bits) or figures.bits_per_element, ".2f")
     hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}
-    revision = (entry.model_revision or UNKNOWN)[:8]
-    format = _FORMATS[entry.format]
-    return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), answers, cost]
+    return [
+        *(entry.model, entry.recipe, _FORMATS[entry.format], bits, kept_words(entry, entries)),
+        "no" if measured is None else measured.engine or "yes",
+        change(figures.perplexity_increase),
+        *((entry.model_revision or UNKNOWN)[:8], "+".join(sorted(hubs))),
+    ]

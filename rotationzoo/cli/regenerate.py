@@ -13,7 +13,7 @@ from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
 from rotationzoo.errors import PartlyDone, RotationZooError, UsageError
 from rotationzoo.words import counted
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, chosen_hubs
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.hubs.protocol import Published
@@ -58,7 +58,7 @@ def regenerate_command(
     recipe_file = find_recipe_file(configs, model)
     zoo = repo or ZOO
     # Even if both hubs are published to, the published rotations come from one index.
-    hub = DEFAULT_HUB if to in (None, "both") else str(to)
+    hub = chosen_hubs(to or DEFAULT_HUB, repo)[0]
     named = None if index is None else find_index(index, zoo)
     zoo_index = named or read_index(zoo, hub, must_exist=False)
     out.note(f"Read {zoo_index.origin}")
@@ -100,7 +100,7 @@ def regenerate_command(
 
         upload = prepare_upload(artifact, zoo)
         # As a pull request, so that a person decides whether to merge it.
-        destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
+        destination = Destination(zoo, chosen_hubs(to, repo), create_pr=True)
         _, places = publish(out, artifact, upload, destination, signer, signing)
     show_regenerated(out, job.output, verdict, places)
     listing = ["list", *place_options(None, zoo, zoo_index, hub)]
