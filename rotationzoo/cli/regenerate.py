@@ -66,9 +66,9 @@ def regenerate_command(
         models, unknown = find_due(configs, zoo_index.content)
         show_due(out, models, unknown)
         if unknown:
-            name, error = next(iter(unknown.items()))
-            more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            raise PartlyDone(f"whether {name} is due is not known: {error}{more}", error.hint)
+            out.notes(f"{name} was skipped: {error}" for name, error in unknown.items())
+            problem = f"{counted(len(unknown), 'model')} could not be looked at"
+            raise PartlyDone(problem, next(iter(unknown.values())).hint)
         name, *typed = typed_words("--plan", str(model))
         listing = ["list", *place_options(index, repo, zoo_index, hub)]
         out.suggest(*([name, models[0].model, *typed] if models else listing))
