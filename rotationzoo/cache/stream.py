@@ -126,16 +126,17 @@ class Stream:
         forgotten = min(max(self.first, start), end)
         for side in self.sides:
             rows, blocks, kind = self.tail[side], self.blocks[side], (self.layer, side, format)
-            # A call that ran out of memory may have written some of them, and an earlier step has
-            # written some of the next ones. Forgotten tokens are left out.
+            # Some may be written already: by a call that ran out of memory, or ahead of time.
+            # Forgotten tokens are left out.
             blocks.length = max(blocks.length, forgotten - sink)
             begin = sink + blocks.length
             # Without a kernel, the codes of many tokens take hardly longer than those of one.
-            is_step = begin + 1 == end and self.codec.encoder(*kind, rows.device) is None
-            leaving = rows[:, :, begin - self.tail_start :][:, :, : AHEAD if is_step else end - begin]
+            ahead = begin + 1 == end and self.codec.encoder(*kind, rows.device) is None
+            leaving = rows[:, :, begin - self.tail_start :]
+            leaving = leaving[:, :, : AHEAD if ahead else max(0, end - begin)]
             # A block at a time, because the codec takes float32 copies of what it quantizes.
             for piece in leaving.split(step, dim=2) if begin < end else ():
-                blocks.append(self.codec.pack(piece, *kind, one_by_one=is_step))
+                blocks.append(self.codec.pack(piece, *kind, apart=ahead))
             if end - start > 1 or blocks.length % step == 0:
                 # Not after each token of decoding, because it waits for the GPU.
                 self.codec.check_packed(*kind, rows.device)

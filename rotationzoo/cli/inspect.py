@@ -63,13 +63,14 @@ def _describe(rotation: "Rotation") -> dict[str, Any]:
 
 def _show_layers(artifact: "Artifact", layers: list[dict[str, Any]]) -> None:
     """A row for each side of each layer."""
-    columns = ["layer", "side", "KV heads", "channels", "bits a channel", "error left", "|R R^T - I|"]
+    columns = ["layer", "side", "KV heads", "channels"]
+    columns += ["bits a channel", "error left", "|R R^T - I|"]
     sides, rows = artifact.rotations.cached.sides, []
     for layer, side in product(layers, sides):
         stored = layer[read_as(side)[0]]  # what is read as both is there as keys and as values
-        cells = [layer["layer"], side, layer["kv_heads"], stored["dim"], number(stored["bits"], "g")]
-        cells += [number(stored["feedback"], ".0%"), f"{stored['orthogonality_error']:.0e}"]
-        rows.append([*map(str, cells)])
+        cells = [str(layer["layer"]), side, str(layer["kv_heads"]), str(stored["dim"])]
+        cells += [number(stored["bits"], "g"), number(stored["feedback"], ".0%")]
+        rows.append([*cells, f"{stored['orthogonality_error']:.0e}"])
     table(f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}", columns, rows)
     say(
         "bits a channel: by a budget, without scales; |R R^T - I|: its largest entry",

@@ -71,14 +71,14 @@ def _show_entries(entries: list["Entry"]) -> None:
     columns = ["model", "recipe", "files", "bits", "keeps", "measured", "cost", "revision", "hubs"]
     rows = [_row(entry, entries) for entry in entries]
     # Rows that look the same get a footnote with their folders, to tell them apart.
-    equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
-    for footnote, number in enumerate(equal, 1):
-        rows[number][1] += f" ({footnote})"
+    equal = [place for place, row in enumerate(rows) if rows.count(row) > 1]
+    for footnote, place in enumerate(equal, 1):
+        rows[place][1] += f" ({footnote})"
     told = [cells for cells in zip(columns, *rows, strict=True) if {*cells[1:]} != {UNKNOWN}]
     columns, *rows = map(list, zip(*told, strict=True))
     table(counted(len(entries), "published rotation"), columns, rows, folded=["recipe"])
-    for footnote, number in enumerate(equal, 1):
-        say(f"({footnote}) from the folder {entries[number].copies[0].path}")
+    for footnote, place in enumerate(equal, 1):
+        say(f"({footnote}) from the folder {entries[place].copies[0].path}")
 
 
 def _row(entry: "Entry", entries: list["Entry"]) -> list[str]:

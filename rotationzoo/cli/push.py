@@ -65,7 +65,7 @@ def publish(
     if index_signer is not None:
         check_indexes(upload, destination, index_signer)
     elif signer is not None:
-        out.note("Note: the index is not signed: such a signature names the repository that it is for")
+        out.note("Note: the index is not signed: its signature would name a repository on a hub")
     if signer is not None and (signing.sign or not upload.is_signed):
         upload = upload.signed_by(signer.tool)
         out.note(f"Note: it is signed by {upload.entry.signer}")
@@ -115,8 +115,9 @@ def push_command(
     if index is not None and is_folder(repo):
         raise UsageError("--index lists what is on hubs, and no folder", "leave out --index")
     if dry_run:
-        signs = signer is not None and (anew or not upload.is_signed)
-        show_push_plan(out, repo, upload.listing(signs), root_names(signer is not None and not is_folder(repo)))
+        signs, on_hub = signer is not None and (anew or not upload.is_signed), not is_folder(repo)
+        root_files = root_names(signed=signer is not None and on_hub)
+        show_push_plan(out, repo, upload.listing(signs), root_files)
         out.suggest(*typed_words("--dry-run"))
         return
     # After the dry run, because publishing asks a hub for the model's config.

@@ -18,13 +18,13 @@ def model_words(artifact: Artifact) -> list[str]:
     model = artifact.manifest.model
     if model.revision:
         return [model.id, "--revision", model.revision]
-    return [_find_name(model) or "MODEL"]
+    return [_find(model)[0]]
 
 
 def find_model(artifact: Artifact) -> Path | None:
-    """The absolute path of the artifact's model, if it is the demo or was found on this machine."""
-    name = _find_name(artifact.manifest.model)
-    return None if name is None else _path(name).absolute()
+    """The path of the artifact's model, if it is the demo or is found: in the working folder under
+    its own name, or where it was when rotations were made for it."""
+    return _find(artifact.manifest.model)[1]
 
 
 def remember_model(model: Model, path: str) -> None:
@@ -34,24 +34,18 @@ def remember_model(model: Model, path: str) -> None:
             folders.replace_file(_place(model), str(given).encode())
 
 
-def _find_name(model: Model) -> str | None:
-    """`demo`, the model's own name where it lies in the working folder, or else the path that was
-    remembered, from the working folder if it was given so."""
-    names = [model.id]
+def _find(model: Model) -> tuple[str, Path | None]:
+    """Its name in commands, as the user gave it where that still leads to it, and its path."""
+    here, paths = Path.cwd(), [Path(model.id)]
     with suppress(*_FAILURES):
-        given, here = Path(files.read(_place(model), 1 << 14).decode()), Path.cwd()
-        names.append(str(given.relative_to(here) if given.is_relative_to(here) else given))
-    for name in names:
-        path = _path(name)
+        paths.append(Path(files.read(_place(model), 1 << 14).decode()))
+    for path in paths:
+        folder = DEMO if str(path) == "demo" else here / path
         with suppress(*_FAILURES):  # a folder without a config is another thing of that name
-            is_file = path.is_file() and path.name == model.id  # a GGUF file
-            if is_file or hash_config(path) == model.config_sha256:
-                return name
-    return None
-
-
-def _path(name: str) -> Path:
-    return DEMO if name == "demo" else Path(name)
+            is_gguf = folder.is_file() and folder.name == model.id
+            if is_gguf or hash_config(folder) == model.config_sha256:
+                return str(path.relative_to(here) if path.is_relative_to(here) else path), folder
+    return "MODEL", None
 
 
 def _place(model: Model) -> Path:

@@ -7,7 +7,7 @@ from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.recipe.rope import same_scaling
 from rotationzoo.recipe.schema import normalize
 from rotationzoo.zoo import index
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, DISK, HUB_NAMES, HUBS, SPELLING_HINT, open_hub
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, SPELLING_HINT, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index, asked_alike, kept_words
 
 ZOO = "rotationzoo/zoo"
@@ -31,8 +31,8 @@ class LoadedIndex:
 
     def locate(self, copy: Copy) -> Copy:
         """The copy, with the path of this index's folder if it lies there."""
-        is_beside = copy.hub == self.hub == DISK
-        return copy.model_copy(update={"repo": self.repo}) if is_beside else copy
+        is_here = (copy.hub, copy.repo) == (self.hub, ".")
+        return copy.model_copy(update={"repo": self.repo}) if is_here else copy
 
     def revision_of(self, copy: Copy) -> str | None:
         """The revision that holds a copy: its own, or for one in the same repository as the index

@@ -23,7 +23,7 @@ from rotationzoo.report.page import files_of_report, make_report
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, locks, strict_json
 from rotationzoo.zoo import index, signed_index
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, Publication, Published, listed_as, open_hub
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, Publication, Published, open_hub
 from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
 from rotationzoo.zoo.signing import check as signatures
@@ -91,7 +91,7 @@ def prepare_upload(
     """Verify an artifact and prepare its upload. `published`: the day of the entry, by which the
     newest of several is found; today by default. Raises `RotationZooError` if the artifact is not
     sound, and `UsageError` if `repo` is not a repository id."""
-    repo = listed_as(repo)
+    repo = index.listed_as(repo)
     if repo != "." and not re.fullmatch(index.REPOSITORY, repo):
         hint = "write it as: owner/name, or a folder as: ./zoo"
         raise UsageError(f"{repo} is no repository", hint)
@@ -228,7 +228,7 @@ def _push_to_hub(
     # The index is part of the commit, so it cannot contain the commit's own hash. It leaves the
     # revision out, and readers use the commit at which they read the index.
     revision = upload.tag if hub.pins_by_tag else None
-    named, path = listed_as(repo), upload.path
+    named, path = index.listed_as(repo), upload.path
     copy = index.Copy(hub=hub_name, repo=named, path=path, revision=revision)
     entry = upload.entry.model_copy(update={"copies": [copy]})
     for _ in range(_ATTEMPTS):

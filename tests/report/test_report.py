@@ -252,9 +252,7 @@ def test_the_page_goes_into_the_artifact_unless_that_is_signed(tmp_path, inside)
     assert not (signed / "report.html").exists()
 
 
-def test_pages_name_the_folder_unless_they_are_published(
-    tmp_path, inside, monkeypatch
-):
+def test_pages_name_the_folder_unless_they_are_published(tmp_path, inside, monkeypatch):
     made = Made(model="someone/large")
     folder = make_artifact(tmp_path / "made", made, make_evaluation(made))
     page, drawn = tmp_path / "page.html", []

@@ -1,5 +1,5 @@
 """A folder in the place of a hub, such as one that is carried to machines without a network. Its
-files are replaced one by one, the index last: nothing leads to files that are not whole."""
+files are replaced one by one, each whole, and the index after those that it lists."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from rotationzoo.storage import files, folders
 from rotationzoo.storage.disks import disk_errors
 from rotationzoo.storage.locks import locked
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
-from rotationzoo.zoo.index import NAME
+from rotationzoo.zoo.index import NAME, ROOT_FILES
 
 
 class Disk(Hub):
@@ -35,13 +35,12 @@ class Disk(Hub):
     def publish(self, publication: Publication) -> Published:
         repo, root = publication.repo, Path(publication.repo).expanduser()
         with disk_errors(root, "name another folder"), locked(root / ".lock", f"writing {root}"):
-            taken = [path for path in publication.files if os.path.lexists(root / path)]
-            if taken and not (root / NAME).exists():
+            taken = [name for name in ROOT_FILES if os.path.lexists(root / name)]
+            if taken and NAME not in taken:
                 raise HubError(f"{repo} is no zoo and has a {taken[0]}", "name a new folder")
             if taken and self.resolve(repo) != publication.parent:
                 raise StaleParent(f"{repo} has changed since it was looked at")
-            for path in sorted(publication.files, key=lambda path: path == NAME):
-                content = publication.files[path]
+            for path, content in publication.files.items():  # the index after what it lists
                 data = content if isinstance(content, bytes) else content.read_bytes()
                 folders.replace_file(files.child(root, path), data)
             revision = self.resolve(repo)

@@ -157,7 +157,8 @@ DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub
 # Typer derives an option's choices from a Literal, and pydantic a field's check. mypy does not
 # accept a computed Literal, so it sees `str`.
 if TYPE_CHECKING:
-    HubName = PlaceName = str
+    HubName = str
+    PlaceName = str
 else:
     HubName, PlaceName = Literal[*HUB_NAMES], Literal[*HUBS]
 
@@ -165,11 +166,6 @@ else:
 def is_folder(repo: str) -> bool:
     """Whether a repository is a folder: its path begins as no name of a repository does."""
     return repo.startswith((".", "/", "~"))
-
-
-def listed_as(repo: str) -> str:
-    """A repository as it is named in itself: a folder, which may be carried elsewhere, as `.`."""
-    return "." if is_folder(repo) else repo
 
 
 def chosen_hubs(choice: str, repo: str | None = None) -> list[str]:

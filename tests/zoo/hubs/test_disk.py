@@ -1,4 +1,4 @@
-"""A folder in the place of a hub: what is pushed to it is listed and pulled from it, and checked."""
+"""A folder in the place of a hub: what is pushed to it is listed, pulled and checked."""
 
 import pytest
 from support.command_line import succeeded
@@ -55,7 +55,8 @@ def test_only_a_zoo_or_a_new_folder_is_written_to(zoo, made):
 
 
 def test_another_push_in_between_is_not_overwritten(pushed, zoo):
-    later = Publication(str(zoo.folder / FOLDER), {"zoo_index.json": b"{}"}, "", "0" * 12, "", create_pr=False)
+    files = {"zoo_index.json": b"{}"}
+    later = Publication(str(zoo.folder / FOLDER), files, "", "0" * 12, "", create_pr=False)
     with pytest.raises(StaleParent):
         open_hub("disk").publish(later)
 
