@@ -6,7 +6,7 @@ from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.figures import UNKNOWN, change, number
 from rotationzoo.words import counted
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, HubName, chosen_hubs
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, HubName, chosen_hubs
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
@@ -35,7 +35,7 @@ def list_command(
     for entry in zoo_index.content.entries:
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
             entries.append(entry)
-    place = place_options(index, repo, zoo_index, from_)
+    place = place_options(index, repo, zoo_index)
     show_list(out, entries)
     if fetched := [entry.model for entry in entries if entry.pullable]:
         out.suggest("pull", fetched[0], *place)
@@ -43,18 +43,11 @@ def list_command(
         out.suggest("calibrate", entries[0].model if entries else "MODEL")
 
 
-def place_options(
-    index: str | None, repo: str | None, zoo_index: "LoadedIndex", hub: str
-) -> list[str]:
+def place_options(index: str | None, repo: str | None, read: "LoadedIndex") -> list[str]:
     """The options with which other commands read the same index."""
-    place = []
-    if index is not None:
-        place = ["--index", index]
-    elif repo is not None:
-        place = ["--repo", repo]
-    if zoo_index.hub is not None and hub != DEFAULT_HUB:
-        place += ["--from", hub]
-    return place
+    named = {"--index": index, "--repo": None if index else repo}
+    named["--from"] = read.hub if read.hub in HUB_NAMES[1:] else None
+    return [word for name, value in named.items() if value for word in (name, value)]
 
 
 def show_list(out: Output, entries: list["Entry"]) -> None:

@@ -70,7 +70,7 @@ def regenerate_command(
             problem = f"{counted(len(unknown), 'model')} could not be looked at"
             raise PartlyDone(problem, next(iter(unknown.values())).hint)
         name, *typed = typed_words("--plan", str(model))
-        listing = ["list", *place_options(index, repo, zoo_index, hub)]
+        listing = ["list", *place_options(index, repo, zoo_index)]
         out.suggest(*([name, models[0].model, *typed] if models else listing))
         return
     from rotationzoo.api import calibration_job, evaluation_job
@@ -103,7 +103,7 @@ def regenerate_command(
         destination = Destination(zoo, chosen_hubs(to, repo), create_pr=True)
         _, places = publish(out, artifact, upload, destination, signer, signing)
     show_regenerated(out, job.output, verdict, places)
-    listing = ["list", *place_options(None, zoo, zoo_index, hub)]
+    listing = ["list", *place_options(None, zoo, zoo_index)]
     out.suggest(*(listing if places else publishing))
 
 
