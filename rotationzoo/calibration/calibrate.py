@@ -31,6 +31,7 @@ from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.own_name import remember_model
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
@@ -167,6 +168,7 @@ def _calibrate(
     # Remove the checkpoint last: a process killed before this line leaves both the artifact and the
     # checkpoint.
     checkpoint.remove()
+    remember_model(artifact.manifest.model, source.name)
     return artifact
 
 

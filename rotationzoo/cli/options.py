@@ -94,19 +94,14 @@ def follow_link(folder: Path | None) -> Path | None:
     return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
 
 
-def chosen_hubs(choice: str) -> list[str]:
-    """The hubs that a choice stands for; `both` and `any` mean all of them."""
-    return list(HUB_NAMES) if choice in ("both", "any") else [choice]
-
-
 if TYPE_CHECKING:
     HubOrBoth = str
     HubOrAny = str
     Format = str
 else:
     # Typer reads the choices from the type at run time, but mypy rejects a computed Literal.
-    HubOrBoth = Literal[(*HUB_NAMES, "both")]
-    HubOrAny = Literal[(*HUB_NAMES, "any")]
+    HubOrBoth = Literal[*HUB_NAMES, "both"]
+    HubOrAny = Literal[*HUB_NAMES, "any"]
     Format = Literal[tuple(SIMULATED)]
 
 Json = Annotated[bool, option("Print one JSON object and nothing else.")]
@@ -213,4 +208,4 @@ class Signing:
 
 
 IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]
-ZooRepo = Annotated[str | None, option("The zoo repository whose index to read.", "--repo")]
+ZooRepo = Annotated[str | None, option("The zoo: owner/name, or a folder as ./zoo.", "--repo")]

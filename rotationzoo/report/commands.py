@@ -2,7 +2,7 @@
 from a decision."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -103,9 +103,8 @@ def use_commands(
     return [shlex.join(["rotationzoo", *words]) for words in commands]
 
 
-def name_folder(command: str, folder: str) -> str:
-    """A command on the artifact in a folder, where the given one has `FOLDER`."""
-    named = {FOLDER: folder}
+def replace_words(command: str, named: Mapping[str, str]) -> str:
+    """A command with the names that this machine has in the place of others, such as `FOLDER`."""
     return shlex.join(named.get(word, word) for word in shlex.split(command))
 
 

@@ -18,7 +18,7 @@ from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
 from rotationzoo.codec.engine_needs import ENGINES, EngineName, PullEngineName
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.zoo.hubs.protocol import HUBS, HubName
+from rotationzoo.zoo.hubs.protocol import DISK, HUB_NAMES, HUBS, HubName, PlaceName
 
 # ---- help and usage
 
@@ -63,9 +63,10 @@ def test_every_engine_hub_and_format_can_be_chosen():
     needs_nothing_else = {name for name, entry in ENGINES.items() if not entry.needs_base}
     assert set(typing.get_args(EngineName)) == set(ENGINES)
     assert set(typing.get_args(PullEngineName)) == needs_nothing_else
-    assert set(typing.get_args(HubName)) == set(HUBS)
-    assert set(typing.get_args(choices.HubOrBoth)) == {*HUBS, "both"}
-    assert set(typing.get_args(choices.HubOrAny)) == {*HUBS, "any"}
+    assert set(typing.get_args(PlaceName)) == set(HUBS)
+    assert set(typing.get_args(HubName)) == {*HUB_NAMES} == {*HUBS} - {DISK}
+    assert set(typing.get_args(choices.HubOrBoth)) == {*HUB_NAMES, "both"}
+    assert set(typing.get_args(choices.HubOrAny)) == {*HUB_NAMES, "any"}
     assert set(typing.get_args(choices.Format)) == set(SIMULATED)
 
 
