@@ -7,7 +7,6 @@ from typing import Any
 from rotationzoo.cli.options import Restart, follow_link, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.words import counted
 
 MODEL = "demo"
 BASELINES = ("identity", "hadamard")
@@ -36,6 +35,7 @@ def demo_command(
     from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.cli.report import add_report
     from rotationzoo.codec.size import CONTEXT, EXACT_BITS
+    from rotationzoo.evaluation.decision import SIMPLEST
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.figures import percent
     from rotationzoo.recall.questions import TASKS
@@ -52,25 +52,25 @@ def demo_command(
         report = evaluate(replace(evaluation, record=False, tasks=tasks), progress)
         progress("drawing the page", 0, 0)
         artifact = add_report(out, Artifact.open(folder), place=str(folder))
+    shown: list[tuple[str, Any]] = label_arms(report, artifact.identity).shown
     caches, rows = dict[str, Any](), list[list[str]]()
-    for name, arm in [(EXACT, report.exact), *label_arms(report, artifact.identity).shown]:
-        bits = getattr(arm, "bits_per_element", float(EXACT_BITS))
-        figures = arm.all_tasks.model_dump(include={"answered", "questions", "log_probability"})
-        kept = kept_share(report.exact.tasks, arm.tasks)
-        caches[name] = {"bits_per_element": bits, "kept": kept, **figures}
-        rows.append([name, f"{bits:.1f}", percent(kept), str(figures["questions"])])
+    for label, arm in [(EXACT, report.exact), *sorted(shown, key=lambda each: each[1].rounding)]:
+        words, bits = label, float(EXACT_BITS)
+        if label != EXACT:
+            words = f"{arm.name} {label}" if arm.is_plain else SIMPLEST.get(arm.name, label)
+            bits = arm.bits_per_element
+        kept, count = kept_share(report.exact.tasks, arm.tasks), arm.all_tasks.questions
+        caches[words] = {"bits_per_element": bits, "kept": kept, "questions": count}
+        rows.append([words, f"{bits:.1f}", percent(kept), str(count)])
     page, seconds = str(artifact.folder / REPORT), artifact.manifest.run.seconds
 
     def human() -> None:
-        layers = counted(len(artifact.rotations), "layer")
-        made = f"Rotations of the demo model ({layers}), made in {seconds:.1f} s"
-        say(f"{made}: {artifact.folder}")
-        title = f"Answers that are kept (prompts of {LENGTH:,} tokens)"
-        table(title, ["cache", "bits", "kept", "questions"], rows, apart=True)
+        say(f"Rotations of the demo model, made in {seconds:.1f} s: {artifact.folder}")
+        table("Answers that are kept", ["cache", "bits", "kept", "asked"], rows, apart=True)
         say(
             f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
             "RotatedCache and serve round the numbers of a row together, most engines one by one",
-            "These questions are easy: evaluate also asks for copies and quotes, which lose more",
+            f"Easy questions in {LENGTH:,} tokens; evaluate asks for quotes, too, which lose more",
             "",
             *report.window.verdict.words[:1],
             f"The page about it: {page}",

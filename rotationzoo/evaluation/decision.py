@@ -39,8 +39,7 @@ _POWER = 0.8
 _WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
 _NOTHING = 1e-9  # a standard error of no more is rounding
 _PACE = 16  # questions, to a multiple of which more are asked
-_RANDOM = "a random rotation rounded one by one and uncentered"
-_NAMES: dict[str, str] = {**dict(SIMPLEST.items()), "random": _RANDOM}
+_NAMES: dict[str, str] = {"random": "a random matrix rounded one by one", **dict(SIMPLEST.items())}
 _VARIANTS = {
     "": "the same rounded one by one",
     "+feedback": "the same with error feedback",

@@ -30,9 +30,9 @@ FOOTER = "Made from stored figures by rotationzoo"
 EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
-    "hadamard": "Hadamard, one by one, no mean",
-    "hadamard+feedback": "Hadamard, all else the same",
-    "random": "random, one by one, no mean",
+    "hadamard": "Hadamard, one by one",
+    "hadamard+feedback": "Hadamard, else alike",
+    "random": "random, one by one",
     "kivi": "KIVI",
 }
 
