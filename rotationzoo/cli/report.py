@@ -77,7 +77,7 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
 
 
 def add_report(out: Output, artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
-    """Add a report on an artifact to it, as `report --save` does."""
+    """Add a report to an artifact. Its commands name the folder and the model as they are here."""
     from rotationzoo.report.page import files_of_report
     from rotationzoo.writer import add_files
 

@@ -9,12 +9,15 @@ from typing import Literal
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.pooling import reduced_rotations
+from rotationzoo.artifact.scores import ALL_ELSE
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Geometry
+from rotationzoo.linalg.moments import sums
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.rotations import Rotations
 from rotationzoo.simulation import rivals
 from rotationzoo.simulation.simulated import SimulatedCodec
 
@@ -22,7 +25,7 @@ DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)
-"""Those that every evaluation measures."""
+"""Those that every evaluation measures, a Hadamard matrix also with all else as in an artifact."""
 RIVALS = tuple(rivals.ENGINE_CACHES)
 """Other engines' caches, which are measured where somebody asks for them."""
 _VARIANTS = "", "+feedback", "+pooled"  # the ends of the names of an artifact's arms
@@ -82,7 +85,24 @@ def build_arms(
             rotations = reduced_rotations(artifact, True, uncentered)
             made["+pooled"].append(Arm(changed, replace(codec, rotations=rotations)))
     others = build_baselines(shared_recipe(artifacts), geometry, baselines)
+    if artifacts and "hadamard" in baselines:
+        spent = reduced_rotations(artifacts[0], False, uncentered, budgets[0])
+        others += _all_else_the_same(artifacts[0], spent)
     return [*chain.from_iterable(made.values()), *others]
+
+
+def _all_else_the_same(artifact: Artifact, own: Rotations) -> list[Arm]:
+    """The arm of a Hadamard matrix with an artifact's `own` means and bits, and with the whitening
+    and the factors that its statistics make; none without these."""
+    if artifact.statistics is None or not own.has_feedback:
+        return []
+    recipe = artifact.recipe.model_copy(update={"composition": "hadamard"})
+    new = fit(sums(artifact.statistics), recipe, artifact.geometry)
+    rotations = own.replace(
+        lambda i, side, old: replace(new[i][side], mean=old.mean, fine_channels=old.fine_channels)
+    )
+    about = AboutArm(name=ALL_ELSE, kind="baseline", rounding="feedback")
+    return [Arm(about, RotatedCodec(rotations, artifact.recipe.group_size, rounding="feedback"))]
 
 
 def judged_arms(

@@ -17,7 +17,7 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
-from rotationzoo.evaluation.decision import SIMPLEST, Rule, decide
+from rotationzoo.evaluation.decision import Rule, decide
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
@@ -117,15 +117,14 @@ def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers
     """Read the texts, and ask the questions unless there are `answers`."""
     job, judged = ready.job, judged_arms(trial.arms, ready.job.rounding, ready.job.pooled)
     model, progress, pace = asking.model, asking.progress, asking.pace
-    deciding = (*judged, *SIMPLEST)
     questions = ready.plan.series if answers is None else []
-    tell_length = partial(_tell_length, pace, job, questions, deciding)
+    tell_length = partial(_tell_length, pace, job, questions, judged)
 
     def open_arms(answers: TaskAnswers) -> Collection[str]:
         # The first pair of windows, whose figures are shown, ends the questions.
         decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
         is_open = any(decision.action == "ask" for decision in decisions)
-        return deciding if is_open else ()
+        return judged if is_open or answers.questions < job.tasks.looks[0] else ()
 
     with loading.forward_errors(job.model, job.batch, job.data.length):
         batches = ready.text.batches(job.batch)
@@ -219,7 +218,7 @@ def _tell_length(
     words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
     words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
     if series:
-        words.append(answering.describe_rounds(pace, series, job.tasks.looks, deciding))
+        words.append(answering.describe_rounds(pace, series, job.tasks.rounds, deciding))
         words.append("Ctrl-C after a round keeps what was asked")
     if pace.estimate(left) > _LONG:
         words.append("--tokens 4096 --tasks needles,key-value takes less")

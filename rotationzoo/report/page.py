@@ -28,11 +28,12 @@ from rotationzoo.report.memory import Request, layout_of, memory_table, stored_b
 
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
-_EXACT = "exact model"
+EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
-    "hadamard": "uncalibrated, Hadamard",
-    "random": "uncalibrated, random",
+    "hadamard": "Hadamard, one by one",
+    "hadamard+feedback": "Hadamard, else alike",
+    "random": "random, one by one",
     "kivi": "KIVI",
 }
 
@@ -167,7 +168,7 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     if exact is None or not exact.answered:
         return None
     scale, unit = request.scale
-    points = [Point(_EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
+    points = [Point(EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
     title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
     for label, arm in arms.shown:
         share = kept_share(measured.exact.tasks, arm.tasks)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rotationzoo.artifact import measured as schema
 from rotationzoo.artifact.measured import ArmSummary, Measured
-from rotationzoo.artifact.scores import Score
+from rotationzoo.artifact.scores import ALL_ELSE, Score
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import change, nats, number, numbers, percent
 from rotationzoo.words import counted
@@ -20,7 +20,7 @@ _COSTS = {
     "bits_at_length": ("bits here", ".2f"),
 }
 """Figure of an arm -> the title of its column, and its number format."""
-_OWN_BASELINES = "identity", "hadamard", "random", "kivi"
+_OWN_BASELINES = "identity", "hadamard", ALL_ELSE, "random", "kivi"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
             "because the decision compares other arms"
         )
     baselines = [arm.name for arm in shown if arm.kind == "baseline"]
+    if ALL_ELSE in baselines:
+        about.append(f"{ALL_ELSE}: a Hadamard matrix in place of the rotations, all else the same")
     if "kivi" in baselines:
         about.append(
             "kivi is no rotation, and always simulated: in every format, 32 tokens of a key "

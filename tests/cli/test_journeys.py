@@ -3,12 +3,14 @@ the next one."""
 
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 from support.command_line import SMALL, without_stages
 from support.published import ok
 
 from rotationzoo.cli.app import COMMANDS, journey_lines
+from rotationzoo.evaluation.decision import SIMPLEST
 
 
 def last_line(result) -> str:
@@ -96,9 +98,13 @@ def test_the_next_command_is_the_last_line_where_both_streams_are_one(command, m
 @pytest.mark.slow
 def test_the_demo_tells_the_story(command):
     told = ok(command("demo", "--json"))
-    answered = {words: figures["answered"] for words, figures in told["caches"].items()}
-    for ours in ("these rotations, in most engines", "these rotations, in RotatedCache or serve"):
-        assert answered[ours] > answered["no rotation"]
-    assert answered["exact"] == told["caches"]["exact"]["questions"] == 32
+    kept = {words: figures["kept"] for words, figures in told["caches"].items()}
+    assert kept["exact model"] == 1
+    assert min(kept, key=kept.__getitem__) == "no rotation"
+    assert {"demo", "demo rounded one by one", *SIMPLEST.values()} <= kept.keys()
+    page = Path(command.folder, told["page"]).read_text("utf-8")
+    assert "Serve it: demo keeps" in page
+    assert "rotations/demo</span>" in page
+    assert "FOLDER" not in page
     again = command("demo", "--quiet")
     assert again.stdout.split() == ["rotations/demo"]

@@ -5,8 +5,8 @@ import random
 import pytest
 from support.reports import SIZE, decide_on, draw_answers, recall
 
-from rotationzoo.artifact.scores import Decision, ExactLengthScore, ExactTaskRecall
-from rotationzoo.evaluation.decision import FEWEST_ANSWERS, Rule, decide
+from rotationzoo.artifact.scores import ALL_ELSE, Decision, ExactLengthScore, ExactTaskRecall
+from rotationzoo.evaluation.decision import FEWEST_ANSWERS, SIMPLEST, Rule, decide
 from rotationzoo.evaluation.tasks.prompts import LOOKS, MOST_QUESTIONS
 
 NAMES = "mine", "identity", "hadamard"
@@ -114,12 +114,31 @@ def test_the_words_name_the_other_arms_the_best_first_at_their_bits():
     bits = dict.fromkeys(arms, 3.0) | {"kivi": 2.5}
     *_, line = decide_on(arms, bits=bits).words
     assert line.startswith("In their own bytes (mine: 3.0 bits): ")
-    assert "an uncalibrated rotation keeps 8" in line
+    assert f"{SIMPLEST['hadamard']} keeps 8" in line
     assert "kivi 50% (2.5), no rotation " in line, "of the questions that it was asked"
     assert "the same rounded one by one" in line
-    assert line.endswith("; mine is clearly better than no rotation and an uncalibrated rotation.")
+    both = f"no rotation and {SIMPLEST['hadamard']}."
+    assert line.endswith(f"; mine is clearly better than {both}")
     alike = decide_on(dict.fromkeys(NAMES, "1" * 1024)).words[-1]
-    assert alike.endswith("mine is within 3 points of no rotation and an uncalibrated rotation.")
+    assert alike.endswith(f"mine is within 3 points of {both}")
+
+
+def test_calibration_is_compared_with_a_matrix_with_all_else_the_same():
+    """By the first questions, where it was asked no more; and with the plain one where the judged
+    arm is rounded one by one, too."""
+    mine, some, none = draw_answers(random.Random(0), 32, 0.97, 0.8, 0.3)
+    arms = {"mine": mine, "identity": none, "hadamard": some, ALL_ELSE: mine[:128]}
+    made = decide_on({"mine+feedback": mine, **arms})
+    assert [rival.name for rival in made.rivals] == ["identity", ALL_ELSE]
+    assert made.rivals[1].difference == 0
+    assert made.rivals[1].outlook == "open", "128 of 256 questions leave more than 3 points"
+    whole = decide_on({"mine+feedback": mine, **arms, ALL_ELSE: none}).rivals[1]
+    first = decide_on({"mine+feedback": mine, **arms, ALL_ELSE: none[:128]}).rivals[1]
+    short = {"mine+feedback": mine[:128], "identity": none[:128], ALL_ELSE: none[:128]}
+    alone = decide_on(short).rivals[1]
+    assert first.interval == alone.interval != whole.interval
+    assert first.difference == alone.difference
+    assert [rival.name for rival in decide_on(arms).rivals] == ["identity", "hadamard"]
 
 
 def test_the_words_name_tasks_the_worst_first_and_those_that_show_little():

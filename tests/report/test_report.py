@@ -31,7 +31,7 @@ from rotationzoo.report.commands import reproduce_command
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
 
-LABELS = "made", "no rotation", "uncalibrated, Hadamard", "uncalibrated, random", "KIVI"
+LABELS = "made", "no rotation", "Hadamard, one by one", "random, one by one", "KIVI"
 HOSTILE = "<script>document.title='taken'</script>\"'><img src=x onerror=alert(1)>"
 LIMIT = 1 << 20  # bytes; 40,000 were measured
 FONTS = "DejaVu Sans", "Liberation Sans", "DejaVu Serif", "sans-serif"
