@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.reports import SIZE, decide_on, draw_answers, recall
+from support.reports import SIZE, auto, decide_on, draw_answers, recall
 
 from rotationzoo.artifact.scores import Decision, ExactLengthScore, ExactTaskRecall
 from rotationzoo.evaluation.decision import FEWEST_ANSWERS, Rule, decide
@@ -16,7 +16,7 @@ def ask_until_made(seed: int, share: float) -> Decision:
     """A decision as `--questions auto` makes it of four tasks at once."""
     (mine,) = draw_answers(random.Random(seed), 4 * LOOKS[-1] // SIZE, share)
     for questions in LOOKS:
-        made = decide_on({"mine": mine[: 4 * questions]})
+        made = decide_on({"mine": mine[: 4 * questions]}, auto(questions))
         if made.action != "ask":
             break
     return made
