@@ -35,11 +35,12 @@ SIMPLEST: dict[scores.DataFree, str] = {
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
 _WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
-_CORRELATIONS = (torch.arange(100, dtype=torch.float64) + 0.5) / 100
-"""Of the answers in a prompt: of each two, how much of the variance they share."""
+_ROOTS = (torch.arange(40, dtype=torch.float64) + 0.5) / 40
+_CORRELATIONS = _ROOTS.square()  # of answers in a prompt, the small ones closer together
 _SHARES = torch.linspace(-6, 6, 50, dtype=torch.float64).sigmoid()[:, None]  # even in log odds
 _LIKELY = 8  # the prior of a correlation c is (1 - c)^8, Beta(1, 9), whose mean is 0.1
-_SURE = 0.9  # that the correlation is no larger than the bound that is taken
+_SURE = torch.tensor([0.9, 0.6], dtype=torch.float64)
+"""That the correlation is no larger than the bound that decides, and than the one that plans."""
 _PACE = 16  # questions, to a multiple of which more are asked
 _NAMES: dict[str, str] = {**dict(SIMPLEST.items()), "random": "a random rotation"}
 _VARIANTS = {
@@ -207,20 +208,19 @@ def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
     design effect (Kish 1965) of their correlation tells how many independent answers they are."""
     answers = right.sum().item()
     others = (right.square().sum() / right.sum()).item() - 1  # right answers in an answer's prompt
-    bounds = [bound_correlation(given, right, tasks, sure).item() for sure in (_SURE, 0.6)]
-    numbers = [answers / (1 + bound * others) for bound in bounds]
-    return _Kept(given.sum().item() / answers, int(answers), *numbers)
+    numbers = answers / (1 + bound_correlations(given, right, tasks) * others)
+    return _Kept(given.sum().item() / answers, int(answers), *numbers.tolist())
 
 
-def bound_correlation(
-    given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int], sure: float = _SURE
+def bound_correlations(
+    given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
 ) -> torch.Tensor:
-    """A bound `[...]` on the intraclass correlation of the answers in a prompt, one for all tasks:
-    the quantile `sure` of its posterior by beta-binomial numbers `[..., prompts]` of kept answers
-    among the right ones. Any log odds of a task's share are as likely before."""
+    """Bounds `[..., 2]` on the intraclass correlation of the answers in a prompt, one for all
+    tasks: the quantiles `_SURE` of its posterior by beta-binomial numbers `[..., prompts]` of kept
+    answers among the right ones. Any log odds of a task's share are as likely before."""
     ranks = torch.arange(int(right.max()))[:, None]
     steps = ranks[..., None] * _CORRELATIONS / (1 - _CORRELATIONS)
-    density = _LIKELY * (-_CORRELATIONS).log1p()
+    density = _LIKELY * (-_CORRELATIONS).log1p() + _ROOTS.log()
     for kept, all_ in zip(given.split(list(tasks), -1), right.split(list(tasks), -1), strict=True):
         likelihood = torch.zeros(())
         # The chance of each answer in turn depends on those before it in its prompt (Polya's urn).
@@ -231,7 +231,7 @@ def bound_correlation(
             likelihood = likelihood + sign * torch.tensordot(number, terms, 1)
         density = density + likelihood.logsumexp(-2)
     below = density.softmax(-1).cumsum(-1)
-    return _CORRELATIONS[(below < sure).sum(-1)]
+    return _CORRELATIONS[(below[..., None] < _SURE).sum(-2)]
 
 
 def _compare_rivals(

@@ -2,12 +2,10 @@
 
     python scripts/bench/coverage_of_intervals.py [REPORT ...] [--draws 4000]
 
-Answers are drawn prompt by prompt from a beta-binomial of known share and intraclass correlation.
-The interval of `evaluation.decision` is compared with the one before it: Clopper and Pearson's by
-the standard error over prompts, with Student's t for few prompts. A REPORT is what `evaluate
---json` printed: prompts are drawn from its own, with replacement, and the truth is what an arm
-keeps of them all. The last table counts how often an arm that keeps 89.9 % is served where 90 % are
-to be kept, after any of the looks of `--questions auto`.
+Answers are drawn prompt by prompt from a beta-binomial. The interval of `evaluation.decision` is
+compared with the one before it, which took the standard error over prompts and Student's t. Of a
+REPORT (`evaluate --json`), prompts are drawn with replacement; the truth is what an arm keeps of
+all. The last table has how often an arm that keeps 89.99 % is served where 90 % are to be kept.
 """
 
 import itertools
@@ -23,7 +21,7 @@ from scipy.special import betaincinv, ndtri, stdtrit
 from rotationzoo.evaluation.decision import (
     FEWEST_ANSWERS,
     LEVEL,
-    bound_correlation,
+    bound_correlations,
     spend_level,
 )
 from rotationzoo.evaluation.tasks.prompts import LOOKS
@@ -89,7 +87,7 @@ def count_now(drawn: Drawn) -> np.ndarray:
     kept, right = (torch.tensor(np.concatenate(each, 1)) for each in zip(*drawn, strict=True))
     tasks = [each.shape[1] for each, _ in drawn]
     parts = zip(kept.split(250), right.split(250), strict=True)
-    c = torch.cat([bound_correlation(*part, tasks) for part in parts])
+    c = torch.cat([bound_correlations(*part, tasks)[:, 0] for part in parts])
     return (right.sum(1) / (1 + c * (right.square().sum(1) / right.sum(1) - 1))).numpy()
 
 
@@ -127,33 +125,27 @@ def show(title: str, cells: list[list[float]]) -> None:
     print(f"| {title} | " + " | ".join(f"{each:.1f}" for each in figures) + " |", flush=True)
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("reports", nargs="*", type=Path, metavar="REPORT")
-    parser.add_argument("--draws", type=int, default=4000)
-    options = parser.parse_args()
-    names = "answers", "covers: before", "now", "above: before", "now", "width: before", "now"
-    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
-    for sizes, count in itertools.product(DESIGNS, PROMPTS):
-        cells = []
-        for c, share in itertools.product(CORRELATIONS, SHARES):
-            drawn = draw(options.draws, sizes, [count] * len(sizes), share, c)
-            cells.append(compare(drawn, share))
-        show(f"drawn, {len(sizes)} of {sizes[0]}, {count} prompts", cells)
-    for path, count in itertools.product(options.reports, PROMPTS):
-        cells = []
-        for _, tasks in read_arms(path):
-            share = sum(k.sum() for k, _ in tasks) / sum(n.sum() for _, n in tasks)
-            places = [GENERATOR.integers(k.shape[1], size=(options.draws, count)) for k, _ in tasks]
-            drawn = [(k[0][p], n[0][p]) for (k, n), p in zip(tasks, places, strict=True)]
-            cells.append(compare(drawn, share))
-        show(f"{path.stem}, {count} prompts", cells)
-    print("\n| drawn | correlation | served: before | now |\n|---|---|---|---|")
-    for sizes, c in itertools.product(DESIGNS, CORRELATIONS):
-        drawn = draw(options.draws, sizes, [LOOKS[-1] // each for each in sizes], 0.8999, c)
-        figures = [f"{each:.1f}" for each in count_served(drawn, 0.9)]
-        print(f"| {len(sizes)} of {sizes[0]} | {c} | {' | '.join(figures)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+parser = make_parser(__doc__)
+parser.add_argument("reports", nargs="*", type=Path, metavar="REPORT")
+parser.add_argument("--draws", type=int, default=4000)
+options = parser.parse_args()
+print("| | covers: before | now | above: before | now | width: before | now |\n" + "|---" * 7 + "|")
+for sizes, count in itertools.product(DESIGNS * (not options.reports), PROMPTS):
+    cells = []
+    for c, share in itertools.product(CORRELATIONS, SHARES):
+        cells.append(compare(draw(options.draws, sizes, [count] * len(sizes), share, c), share))
+    show(f"{', '.join(map(str, sizes))} questions; {count} prompts", cells)
+for path, count in itertools.product(options.reports, PROMPTS):
+    cells = []
+    for _, tasks in read_arms(path):
+        share = sum(k.sum() for k, _ in tasks) / sum(n.sum() for _, n in tasks)
+        places = [GENERATOR.integers(k.shape[1], size=(options.draws, count)) for k, _ in tasks]
+        drawn = [(k[0][p], n[0][p]) for (k, n), p in zip(tasks, places, strict=True)]
+        cells.append(compare(drawn, share))
+    show(f"{path.stem}; {count} prompts", cells)
+for sizes, c in itertools.product(DESIGNS * (not options.reports), CORRELATIONS):
+    drawn = draw(options.draws, sizes, [LOOKS[-1] // each for each in sizes], 0.8999, c)
+    before, now = count_served(drawn, 0.9)
+    print(
+        f"served, {', '.join(map(str, sizes))} questions, {c}: {before:.1f}, {now:.1f}", flush=True
+    )

@@ -266,7 +266,10 @@ def auto(questions: int) -> Rule:
 
 
 def decide_on(
-    arms: dict[str, str], rule: Rule | None = None, right: str = "", bits: dict[str, float] | None = None
+    arms: dict[str, str],
+    rule: Rule | None = None,
+    right: str = "",
+    bits: dict[str, float] | None = None,
 ) -> Decision:
     """The decision on the first arm, where each arm has a digit for each question of one task, by
     the first look of `--questions auto` unless there is a rule."""
