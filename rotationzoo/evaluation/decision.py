@@ -39,7 +39,7 @@ _ROOTS = (torch.arange(40, dtype=torch.float64) + 0.5) / 40
 _CORRELATIONS = _ROOTS.square()  # of answers in a prompt, the small ones closer together
 _SHARES = torch.linspace(-6, 6, 50, dtype=torch.float64).sigmoid()[:, None]  # even in log odds
 _LIKELY = 8  # the prior of a correlation c is (1 - c)^8, Beta(1, 9), whose mean is 0.1
-_SURE = torch.tensor([0.9, 0.6], dtype=torch.float64)
+_SURE = torch.tensor([0.92, 0.6], dtype=torch.float64)
 """That the correlation is no larger than the bound that decides, and than the one that plans."""
 _PACE = 16  # questions, to a multiple of which more are asked
 _NAMES: dict[str, str] = {**dict(SIMPLEST.items()), "random": "a random rotation"}

@@ -138,7 +138,7 @@ for sizes, count in itertools.product(DESIGNS * (not options.reports), PROMPTS):
 for path, count in itertools.product(options.reports, PROMPTS):
     cells = []
     for _, tasks in read_arms(path):
-        share = sum(k.sum() for k, _ in tasks) / sum(n.sum() for _, n in tasks)
+        share = sum(k.mean() for k, _ in tasks) / sum(n.mean() for _, n in tasks)
         places = [GENERATOR.integers(k.shape[1], size=(options.draws, count)) for k, _ in tasks]
         drawn = [(k[0][p], n[0][p]) for (k, n), p in zip(tasks, places, strict=True)]
         cells.append(compare(drawn, share))
