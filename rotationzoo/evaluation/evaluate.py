@@ -17,7 +17,7 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
-from rotationzoo.evaluation.decision import Rule, decide
+from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
@@ -287,7 +287,7 @@ def decide_all(
     for arm in trial.arms:
         bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
         arms[arm.name], _ = score_arm(answers, cache, arm.name)
-    rule = Rule(floor, len(answers.plan.settings.looks))
+    rule = Rule(floor, spend_level(answers.questions, answers.plan.settings.looks))
     return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
 
 

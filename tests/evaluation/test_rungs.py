@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs import rotation_bytes
-from support.reports import AUTO, SIZE, decide_on, draw_answers
+from support.reports import SIZE, auto, decide_on, draw_answers
 
 from rotationzoo.api import calibrate, evaluate
 from rotationzoo.artifact.scores import Action, Decision
@@ -55,7 +55,7 @@ def climb(seed: int, shares: tuple[float, ...]) -> Decision:
     for questions in LOOKS:
         for name in asked:
             digits = arms[int(name)][: 4 * questions]
-            made[name] = decide_on({name: digits}, AUTO)
+            made[name] = decide_on({name: digits}, auto(questions))
         asked = open_rungs([made[name] for name in sorted(made)])
         if not asked:
             break
