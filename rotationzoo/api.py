@@ -28,7 +28,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.generate import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
 from rotationzoo.model.compatibility import take_loaded
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress, showing
 from rotationzoo.recipe import Recipe, loading
 from rotationzoo.storage.folders import default_output
 
@@ -76,7 +76,7 @@ def calibrate(
     dtype: str = "auto",
     device_map: str | None = None,
     max_memory: str | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
@@ -106,13 +106,15 @@ def calibrate(
     * `device`, `dtype`: `auto`, `cpu` or `cuda`, and `auto`, `bfloat16` or `float32`;
     * `device_map`, `max_memory`: `auto` spreads the weights over devices, within limits such as
       `0=20GiB,cpu=64GiB`;
-    * `progress`: called as `(stage, done, total)` while the job runs.
+    * `progress`: called as `(stage, done, total)` while the job runs; by default it shows bars, and
+      `rotationzoo.progress.silent` shows nothing.
 
     Raises `RotationZooError` for a model or recipe that cannot be calibrated. Where the config is
     enough to tell, it does so before the weights are read.
     """
     options = locals()
-    return run_calibration(calibration_job(**options), options["progress"])
+    with showing(progress) as tell:
+        return run_calibration(calibration_job(**options), tell)
 
 
 def calibration_job(
@@ -193,7 +195,7 @@ def evaluate(
     dtype: str = "auto",
     device_map: str | None = None,
     max_memory: str | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Evaluated:
     """Measure what a 2-bit cache costs a model, for each of several rotations.
 
@@ -234,7 +236,8 @@ def evaluate(
     `RotationZooError` where the model, the artifacts and the options do not fit together.
     """
     options = locals()
-    return Evaluated(run_evaluation(evaluation_job(**options), options["progress"]).report())
+    with showing(progress) as tell:
+        return Evaluated(run_evaluation(evaluation_job(**options), tell).report())
 
 
 def evaluation_job(
@@ -299,7 +302,7 @@ def generate(
     dtype: str = "auto",
     device_map: str | None = None,
     max_memory: str | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Load a model and let it continue a prompt through a cache that stores 2 bits.
 
@@ -325,7 +328,8 @@ def generate(
     if not isinstance(prompt, str):
         hint = "for token ids, give the model's own generate a RotatedCache"
         raise UsageError(f"a prompt is a text, and not of type {type(prompt).__name__}", hint)
-    return run_generation(generation_job(**options), options["progress"], options["write"])
+    with showing(progress) as tell:
+        return run_generation(generation_job(**options), tell, write)
 
 
 def generation_job(

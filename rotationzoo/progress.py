@@ -27,15 +27,44 @@ def silent(stage: str, done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-def in_tokens(progress: Progress, passes: Sequence[int]) -> Progress:
+def in_tokens(progress: Progress, passes: Sequence[int]) -> Callable[[str, float, int], None]:
     """A `Progress` in tokens, for stages whose steps are forward passes. `passes`: the tokens that
-    each of them reads, in order."""
+    each of them reads, in order. A pass that is half done counts half of its tokens."""
     read = [0, *accumulate(passes)]
 
-    def tell(stage: str, done: int, total: int) -> None:
-        progress(stage, Tokens(read[done]), Tokens(read[total]))
+    def tell(stage: str, done: float, total: int) -> None:
+        whole = int(done)
+        part = sum(passes[whole : whole + 1]) * (done - whole)
+        progress(stage, Tokens(read[whole] + part), Tokens(read[total]))
 
     return tell
+
+
+@contextmanager
+def showing(progress: Progress | None) -> Iterator[Progress]:
+    """Yield the `progress` that a caller gave or, for None, one that shows a bar for each stage as
+    the libraries of Hugging Face do. `HF_HUB_DISABLE_PROGRESS_BARS=1` turns theirs off, and these.
+    """
+    if progress is not None:
+        yield progress
+        return
+    from huggingface_hub.utils import tqdm
+
+    shown, bar = "", tqdm(disable=True)
+
+    def tell(stage: str, done: int, total: int) -> None:
+        nonlocal shown, bar
+        if stage != shown:
+            bar.close()
+            unit = {Tokens: " tokens", Bytes: "B"}.get(type(total), " steps")
+            shown, bar = stage, tqdm(desc=stage, unit=unit, unit_scale=True)
+        bar.total = total or None
+        bar.update(done - bar.n)
+
+    try:
+        yield tell
+    finally:
+        bar.close()
 
 
 @contextmanager

@@ -54,8 +54,12 @@ def collect(
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
-    progress("calibrating", sums.done, passes * len(batches))
     observer = MomentObserver(geometry, sums.batch, skip)
+
+    def tell(part: float) -> None:
+        progress("calibrating", sums.done + part, passes * len(batches))
+
+    tell(0)
     with sums.saved_if_interrupted():
         for number in range(passes):
             if number == 1:
@@ -63,11 +67,11 @@ def collect(
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, sums.whole)
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
-                with intercept(model, observer.watch):
+                with intercept(model, observer.watch), prediction.counting_layers(model, tell):
                     states = read_row(model, batch)
                 prediction.check_finite(model, states[0], partial(read_row, model, batch))
                 sums.finish_batch(observer.kinds)
-                progress("calibrating", sums.done, passes * len(batches))
+                tell(0)
     tokens = sum(_count(batch, 0) for batch in batches)
     past_sink = sum(_count(batch, skip) for batch in batches)
     _check_sums(sums.whole, geometry, tokens, past_sink, skip)
