@@ -6,7 +6,7 @@ of an evaluation have in common.
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -16,8 +16,10 @@ Errors = dict[str, float | None]
 """Figure -> its standard error; None if there is only one text, or one prompt."""
 Outlook = Literal["better", "worse", "same", "open"]
 """Whether an arm is shown better or worse than another, or as good within a margin, or neither."""
-DataFree = Literal["identity", "hadamard"]
-"""The rotations that need no data and are compared in every decision."""
+ALL_ELSE: Final = "hadamard+feedback"
+"""The arm of a Hadamard matrix with all else as in an artifact."""
+DataFree = Literal["identity", "hadamard", "hadamard+feedback"]
+"""The rotations that need no data and are compared in decisions."""
 Action = Literal["serve", "refuse", "ask", "nothing"]
 """To serve an artifact, not to serve it, to ask more questions, or that nothing was shown because
 the exact model can do no task."""

@@ -8,13 +8,16 @@ from typing import Literal
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
+from rotationzoo.artifact.scores import ALL_ELSE
 from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Geometry
+from rotationzoo.linalg.moments import sums
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.rotations import Rotation
 from rotationzoo.simulation import rivals
 from rotationzoo.simulation.simulated import SimulatedCodec
 
@@ -22,7 +25,8 @@ DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)
-"""Those that every evaluation measures."""
+"""Those that every evaluation measures. A Hadamard matrix has two arms where the first artifact has
+factors and statistics: with nearest codes and no mean, and with all else as in the artifact."""
 RIVALS = tuple(rivals.ENGINE_CACHES)
 """Other engines' caches, which are measured where somebody asks for them."""
 _VARIANTS = "", "+feedback", "+pooled"  # the ends of the names of an artifact's arms
@@ -82,7 +86,25 @@ def build_arms(
             rotations = reduced_rotations(artifact, True, uncentered)
             made["+pooled"].append(Arm(changed, replace(codec, rotations=rotations)))
     others = build_baselines(shared_recipe(artifacts), geometry, baselines)
+    if artifacts and "hadamard" in baselines:
+        others += _all_else_the_same(artifacts[0], made[""][0].codec)
     return [*chain.from_iterable(made.values()), *others]
+
+
+def _all_else_the_same(artifact: Artifact, codec: SimulatedCodec) -> list[Arm]:
+    """The arm of a Hadamard matrix with the means and the bits that the artifact's `codec` stores,
+    and with the whitening and the factors of its statistics; none without these."""
+    assert isinstance(codec, RotatedCodec)
+    if artifact.statistics is None or not codec.rotations.has_feedback:
+        return []
+    recipe = artifact.recipe.model_copy(update={"composition": "hadamard"})
+    fitted = fit(sums(artifact.statistics), recipe, artifact.geometry)
+
+    def keep(layer: int, side: str, own: Rotation) -> Rotation:
+        return replace(fitted[layer][side], mean=own.mean, fine_channels=own.fine_channels)
+
+    changed = replace(codec, rotations=codec.rotations.replace(keep), rounding="feedback")
+    return [Arm(AboutArm(name=ALL_ELSE, kind="baseline", rounding="feedback"), changed)]
 
 
 def judged_arms(

@@ -30,15 +30,20 @@ FEWEST_ANSWERS = 100
 """The answers of the exact model without which no artifact is called fit to serve."""
 SIMPLEST: dict[scores.DataFree, str] = {
     "identity": "no rotation",
-    "hadamard": "an uncalibrated rotation",
+    "hadamard": "a Hadamard matrix rounded one by one and uncentered",
+    scores.ALL_ELSE: "a Hadamard matrix with all else the same",
 }
-"""The rotations that need no data and no calibration, the simplest first, in plain words."""
+"""The rotations that need no data, the simplest first, in plain words. Where an arm differs from
+the last one in its rotations alone, it is not compared with the one before."""
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
 _WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
 _NOTHING = 1e-9  # a standard error of no more is rounding
 _PACE = 16  # questions, to a multiple of which more are asked
-_NAMES: dict[str, str] = {**dict(SIMPLEST.items()), "random": "a random rotation"}
+_NAMES: dict[str, str] = {
+    **dict(SIMPLEST.items()),
+    "random": "a random rotation rounded one by one and uncentered",
+}
 _VARIANTS = {
     "": "the same rounded one by one",
     "+feedback": "the same with error feedback",
@@ -120,14 +125,16 @@ def decide(
     questions: int,
     rule: Rule = _USUAL,
     bits: Mapping[str, float] | None = None,
+    first: tuple[Mapping[str, Answered], Mapping[str, ExactTaskRecall]] | None = None,
 ) -> Decision:
     """The decision on one of the `arms`, by the answers of all to the same questions, and of the
-    `exact` model to every task. Arms other than this one and those of `SIMPLEST` may have been
-    asked only the first questions.
+    `exact` model to every task. Other arms may have been asked only the first questions.
 
     - `questions`: how many each task and length asks.
     - `rule`: what must be shown.
     - `bits`: the bits an element of each arm.
+    - `first`: the answers of all arms and of the exact model to what all were asked, where that is
+      less.
     """
     asked = {task: exact[task] for task in arms[arm]}
     right, mine = read_correct(asked), read_correct(arms[arm])
@@ -136,8 +143,6 @@ def decide(
     sizes = [size for recall in asked.values() for size in recall.prompts]
     tasks = [len(recall.prompts) for recall in asked.values()]
     kept = _measure_kept(_add_up(right & mine, sizes), _add_up(right, sizes), tasks)
-    others = {name: read_correct(arms[name]) for name in SIMPLEST if name in arms}
-    gains = {name: _add_up(mine.int() - other.int(), sizes) for name, other in others.items()}
     action, bits = kept.act(rule), bits or {}
     made = Decision(
         arm=arm,
@@ -148,7 +153,7 @@ def decide(
         more_questions=_count_more(kept, questions, rule.floor) if action == "ask" else None,
         level=rule.level,
         bits=bits.get(arm),
-        rivals=_compare_rivals(gains, sizes, tasks, rule.level),
+        rivals=_compare_rivals(arm, *(first or (arms, exact))),
         words=[],
     )
     shares = {name: scores.kept_share(asked, answered) for name, answered in arms.items()}
@@ -215,17 +220,25 @@ def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
 
 
 def _compare_rivals(
-    gains: Mapping[scores.DataFree, torch.Tensor], sizes: list[int], tasks: list[int], level: float
+    arm: str, arms: Mapping[str, Answered], exact: Mapping[str, ExactTaskRecall]
 ) -> list[scores.Rival]:
     """The rivals, compared by the sign-flip test, with p values corrected for their number
-    (Holm 1979). `gains`: how many more questions the arm answers in each prompt, `[prompts]`."""
+    (Holm 1979). All arms were asked the same, which later looks do not add to."""
+    sizes = [size for task in arms[arm] for size in exact[task].prompts]
+    tasks = [len(exact[task].prompts) for task in arms[arm]]
+    is_alike = arm.endswith("+feedback") and scores.ALL_ELSE in arms
+    left_out = "hadamard" if is_alike else scores.ALL_ELSE
+    mine, gains = read_correct(arms[arm]).int(), dict[scores.DataFree, torch.Tensor]()
+    for name in SIMPLEST:
+        if name in arms and name != left_out:  # in the arm, more answers than in the other
+            gains[name] = _add_up(mine - read_correct(arms[name]).int(), sizes)
     values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
     weights, rivals = torch.tensor(sizes, dtype=torch.float64), list[scores.Rival]()
     for (name, gain), value in zip(gains.items(), values, strict=True):
-        interval = _interval_of(gain, weights, tasks, level)
+        interval = _interval_of(gain, weights, tasks, LEVEL / len(gains))
         difference = (gain.sum() / weights.sum()).item()
         outlook: scores.Outlook = "open"
-        if value < level:
+        if value < LEVEL:
             outlook = "better" if difference > 0 else "worse"
         elif max(map(abs, interval)) <= MARGIN:
             outlook = "same"
@@ -241,15 +254,14 @@ def _interval_of(
 ) -> list[float]:
     """The interval of the difference of shares: Student's t over prompts, with half a prompt more
     in favor of each (Agresti and Min 2005): without them, prompts of which none differs would have
-    no error. It is corrected for the number of rivals."""
+    no error."""
     opposed = torch.tensor([1.0, -1.0], dtype=torch.float64)
     half = weights.mean().expand(2) / 2
     center, error = _average(
         torch.cat([gain / weights, opposed]), torch.cat([weights, half]), [*tasks, 2]
     )
     assert error is not None, "there are at least three"
-    alpha = 1 / len(SIMPLEST) / 2
-    reach = float(stdtrit(max(1, len(weights) - len(tasks)), 1 - level * alpha)) * error
+    reach = float(stdtrit(max(1, len(weights) - len(tasks)), 1 - level / 2)) * error
     return [center - reach, center + reach]
 
 

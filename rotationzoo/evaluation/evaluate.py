@@ -10,14 +10,14 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Verdict, Window
-from rotationzoo.artifact.scores import Decision, plain_name
+from rotationzoo.artifact.scores import Decision, ExactTaskRecall, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
-from rotationzoo.evaluation.decision import SIMPLEST, Rule, decide
+from rotationzoo.evaluation.decision import Answered, Rule, decide
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
@@ -117,15 +117,14 @@ def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers
     """Read the texts, and ask the questions unless there are `answers`."""
     job, judged = ready.job, judged_arms(trial.arms, ready.job.rounding, ready.job.pooled)
     model, progress, pace = asking.model, asking.progress, asking.pace
-    deciding = (*judged, *SIMPLEST)
     questions = ready.plan.series if answers is None else []
-    tell_length = partial(_tell_length, pace, job, questions, deciding)
+    tell_length = partial(_tell_length, pace, job, questions, judged)
 
     def open_arms(answers: TaskAnswers) -> Collection[str]:
         # The first pair of windows, whose figures are shown, ends the questions.
         decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
         is_open = any(decision.action == "ask" for decision in decisions)
-        return deciding if is_open else ()
+        return judged if is_open else ()
 
     with loading.forward_errors(job.model, job.batch, job.data.length):
         batches = ready.text.batches(job.batch)
@@ -283,13 +282,19 @@ def decide_all(
 ) -> list[Decision]:
     """The decision on each of the `judged` arms with one cache, of whose answers the share `floor`
     must be kept."""
-    exact, _ = score_exact(answers)
-    bits, arms = {}, {}
-    for arm in trial.arms:
-        bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
-        arms[arm.name], _ = score_arm(answers, cache, arm.name)
+    if not judged:
+        return []
+
+    def score(given: TaskAnswers) -> tuple[dict[str, Answered], dict[str, ExactTaskRecall]]:
+        arms = {arm.name: score_arm(given, cache, arm.name)[0] for arm in trial.arms}
+        return arms, score_exact(given)[0]
+
+    arms, exact = score(answers)
+    first = score(answers.as_asked(min(arms, key=answers.counts.__getitem__)))
+    sizes = (codec_bits(trial.geometry, arm.codec, cache, CONTEXT) for arm in trial.arms)
+    bits = dict(zip(arms, sizes, strict=True))
     rule = Rule(floor, len(answers.plan.settings.looks))
-    return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
+    return [decide(name, arms, exact, answers.questions, rule, bits, first) for name in judged]
 
 
 def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:

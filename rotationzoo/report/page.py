@@ -30,8 +30,9 @@ FOOTER = "Made from stored figures by rotationzoo"
 _EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
-    "hadamard": "uncalibrated, Hadamard",
-    "random": "uncalibrated, random",
+    "hadamard": "Hadamard, one by one, no mean",
+    "hadamard+feedback": "Hadamard, all else the same",
+    "random": "random, one by one, no mean",
     "kivi": "KIVI",
 }
 
