@@ -124,7 +124,7 @@ def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers
         # The first pair of windows, whose figures are shown, ends the questions.
         decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
         is_open = any(decision.action == "ask" for decision in decisions)
-        return judged if is_open else ()
+        return judged if is_open or answers.questions < job.tasks.looks[0] else ()
 
     with loading.forward_errors(job.model, job.batch, job.data.length):
         batches = ready.text.batches(job.batch)
@@ -218,7 +218,7 @@ def _tell_length(
     words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
     words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
     if series:
-        words.append(answering.describe_rounds(pace, series, job.tasks.looks, deciding))
+        words.append(answering.describe_rounds(pace, series, job.tasks.rounds, deciding))
         words.append("Ctrl-C after a round keeps what was asked")
     if pace.estimate(left) > _LONG:
         words.append("--tokens 4096 --tasks needles,key-value takes less")

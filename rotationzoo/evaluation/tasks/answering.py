@@ -156,7 +156,7 @@ def answer_tasks(
     is open or all questions are asked. Blind prompts of the first round tell what the model can do.
     Later rounds ask the `open_arms` alone, and an interrupt (Ctrl-C) ends them with a note. Raises
     `RotationZooError` for prompts that do not fit the memory."""
-    first, *later = plan.settings.looks
+    first, *later = plan.settings.rounds
     series = [each.part(0, first) for each in plan.series]
     requests = [Request(prompts) for each in series for prompts in (each.prompts, each.blind)]
     replies = asking.ask("answering with the exact cache", requests)
@@ -183,11 +183,11 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
     pairs = list(zip(answers.plan.series, answers.exact, strict=True))
     able = [series for series, each in pairs if each.can_do]
     added = [series.part(answers.questions, questions) for series in able]
-    looks = answers.plan.settings.looks
-    number = looks.index(questions) + 1
-    ending = f", round {number} of at most {len(looks)}"
+    rounds = answers.plan.settings.rounds
+    number = rounds.index(questions) + 1
+    ending = f", round {number} of at most {len(rounds)}"
     deciding = [arm.name for arm in trial.arms]
-    asking.pace.tell(describe_rounds(asking.pace, able, looks, deciding, number))
+    asking.pace.tell(describe_rounds(asking.pace, able, rounds, deciding, number))
     requests = [Request(series.prompts) for series in added]
     replies = iter(asking.ask(f"answering with the exact cache{ending}", requests))
     arms = dict(answers.arms)
@@ -205,7 +205,7 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
 
 def ask_also(asking: Asking, trial: Trial, answers: TaskAnswers) -> TaskAnswers:
     """The answers with those of further arms to the questions of the first round."""
-    first = answers.plan.settings.looks[0]
+    first = answers.plan.settings.rounds[0]
     series = [each.first(first).series for each in answers.asked]
     given = _ask_arms(asking, trial, series)
     counts = {**answers.counts, **{arm.name: first for arm in trial.arms}}
@@ -229,20 +229,20 @@ def _ask_arms(
 def describe_rounds(
     pace: Pace,
     series: Sequence[Series],
-    looks: Sequence[int],
+    rounds: Sequence[int],
     deciding: Collection[str],
     number: int = 1,
 ) -> str:
     """How long the round of this number takes by the `pace`, and how long all do that may follow.
     Only the arms named in `deciding` are asked in later rounds than the first."""
     seconds = []
-    for start, stop in pairwise((0, *looks)):
+    for start, stop in pairwise((0, *rounds)):
         tokens = sum(_tokens(each.part(start, stop).prompts) for each in series)
         seconds.append(pace.estimate(tokens, deciding if start else None))
     this, rest = seconds[number - 1], sum(seconds[number:])
-    if len(looks) == 1:
+    if len(rounds) == 1:
         return f"the questions take about {duration(this)}"
-    words = f"questions, round {number} of at most {len(looks)}: about {duration(this)}"
+    words = f"questions, round {number} of at most {len(rounds)}: about {duration(this)}"
     return f"{words}; all rounds: at most {duration(this + rest)}" if rest else words
 
 

@@ -37,11 +37,18 @@ class TaskSettings:
     questions: int | Literal["auto"] = "auto"
     """Questions per task and length, rounded up to whole prompts; `auto` asks until the decision
     is made, and at most the last of `LOOKS`."""
+    first: int | None = None
+    """Of these, those that every arm is asked; the others decide. None takes the first look's."""
 
     @property
     def looks(self) -> tuple[int, ...]:
         """Questions per task and length after which the answers are looked at."""
         return LOOKS if self.questions == "auto" else (self.questions,)
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """Questions per task and length after which fewer arms are asked."""
+        return self.looks if self.first is None else (self.first, *self.looks)
 
     def most_tokens(self, length: int) -> int:
         """The tokens of all prompts, of this length unless `lengths` are given."""
