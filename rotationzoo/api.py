@@ -168,6 +168,7 @@ def evaluate(
     tasks: str | Sequence[str] | None = None,
     lengths: int | Sequence[int] | None = None,
     questions: int | Literal["auto"] = "auto",
+    minutes: float | None = None,
     keep: float = 90,
     fewest_bits: bool = False,
     baselines: str | Sequence[str] = BASELINES,
@@ -181,7 +182,7 @@ def evaluate(
     prefill_chunk: int | None = None,
     prefill_layout: Layout | None = None,
     data: str | None = None,
-    tokens: int = 16384,
+    tokens: int | None = None,
     length: int | None = None,
     seed: int | None = None,
     subset: str | None = None,
@@ -209,6 +210,8 @@ def evaluate(
       `assignments`, all by default. An empty list asks nothing;
     * `lengths`: tokens per prompt of the tasks, by default `length`;
     * `questions`: how many per task and length; `auto` asks until the decision is made;
+    * `minutes`: end after about this time. As many questions are asked as fit, in one look, and
+      what does not fit is left out with a note: other arms, half the length of rows, and text;
     * `keep`: percent of the exact model's answers that artifacts must keep to be served;
     * `fewest_bits`: find the fewest bits with which the one artifact, which has a budget, keeps as
       much, and evaluate these alone, without `baselines`. With `save`, they become an artifact
@@ -252,8 +255,7 @@ def evaluation_job(
         settings = choose_measures(settings.pop("engine"), opened, settings) | settings
     settings["fit_length"] = "length" not in settings
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
-    text = {"tokens": 16384, "length": QUESTION_LENGTH, **_take_data(settings)}
-    settings["data"] = loading.override(loading.load("oscar"), **text).data
+    text = {"length": QUESTION_LENGTH, **_take_data(settings)}
     if "adapter" in settings:
         settings["adapter"] = Path(settings["adapter"])
     if "bits" in settings:
@@ -270,8 +272,13 @@ def evaluation_job(
     asked = _take(settings, ("lengths", "questions"))
     if "tasks" in settings:
         asked["names"] = settings.pop("tasks")
-    save_to = folders if save else []
-    settings |= {"tasks": TaskSettings(**asked), "save_to": save_to, "record": True}
+    tasks, save_to = TaskSettings(**asked, timed="minutes" in settings), folders if save else []
+    if "tokens" not in text:
+        text["tokens"] = 16384
+        if isinstance(tasks.questions, int) and tasks.names:  # of few, the text is no more
+            text["tokens"] = min(16384, max(text["length"], tasks.most_tokens(text["length"])))
+    settings["data"] = loading.override(loading.load("oscar"), **text).data
+    settings |= {"tasks": tasks, "save_to": save_to, "record": True}
     return Evaluation(model, folders, **settings)
 
 

@@ -1,10 +1,11 @@
 """The forward passes of an evaluation: every text through the exact model, and through every
 combination of arm and cache; and their pace, from which the time that is left is estimated."""
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from time import perf_counter
@@ -19,7 +20,7 @@ from rotationzoo.evaluation.metrics import Metrics, bucket_edges
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.prediction import check_finite, run_decoder
+from rotationzoo.model.prediction import check_finite, counting_layers, run_decoder
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.simulation.simulated import Simulation
 
@@ -37,7 +38,14 @@ class Pace:
     """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
 
     tell: Tell = say_nothing
+    until: float = math.inf
+    """When everything is to be done, by the clock of `perf_counter`."""
     seconds: dict[Reader, float] = field(default_factory=dict)
+
+    @property
+    def left(self) -> float:
+        """Seconds until everything is to be done."""
+        return self.until - perf_counter()
 
     @contextmanager
     def timing(self, reader: Reader, tokens: int) -> Iterator[None]:
@@ -46,14 +54,13 @@ class Pace:
         yield
         self.seconds[reader] = (perf_counter() - begun) / tokens
 
-    def estimate(self, tokens: int, arms: Collection[str] | None = None) -> float:
-        """The seconds in which the exact model and all arms, or the named ones, read `tokens`
-        tokens each."""
+    def estimate(self, tokens: float, arms: Collection[str]) -> float:
+        """The seconds in which the exact model and the named arms read `tokens` tokens each."""
         pace = self.seconds.items()
-        asked = [each for read, each in pace if read is None or arms is None or read[1] in arms]
-        return tokens * sum(asked)
+        return tokens * sum(each for read, each in pace if read is None or read[1] in arms)
 
 
+_PACED_TOKENS, _PACED_SECONDS = 128, 5.0  # of a row; after so long, all other arms are guessed
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
 
 
@@ -81,17 +88,38 @@ class Measurements:
 
 
 @torch.no_grad()
+def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pace) -> None:
+    """Set the pace of the exact model and of every arm by the first tokens of a row `[T]`. On a
+    slow machine, the last arms are taken to be as fast as the others."""
+    ids, begun = row[None, :_PACED_TOKENS].to(input_device(model)), perf_counter()
+    token_losses(model, ids[:, :_LOCATING_TOKENS], 0)  # what runs first runs slower
+    for arm in (None, *trial.arms):
+        running: AbstractContextManager[None] = nullcontext()
+        readers: list[Reader] = [None]
+        if arm is not None:
+            readers = [(cache, arm.name) for cache in trial.caches]
+            cache = replace(trial.caches[0], sink=0)  # of so few tokens, all pass the codec
+            simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers))
+            running = simulation.running(model)
+        if perf_counter() - begun < _PACED_SECONDS or len(pace.seconds) < 2:
+            with running, pace.timing(readers[0], ids.numel()):
+                token_losses(model, ids, 0)
+        seconds = pace.seconds.get(readers[0], max(pace.seconds.values()))
+        pace.seconds.update(dict.fromkeys(readers, seconds))
+
+
+@torch.no_grad()
 def run_models(
     model: PreTrainedModel,
     batches: list[torch.Tensor],
     trial: Trial,
     progress: Progress,
     pace: Pace | None = None,
-    after_first: Callable[[int], None] = lambda left: None,
+    reserve: float = 0,
 ) -> Measurements:
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
-    of cache and arm. Once the first batch has passed everything, which sets the `pace`,
-    `after_first` is told how many tokens are left.
+    of cache and arm. A batch after the first is left out where `reserve` seconds would not be left
+    after it.
 
     Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache, and
     `Unsound` for an exact model whose losses are not finite.
@@ -108,11 +136,17 @@ def run_models(
     pairs = list(product(trial.caches, trial.arms))
     arms = {(cache, arm.name): Metrics(edges, trial.layers) for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
-    progress = in_tokens(progress, [batches[run[0]].numel() for run in runs])
-    pace = pace or Pace()
-    progress("evaluating", 0, len(runs))
+    passes = in_tokens(progress, [batches[run[0]].numel() for run in runs])
+    pace, names = pace or Pace(), {arm.name for arm in trial.arms}
+
+    def tell(done: int, part: float) -> None:
+        passes("evaluating", done + part, len(runs))
+
+    tell(0, 0)
     for done, (number, pair) in enumerate(runs):
         ids, metrics = batches[number].to(device), exact
+        if done and pair is None and pace.left - reserve < pace.estimate(ids.numel(), names):
+            break
         running: AbstractContextManager[None] = nullcontext()
         if pair is not None:
             cache, arm = pair
@@ -120,14 +154,13 @@ def run_models(
             queries = _draw_queries(trial, ids.shape[1], seed=number)
             simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers), queries)
             running = simulation.running(model, modules, metrics.observers)
-        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running:
+        counting = counting_layers(model, partial(tell, done))
+        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running, counting:
             losses = token_losses(model, ids, trial.start)
         if pair is None:
             check_finite(model, losses, partial(run_decoder, model, ids))
         metrics.add_losses(losses)
-        progress("evaluating", done + 1, len(runs))
-        if done == len(pairs):
-            after_first(sum(batch.numel() for batch in batches[1:]))
+        tell(done + 1, 0)
     return Measurements(exact, arms)
 
 

@@ -31,7 +31,7 @@ from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions
-from rotationzoo.text.rows import Corpus, read_corpus, shortfall
+from rotationzoo.text.rows import Corpus, fingerprint, read_corpus, shortfall
 from rotationzoo.words import nearest
 from rotationzoo.writer import check_writable
 
@@ -85,6 +85,8 @@ class Evaluation(RunSettings):
     """Whether rows are fitted to the windows and the model's positions, and not refused: where the
     length is a default and not the user's choice."""
     keep: float = 100 * FLOOR
+    minutes: float | None = None
+    """After which everything is to be done; None means however long it takes."""
 
     @property
     def floor(self) -> float:
@@ -116,6 +118,14 @@ class Prepared:
     def saved(self) -> list[Artifact]:
         """The artifacts to which the report is added."""
         return [artifact for artifact in self.artifacts if artifact.folder in self.job.save_to]
+
+    def shorten(self, length: int) -> "Prepared":
+        """The same with rows and prompts of fewer tokens, if the user chose none."""
+        rows, data = [row[:length] for row in self.text.rows], self.job.data
+        text = replace(self.text, rows=rows, fingerprint=fingerprint(rows))
+        job = replace(self.job, data=data.model_copy(update={"length": length}))
+        plan = plan_tasks(job.tasks, judged_text(job.data), text, self.tokenizer, self.caches)
+        return replace(self, job=job, text=text, plan=plan)
 
 
 def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
@@ -181,6 +191,8 @@ def _check_settings(job: Evaluation) -> None:
     if unknown := [name for name in job.baselines if name not in known]:
         hint = f"give some of {', '.join(RIVALS)}"
         raise UsageError(f"there is no rival {unknown[0]!r}{nearest(unknown[0], known)}", hint)
+    if job.minutes is not None and job.rungs:
+        raise UsageError("the fewest bits are not found by the clock", "leave out the minutes")
     if job.prefill_layout and job.prefill_chunk is None:
         hint = "add: --prefill-chunk 2048"
         raise UsageError("--prefill-layout is for a prefill in chunks", hint)

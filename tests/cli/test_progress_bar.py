@@ -122,8 +122,8 @@ def test_a_stage_of_text_has_tokens_per_second(log):
     total = Tokens(32000)
     assert log(11, "calibrating", Tokens(0), total) == ["[0:00:11] calibrating 0/32,000 tokens"]
     assert log(19, "calibrating", Tokens(8000), total) == []
-    assert log(41, "calibrating", Tokens(12000), total) == [
-        "[0:00:41] calibrating 12,000/32,000 tokens, 400 tokens/s, 0:00:50 left"
+    assert log(41, "calibrating", Tokens(16800), total) == [
+        "[0:00:41] calibrating 16,800/32,000 tokens, 400 tokens/s, 0:00:38 left"
     ]
 
 
