@@ -211,7 +211,7 @@ def evaluate(
     * `lengths`: tokens per prompt of the tasks, by default `length`;
     * `questions`: how many per task and length; `auto` asks until the decision is made;
     * `minutes`: end after about this time. As many questions are asked as fit, in one look, and
-      what does not fit is left out with a note: other arms, half the length of rows, and text;
+      other arms and text that do not fit are left out, with a note;
     * `keep`: percent of the exact model's answers that artifacts must keep to be served;
     * `fewest_bits`: find the fewest bits with which the one artifact, which has a budget, keeps as
       much, and evaluate these alone, without `baselines`. With `save`, they become an artifact

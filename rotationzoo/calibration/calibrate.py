@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences
-from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.collect import collect, read_row
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
@@ -26,6 +28,7 @@ from rotationzoo.calibration.sensitivity import check_cache, measure_sensitiviti
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
+from rotationzoo.figures import duration, finish
 from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
@@ -46,6 +49,7 @@ from rotationzoo.text.rows import Corpus, read_corpus
 from rotationzoo.words import differing
 from rotationzoo.writer import check_replaceable, library_versions
 
+_PACED_TOKENS = 128  # of the first row, whose pass shows how long all take
 _CHECKED_TOKENS = 32  # of the first row; their logits are compared with and without capture
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
 
@@ -162,7 +166,7 @@ def _calibrate(
 
     if planned.needs_weights:
         with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
-            result = run_model(planned, text, checkpoint, progress)
+            result = run_model(planned, text, checkpoint, progress, note)
     else:  # the shapes are enough
         assert planned.geometry is not None
         rotations = fit(None, job.recipe, planned.geometry)
@@ -213,10 +217,15 @@ class CalibrationResult:
 
 
 def run_model(
-    planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
+    planned: Plan,
+    text: Corpus | None,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    note: Callable[[str], None] | None = None,
 ) -> CalibrationResult:
     """Load the model and calibrate it, or only find its geometry where the recipe needs no text.
-    The `checkpoint` is what a stopped run left, and where this run saves."""
+    The `checkpoint` is what a stopped run left, and where this run saves. `note` is told how long
+    it takes."""
     job = planned.job
     assert planned.config is not None
     placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
@@ -254,18 +263,44 @@ def run_model(
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])
+        texts = []
+        if recipe.budget:
+            texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
+        if note:
+            note(_describe_time(model, job, text, texts))
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         if recipe.budget:
-            texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
             rotations = measure_sensitivities(
                 model, geometry, rotations, texts, recipe.group_size, progress
             )
             rotations = spend_bits(rotations, recipe.budget, recipe.group_size)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
+
+
+@torch.no_grad()
+def _describe_time(
+    model: PreTrainedModel, job: Job, text: Corpus, texts: Sequence[sensitivity.Text]
+) -> str:
+    """How long the passes over the text and the measuring of layers take by the pace of a short
+    pass, and what is asked after it."""
+    ids, begun = text.rows[0][None, :_PACED_TOKENS], time.monotonic()
+    read_row(model, ids)
+    pace = (time.monotonic() - begun) / ids.numel()
+    tokens, layers = text.tokens, model.config.get_text_config(decoder=True).num_hidden_layers
+    for each in texts:
+        first, last = each.positions[0], each.positions[-1] + 1
+        # Of each layer, both sides pass the codec, which takes as long as the layer; and half of
+        # the layers read the compared tokens, for both sides.
+        tokens += 3 * first + layers * (last - first)
+    words = f"The passes through the model{finish(tokens * pace)}"
+    least, most = (duration(each * pace) for each in job.asked_tokens)
+    return (
+        f"{words}; questions after that, from {least} to {most}" if any(job.asked_tokens) else words
+    )
 
 
 # ---- what the manifest records

@@ -32,7 +32,6 @@ from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.rungs import (
     ask_rungs,
     choose_rung,
-    count_sequences,
     describe_rungs,
     write_rung,
 )
@@ -155,8 +154,7 @@ def _measure(schedule: Schedule, asking: Asking, answers: TaskAnswers | None) ->
     def open_arms(answers: TaskAnswers) -> Collection[str]:
         settings = answers.plan.settings
         if settings.timed:
-            fits = schedule.fits(settings.rounds.index(answers.questions) + 1)
-            return (judged or schedule.names) if fits else ()
+            return (judged or schedule.names) if schedule.fitting(answers.questions) else ()
         # The first pair of windows, whose figures are shown, ends the questions.
         decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
         is_open = any(decision.action == "ask" for decision in decisions)
@@ -182,7 +180,7 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
         rung = replace(trial, arms=[arm for arm in trial.arms if arm.name == name])
 
         def decide_rung(answers: TaskAnswers) -> Decision:
-            sequences = count_sequences(judged)
+            sequences = 1 + (len(judged) > 2)  # of which none is above the middle of two
             return decide_all(answers, rung, trial.caches[0], [name], job.floor, sequences)[0]
 
         def open_arms(answers: TaskAnswers) -> Collection[str]:

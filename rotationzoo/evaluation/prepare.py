@@ -31,7 +31,7 @@ from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions
-from rotationzoo.text.rows import Corpus, fingerprint, read_corpus, shortfall
+from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import nearest
 from rotationzoo.writer import check_writable
 
@@ -118,14 +118,6 @@ class Prepared:
     def saved(self) -> list[Artifact]:
         """The artifacts to which the report is added."""
         return [artifact for artifact in self.artifacts if artifact.folder in self.job.save_to]
-
-    def shorten(self, length: int) -> "Prepared":
-        """The same with rows and prompts of fewer tokens, if the user chose none."""
-        rows, data = [row[:length] for row in self.text.rows], self.job.data
-        text = replace(self.text, rows=rows, fingerprint=fingerprint(rows))
-        job = replace(self.job, data=data.model_copy(update={"length": length}))
-        plan = plan_tasks(job.tasks, judged_text(job.data), text, self.tokenizer, self.caches)
-        return replace(self, job=job, text=text, plan=plan)
 
 
 def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:

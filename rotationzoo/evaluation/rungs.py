@@ -53,11 +53,6 @@ def ask_rungs(names: Sequence[str], ask: Callable[[str], Decision]) -> list[Deci
     return [made[name] for name in names if name in made]
 
 
-def count_sequences(names: Sequence[str]) -> int:
-    """How many sequences `ask_rungs` may ask, among which the level is split."""
-    return 1 + (len(names) > 2)
-
-
 def choose_rung(decisions: Sequence[Decision]) -> Decision:
     """The decision on the fewest bits that may be served, or else on the most that were asked."""
     return next((each for each in decisions if each.action == "serve"), decisions[-1])

@@ -191,10 +191,11 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
     able = [series for series, each in pairs if each.can_do]
     added = [series.part(answers.questions, questions) for series in able]
     deciding = [arm.name for arm in trial.arms]
-    ending = f", question {answers.questions + 1} to {questions} of each task"
+    ending = f", questions {answers.questions + 1} to {questions} of each task"
     if not answers.plan.settings.timed:
         seconds = asking.pace.estimate(sum(count_tokens(each.prompts) for each in added), deciding)
-        asking.pace.tell(f"not decided yet: {questions} questions of each task{finish(seconds)}")
+        more = f"{questions - answers.questions} more questions of each task"
+        asking.pace.tell(f"not decided yet: {more}{finish(seconds)}")
     requests = [Request(series.prompts) for series in added]
     replies = iter(asking.ask(f"answering with the exact cache{ending}", requests))
     arms = dict(answers.arms)
