@@ -28,7 +28,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.generate import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
 from rotationzoo.model.compatibility import take_loaded
-from rotationzoo.progress import Progress, showing
+from rotationzoo.progress import Bars, Progress
 from rotationzoo.recipe import Recipe, loading
 from rotationzoo.storage.folders import default_output
 
@@ -113,8 +113,7 @@ def calibrate(
     enough to tell, it does so before the weights are read.
     """
     options = locals()
-    with showing(progress) as tell:
-        return run_calibration(calibration_job(**options), tell)
+    return run_calibration(calibration_job(**options), progress or Bars())
 
 
 def calibration_job(
@@ -239,8 +238,7 @@ def evaluate(
     `RotationZooError` where the model, the artifacts and the options do not fit together.
     """
     options = locals()
-    with showing(progress) as tell:
-        return Evaluated(run_evaluation(evaluation_job(**options), tell).report())
+    return Evaluated(run_evaluation(evaluation_job(**options), progress or Bars()).report())
 
 
 def evaluation_job(
@@ -269,10 +267,10 @@ def evaluation_job(
         settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
     if settings.pop("fewest_bits", False):
         settings |= {"rungs": find_rungs(folders), "baselines": ()}
-    asked = _take(settings, ("lengths", "questions"))
+    asked = _take(settings, ("lengths", "questions", "minutes"))
     if "tasks" in settings:
         asked["names"] = settings.pop("tasks")
-    tasks, save_to = TaskSettings(**asked, timed="minutes" in settings), folders if save else []
+    tasks, save_to = TaskSettings(**asked), folders if save else []
     if "tokens" not in text:
         text["tokens"] = 16384
         if isinstance(tasks.questions, int) and tasks.names:  # of few, the text is no more
@@ -335,8 +333,7 @@ def generate(
     if not isinstance(prompt, str):
         hint = "for token ids, give the model's own generate a RotatedCache"
         raise UsageError(f"a prompt is a text, and not of type {type(prompt).__name__}", hint)
-    with showing(progress) as tell:
-        return run_generation(generation_job(**options), tell, write)
+    return run_generation(generation_job(**options), progress or Bars(), write)
 
 
 def generation_job(

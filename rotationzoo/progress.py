@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, cast
 
 LOOK = 0.5  # seconds between two looks at the files of a download
 
@@ -27,44 +28,41 @@ def silent(stage: str, done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-def in_tokens(progress: Progress, passes: Sequence[int]) -> Callable[[str, float, int], None]:
+class InTokens:
     """A `Progress` in tokens, for stages whose steps are forward passes. `passes`: the tokens that
-    each of them reads, in order. A pass that is half done counts half of its tokens."""
-    read = [0, *accumulate(passes)]
+    each of them reads, in order."""
 
-    def tell(stage: str, done: float, total: int) -> None:
-        whole = int(done)
-        part = sum(passes[whole : whole + 1]) * (done - whole)
-        progress(stage, Tokens(read[whole] + part), Tokens(read[total]))
+    def __init__(self, progress: Progress, passes: Sequence[int]):
+        self._tell, self._passes = progress, passes
+        self._read, self._last = [0, *accumulate(passes)], ("", 0, 0)
 
-    return tell
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._last = stage, done, total
+        self._tell(stage, Tokens(self._read[done]), Tokens(self._read[total]))
+
+    def tell_part(self, share: float) -> None:
+        """Tell that this share of the next pass is done."""
+        stage, done, total = self._last
+        tokens = self._read[done] + share * self._passes[done]
+        self._tell(stage, Tokens(tokens), Tokens(self._read[total]))
 
 
-@contextmanager
-def showing(progress: Progress | None) -> Iterator[Progress]:
-    """Yield the `progress` that a caller gave or, for None, one that shows a bar for each stage as
-    the libraries of Hugging Face do. `HF_HUB_DISABLE_PROGRESS_BARS=1` turns theirs off, and these.
-    """
-    if progress is not None:
-        yield progress
-        return
-    from huggingface_hub.utils import tqdm
+class Bars:
+    """A `Progress` that shows a bar for each stage, as the libraries of Hugging Face do. What turns
+    off theirs, `HF_HUB_DISABLE_PROGRESS_BARS=1`, turns off these."""
 
-    shown, bar = "", tqdm(disable=True)
+    def __init__(self) -> None:
+        self._stage, self._bar = "", cast(Any, None)
 
-    def tell(stage: str, done: int, total: int) -> None:
-        nonlocal shown, bar
-        if stage != shown:
-            bar.close()
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        from huggingface_hub.utils import tqdm
+
+        if stage != self._stage:
             unit = {Tokens: " tokens", Bytes: "B"}.get(type(total), " steps")
-            shown, bar = stage, tqdm(desc=stage, unit=unit, unit_scale=True)
-        bar.total = total or None
-        bar.update(done - bar.n)
-
-    try:
-        yield tell
-    finally:
-        bar.close()
+            bar: Any = tqdm  # which closes the one before as that is dropped
+            self._stage, self._bar = stage, bar(desc=stage, unit=unit, unit_scale=True)
+        self._bar.total = total or None
+        self._bar.update(done - self._bar.n)
 
 
 @contextmanager

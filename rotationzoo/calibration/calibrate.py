@@ -49,6 +49,7 @@ from rotationzoo.text.rows import Corpus, read_corpus
 from rotationzoo.words import differing
 from rotationzoo.writer import check_replaceable, library_versions
 
+Note = Callable[[str], None] | None
 _PACED_TOKENS = 128  # of the first row, whose pass shows how long all take
 _CHECKED_TOKENS = 32  # of the first row; their logits are compared with and without capture
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
@@ -102,9 +103,7 @@ def _asked_recipe(artifact: Artifact) -> str:
     return str(manifest.identity.get("recipe", manifest.recipe_sha256))
 
 
-def calibrate(
-    job: Job, progress: Progress = silent, note: Callable[[str], None] | None = None
-) -> Artifact:
+def calibrate(job: Job, progress: Progress = silent, note: Note = None) -> Artifact:
     """Run a job, resuming from a checkpoint of the same job if there is one, and return its
     artifact, unchanged if it is there already.
 
@@ -129,9 +128,7 @@ def calibrate(
         raise
 
 
-def _calibrate(
-    job: Job, progress: Progress, note: Callable[[str], None] | None, locks: ExitStack
-) -> Artifact:
+def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Artifact:
     """Run the job under a lock, which `locks` holds until the end, so that no other calibration
     touches the checkpoint or the artifact's folder."""
     started, versions = time.monotonic(), library_versions()
@@ -217,11 +214,7 @@ class CalibrationResult:
 
 
 def run_model(
-    planned: Plan,
-    text: Corpus | None,
-    checkpoint: Checkpoint,
-    progress: Progress,
-    note: Callable[[str], None] | None = None,
+    planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress, note: Note
 ) -> CalibrationResult:
     """Load the model and calibrate it, or only find its geometry where the recipe needs no text.
     The `checkpoint` is what a stopped run left, and where this run saves. `note` is told how long
@@ -298,9 +291,7 @@ def _describe_time(
         tokens += 3 * first + layers * (last - first)
     words = f"The passes through the model{finish(tokens * pace)}"
     least, most = (duration(each * pace) for each in job.asked_tokens)
-    return (
-        f"{words}; questions after that, from {least} to {most}" if any(job.asked_tokens) else words
-    )
+    return words + f"; questions after that, from {least} to {most}" * any(job.asked_tokens)
 
 
 # ---- what the manifest records

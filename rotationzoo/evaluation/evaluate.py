@@ -18,24 +18,11 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
 from rotationzoo.evaluation.decision import Answered, Rule, decide
-from rotationzoo.evaluation.forward import (
-    Measurements,
-    Pace,
-    Tell,
-    Trial,
-    find_pace,
-    run_models,
-    say_nothing,
-)
+from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
-from rotationzoo.evaluation.rungs import (
-    ask_rungs,
-    choose_rung,
-    describe_rungs,
-    write_rung,
-)
-from rotationzoo.evaluation.schedule import Schedule
+from rotationzoo.evaluation.rungs import ask_rungs, choose_rung, describe_rungs, write_rung
+from rotationzoo.evaluation.schedule import Schedule, find_pace
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
@@ -74,7 +61,7 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
     ready = prepare(job, progress, tell)
     job, source = ready.job, ready.source
     fetch_weights(source, progress)
-    until = math.inf if job.minutes is None else perf_counter() + 60 * job.minutes
+    until = perf_counter() + 60 * (job.tasks.minutes or math.inf)
     check_weights(ready.artifacts, source, job.anyway)
     saved = _saved_answers(ready)
     for note in saved.notes:
@@ -96,11 +83,7 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
             schedule = Schedule(ready, trial, judged, pace)
         results = _measure(schedule, asking, answers)
         notes = _notes(ready, model, results)
-        probes = {}
-        if pace.left > schedule.record:
-            probes = _record_probes(ready, model, notes, progress)
-        elif ready.saved:
-            notes.append("no time was left to record what a server answers")
+        probes = _record_probes(schedule, model, notes, progress)
     report = _describe(schedule, results, notes)
     for artifact in ready.saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
@@ -149,14 +132,14 @@ def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Pro
 def _measure(schedule: Schedule, asking: Asking, answers: TaskAnswers | None) -> Results:
     """Ask the questions unless there are `answers`, and read the texts."""
     ready, trial, job = schedule.ready, schedule.trial, schedule.ready.job
-    judged = schedule.judged
+    judged, rule = schedule.judged, Rule(job.floor, len(job.tasks.looks))
 
     def open_arms(answers: TaskAnswers) -> Collection[str]:
         settings = answers.plan.settings
-        if settings.timed:
+        if settings.minutes:
             return (judged or schedule.names) if schedule.fitting(answers.questions) else ()
         # The first pair of windows, whose figures are shown, ends the questions.
-        decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
+        decisions = decide_all(answers, trial, trial.caches[0], judged, rule)
         is_open = any(decision.action == "ask" for decision in decisions)
         return judged if is_open or answers.questions < job.tasks.looks[0] else ()
 
@@ -175,13 +158,14 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
     job, (artifact,) = ready.job, ready.artifacts
     judged = judged_arms(trial.arms, job.rounding, job.pooled)
     found: dict[str, TaskAnswers] = {}
+    # Half of the level for each sequence; of two rungs, none is above the middle.
+    rule = Rule(job.floor, len(job.tasks.looks) * (1 + (len(judged) > 2)))
 
     def ask(name: str) -> Decision:
         rung = replace(trial, arms=[arm for arm in trial.arms if arm.name == name])
 
         def decide_rung(answers: TaskAnswers) -> Decision:
-            sequences = 1 + (len(judged) > 2)  # of which none is above the middle of two
-            return decide_all(answers, rung, trial.caches[0], [name], job.floor, sequences)[0]
+            return decide_all(answers, rung, trial.caches[0], [name], rule)[0]
 
         def open_arms(answers: TaskAnswers) -> Collection[str]:
             return [name] if decide_rung(answers).action == "ask" else ()
@@ -227,13 +211,16 @@ def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[st
 
 
 def _record_probes(
-    ready: Prepared, model: PreTrainedModel, notes: list[str], progress: Progress
+    schedule: Schedule, model: PreTrainedModel, notes: list[str], progress: Progress
 ) -> dict[Path, list[Probe]]:
     """What a server answers, for each artifact to which the report is added. Where none can be
     recorded, a note says why."""
-    probes: dict[Path, list[Probe]] = {}
+    probes, ready = dict[Path, list[Probe]](), schedule.ready
     # A server runs the model as its config says.
     if not ready.job.record or ready.scaling is not None:
+        return probes
+    if schedule.record > schedule.pace.left:
+        notes.append("there was no time to record what a server answers")
         return probes
     progress("recording what a server answers", 0, 0)
     for artifact in ready.saved:
@@ -253,26 +240,18 @@ def _describe(schedule: Schedule, results: Results, notes: list[str]) -> Measure
     tasks, all_tasks = score_exact(answers)
     costs = results.measured.exact.measure_exact()
     exact = Exact(**dict(costs), tasks=tasks, all_tasks=all_tasks)
-    windows = []
+    windows, rows, rule = [], len(exact.text_tokens), Rule(job.floor, len(job.tasks.looks))
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
-        decisions = []
-        for made in decide_all(answers, trial, cache, results.judged, job.floor):
-            more = made.more_questions
-            seconds = schedule.time_more(answers.questions, more) if more else None
-            decisions.append(made.model_copy(update={"more_seconds": seconds}))
+        made = decide_all(answers, trial, cache, results.judged, rule)
+        decisions = [schedule.time_more(decision, answers.questions) for decision in made]
         words = [line for decision in decisions for line in decision.words]
         verdict = Verdict(texts=len(exact.text_tokens), words=words, decisions=decisions)
         window = Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict)
         windows.append(window)
     assert job.format is not None
     return Measured(
-        text=Text(
-            source=job.data.label,
-            fingerprint=text.fingerprint,
-            rows=len(exact.text_tokens),
-            length=length,
-        ),
+        text=Text(source=job.data.label, fingerprint=text.fingerprint, rows=rows, length=length),
         tokens=results.measured.exact.tokens,
         first_position=trial.start,
         model=source.label,
@@ -306,15 +285,9 @@ def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm, length: int) -
 
 
 def decide_all(
-    answers: TaskAnswers,
-    trial: Trial,
-    cache: CacheLayout,
-    judged: Sequence[str],
-    floor: float,
-    sequences: int = 1,
+    answers: TaskAnswers, trial: Trial, cache: CacheLayout, judged: Sequence[str], rule: Rule
 ) -> list[Decision]:
-    """The decision on each of the `judged` arms with one cache, of whose answers the share `floor`
-    must be kept, at the level that each of several `sequences` of tests has."""
+    """The decision on each of the `judged` arms with one cache, by a rule."""
     if not judged:
         return []
 
@@ -326,7 +299,6 @@ def decide_all(
     first = score(answers.as_asked(min(arms, key=answers.counts.__getitem__)))
     sizes = (codec_bits(trial.geometry, arm.codec, cache, CONTEXT) for arm in trial.arms)
     bits = dict(zip(arms, sizes, strict=True))
-    rule = Rule(floor, len(answers.plan.settings.looks) * sequences)
     return [decide(name, arms, exact, answers.questions, rule, bits, first) for name in judged]
 
 

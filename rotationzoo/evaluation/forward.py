@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from time import perf_counter
@@ -21,7 +21,7 @@ from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import check_finite, counting_layers, run_decoder
-from rotationzoo.progress import Progress, in_tokens
+from rotationzoo.progress import InTokens, Progress
 from rotationzoo.simulation.simulated import Simulation
 
 Reader = tuple[CacheLayout, str] | None
@@ -60,7 +60,6 @@ class Pace:
         return tokens * sum(each for read, each in pace if read is None or read[1] in arms)
 
 
-_PACED_TOKENS, _PACED_SECONDS = 128, 5.0  # of a row; after so long, all other arms are guessed
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
 
 
@@ -85,27 +84,6 @@ class Measurements:
     exact: Metrics
     arms: dict[tuple[CacheLayout, str], Metrics]
     """Keyed by cache and name of the arm."""
-
-
-@torch.no_grad()
-def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pace) -> None:
-    """Set the pace of the exact model and of every arm by the first tokens of a row `[T]`. On a
-    slow machine, the last arms are taken to be as fast as the others."""
-    ids, begun = row[None, :_PACED_TOKENS].to(input_device(model)), perf_counter()
-    token_losses(model, ids[:, :_LOCATING_TOKENS], 0)  # what runs first runs slower
-    for arm in (None, *trial.arms):
-        running: AbstractContextManager[None] = nullcontext()
-        readers: list[Reader] = [None]
-        if arm is not None:
-            readers = [(cache, arm.name) for cache in trial.caches]
-            cache = replace(trial.caches[0], sink=0)  # of so few tokens, all pass the codec
-            simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers))
-            running = simulation.running(model)
-        if perf_counter() - begun < _PACED_SECONDS or len(pace.seconds) < 2:
-            with running, pace.timing(readers[0], ids.numel()):
-                token_losses(model, ids, 0)
-        seconds = pace.seconds.get(readers[0], max(pace.seconds.values()))
-        pace.seconds.update(dict.fromkeys(readers, seconds))
 
 
 @torch.no_grad()
@@ -136,13 +114,9 @@ def run_models(
     pairs = list(product(trial.caches, trial.arms))
     arms = {(cache, arm.name): Metrics(edges, trial.layers) for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
-    passes = in_tokens(progress, [batches[run[0]].numel() for run in runs])
-    pace, names = pace or Pace(), {arm.name for arm in trial.arms}
-
-    def tell(done: int, part: float) -> None:
-        passes("evaluating", done + part, len(runs))
-
-    tell(0, 0)
+    passes = InTokens(progress, [batches[run[0]].numel() for run in runs])
+    pace, names = pace or Pace(), [arm.name for arm in trial.arms]
+    passes("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
         ids, metrics = batches[number].to(device), exact
         if done and pair is None and pace.left - reserve < pace.estimate(ids.numel(), names):
@@ -154,13 +128,13 @@ def run_models(
             queries = _draw_queries(trial, ids.shape[1], seed=number)
             simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers), queries)
             running = simulation.running(model, modules, metrics.observers)
-        counting = counting_layers(model, partial(tell, done))
+        counting = counting_layers(model, passes.tell_part)
         with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running, counting:
             losses = token_losses(model, ids, trial.start)
         if pair is None:
             check_finite(model, losses, partial(run_decoder, model, ids))
         metrics.add_losses(losses)
-        tell(done + 1, 0)
+        passes("evaluating", done + 1, len(runs))
     return Measurements(exact, arms)
 
 

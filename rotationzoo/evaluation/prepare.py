@@ -85,8 +85,6 @@ class Evaluation(RunSettings):
     """Whether rows are fitted to the windows and the model's positions, and not refused: where the
     length is a default and not the user's choice."""
     keep: float = 100 * FLOOR
-    minutes: float | None = None
-    """After which everything is to be done; None means however long it takes."""
 
     @property
     def floor(self) -> float:
@@ -183,7 +181,7 @@ def _check_settings(job: Evaluation) -> None:
     if unknown := [name for name in job.baselines if name not in known]:
         hint = f"give some of {', '.join(RIVALS)}"
         raise UsageError(f"there is no rival {unknown[0]!r}{nearest(unknown[0], known)}", hint)
-    if job.minutes is not None and job.rungs:
+    if job.tasks.minutes and job.rungs:
         raise UsageError("the fewest bits are not found by the clock", "leave out the minutes")
     if job.prefill_layout and job.prefill_chunk is None:
         hint = "add: --prefill-chunk 2048"

@@ -14,7 +14,7 @@ from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.figures import finish
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.prediction import counting_layers
-from rotationzoo.progress import Progress, in_tokens
+from rotationzoo.progress import InTokens, Progress
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.simulation.simulated import Simulation
@@ -117,29 +117,25 @@ class Asking:
         """The answers to each request."""
         batches = [self._cut(request.prompts) for request in requests]
         passes = [count_tokens(rows) for rows in chain.from_iterable(batches)]
-        progress, done = in_tokens(self.progress, passes), 0
-
-        def tell(part: float) -> None:
-            progress(stage, done + part, len(passes))
-
-        tell(0)
+        progress, done = InTokens(self.progress, passes), 0
+        progress(stage, 0, len(passes))
         answers = []
         for request, of_request in zip(requests, batches, strict=True):
             parts, prompts, simulation = [], request.prompts, request.simulation
             if (known := self.saved.find(request.timed_as, prompts)) is not None:
                 answers.append(known)
                 done += len(of_request)
-                tell(0)
+                progress(stage, done, len(passes))
                 continue
             # One for all batches of a request, because it keeps the masks of every length.
             running = nullcontext() if simulation is None else simulation.running(self.model)
             catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
             timing = self.pace.timing(request.timed_as, count_tokens(prompts))
-            with catching, running, timing, counting_layers(self.model, tell):
+            with catching, running, timing, counting_layers(self.model, progress.tell_part):
                 for rows in of_request:
                     parts.append(read_answers(self.model, rows))
                     done += 1
-                    tell(0)
+                    progress(stage, done, len(passes))
             answers.append(join_answers(parts))
             self.saved.save(request.timed_as, prompts, answers[-1])
         return answers
@@ -192,7 +188,7 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
     added = [series.part(answers.questions, questions) for series in able]
     deciding = [arm.name for arm in trial.arms]
     ending = f", questions {answers.questions + 1} to {questions} of each task"
-    if not answers.plan.settings.timed:
+    if not answers.plan.settings.minutes:
         seconds = asking.pace.estimate(sum(count_tokens(each.prompts) for each in added), deciding)
         more = f"{questions - answers.questions} more questions of each task"
         asking.pace.tell(f"not decided yet: {more}{finish(seconds)}")

@@ -40,20 +40,20 @@ class TaskSettings:
     is made, and at most the last of `LOOKS`."""
     first: int | None = None
     """Of these, those that every arm is asked; the others decide. None takes the first look's."""
-    timed: bool = False
-    """Whether time decides how many are asked, and no answer does: then one look is enough."""
+    minutes: float | None = None
+    """In which all is done: time decides how many are asked, and one look at the end is enough."""
 
     @property
     def looks(self) -> tuple[int, ...]:
         """Questions per task and length after which the answers are looked at."""
         if self.questions != "auto":
             return (self.questions,)
-        return LOOKS[-1:] if self.timed else LOOKS
+        return LOOKS[-1:] if self.minutes else LOOKS
 
     @property
     def rounds(self) -> tuple[int, ...]:
         """Questions per task and length after which fewer arms are asked, or none."""
-        if self.timed:
+        if self.minutes:
             return (*range(STEP, self.looks[-1], STEP), self.looks[-1])
         return self.looks if self.first is None else (self.first, *self.looks)
 
