@@ -14,7 +14,7 @@ from support.command_line import TITLE, succeeded
 
 from rotationzoo.cli import output, progress_bar
 from rotationzoo.cli.progress_bar import StageBar, log_stages, show_progress
-from rotationzoo.progress import Tokens, in_tokens, silent
+from rotationzoo.progress import InTokens, Tokens, silent
 
 
 @pytest.mark.hostile("terminal")
@@ -52,15 +52,16 @@ def test_the_time_left_counts_every_step_of_the_stage():
 
 def test_passes_are_told_as_their_tokens():
     told = []
-    tell = in_tokens(lambda *step: told.append(step), [512, 512, 128])
+    tell = InTokens(lambda *step: told.append(step), [512, 512, 128])
     for done in range(4):
         tell("evaluating", done, 3)
     assert [done for _, done, _ in told] == [0, 512, 1024, 1152]
     assert {(stage, total) for stage, _, total in told} == {("evaluating", 1152)}
     assert all(isinstance(count, Tokens) for step in told for count in step[1:])
-    tell("evaluating", 1.5, 3)
-    assert told[-1] == ("evaluating", 768, 1152), "of a pass that is half done"
-    in_tokens(silent, [])("evaluating", 0, 0)
+    tell("evaluating", 1, 3)
+    tell.tell_part(0.5)
+    assert told[-1] == ("evaluating", 768, 1152)
+    InTokens(silent, [])("evaluating", 0, 0)
 
 
 @pytest.mark.parametrize("columns", [80, 140])
