@@ -273,8 +273,9 @@ def evaluation_job(
     tasks, save_to = TaskSettings(**asked), folders if save else []
     if "tokens" not in text:
         text["tokens"] = 16384
-        if isinstance(tasks.questions, int) and tasks.names:  # of few, the text is no more
-            text["tokens"] = min(16384, max(text["length"], tasks.most_tokens(text["length"])))
+        if isinstance(tasks.questions, int) and tasks.names:  # half as much as they read
+            half = tasks.most_tokens(text["length"]) // 2
+            text["tokens"] = min(16384, max(text["length"], half))
     settings["data"] = loading.override(loading.load("oscar"), **text).data
     settings |= {"tasks": tasks, "save_to": save_to, "record": True}
     return Evaluation(model, folders, **settings)

@@ -18,13 +18,17 @@ from transformers import PreTrainedModel
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import MANIFEST, Artifact
-from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences
 from rotationzoo.calibration.collect import collect, read_row
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
-from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
+from rotationzoo.calibration.sensitivity import (
+    Text,
+    check_cache,
+    measure_sensitivities,
+    write_texts,
+)
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
@@ -51,6 +55,7 @@ from rotationzoo.writer import check_replaceable, library_versions
 
 Note = Callable[[str], None] | None
 _PACED_TOKENS = 128  # of the first row, whose pass shows how long all take
+_SHORT = 30  # seconds, which need no estimate
 _CHECKED_TOKENS = 32  # of the first row; their logits are compared with and without capture
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
 
@@ -259,8 +264,7 @@ def run_model(
         texts = []
         if recipe.budget:
             texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
-        if note:
-            note(_describe_time(model, job, text, texts))
+        _tell_time(model, job, text, texts, note)
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
@@ -275,11 +279,11 @@ def run_model(
 
 
 @torch.no_grad()
-def _describe_time(
-    model: PreTrainedModel, job: Job, text: Corpus, texts: Sequence[sensitivity.Text]
-) -> str:
-    """How long the passes over the text and the measuring of layers take by the pace of a short
-    pass, and what is asked after it."""
+def _tell_time(
+    model: PreTrainedModel, job: Job, text: Corpus, texts: Sequence[Text], note: Note
+) -> None:
+    """Tell how long the passes over the text and the measuring of layers take by the pace of a
+    short pass, and what is asked after it, unless it is short."""
     ids, begun = text.rows[0][None, :_PACED_TOKENS], time.monotonic()
     read_row(model, ids)
     pace = (time.monotonic() - begun) / ids.numel()
@@ -289,9 +293,10 @@ def _describe_time(
         # Of each layer, both sides pass the codec, which takes as long as the layer; and half of
         # the layers read the compared tokens, for both sides.
         tokens += 3 * first + layers * (last - first)
-    words = f"The passes through the model{finish(tokens * pace)}"
     least, most = (duration(each * pace) for each in job.asked_tokens)
-    return words + f"; questions after that, from {least} to {most}" * any(job.asked_tokens)
+    asked = f"; questions after that, from {least} to {most}" * any(job.asked_tokens)
+    if note and (asked or tokens * pace > _SHORT):
+        note(f"the passes through the model{finish(tokens * pace)}{asked}")
 
 
 # ---- what the manifest records

@@ -166,7 +166,7 @@ def run_job(out: Output, job: "Job") -> "Artifact":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with show_progress(out) as progress:
-            return calibrate(job, progress, out.note)
+            return calibrate(job, progress, out.tell)
     except KeyboardInterrupt:
         if not job.unfinished:
             hint = f"start again with: {shell_line(*typed_words())}"

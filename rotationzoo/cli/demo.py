@@ -7,14 +7,12 @@ from typing import Any
 from rotationzoo.cli.options import Restart, follow_link, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.words import counted
 
-MODEL, RECIPE = "demo", "oscar"
+MODEL = "demo"
 BASELINES = ("identity", "hadamard")
-TASKS = ("needles", "key-value")
-QUESTIONS = 16  # of each task, in two prompts
-PROMPT = 2048  # tokens
-TEXT = 1024  # tokens of each of two texts, for perplexity with a standard error
+ASKED = ("needles", "key-value")
+PROMPTS, FIRST = 20, 4  # of each task, and those that caches are asked which decide nothing
+LENGTH = 1024  # tokens of a prompt, and of each of two texts for perplexity with a standard error
 
 
 def demo_command(
@@ -32,54 +30,49 @@ def demo_command(
     rotationzoo demo
     """
     from rotationzoo.api import calibration_job, evaluation_job
-    from rotationzoo.artifact.measured import arms_of
+    from rotationzoo.artifact.scores import kept_share
     from rotationzoo.artifact.store import REPORT, Artifact
     from rotationzoo.calibration.calibrate import calibrate
     from rotationzoo.cli.report import add_report
     from rotationzoo.codec.size import CONTEXT, EXACT_BITS
+    from rotationzoo.evaluation.decision import SIMPLEST
     from rotationzoo.evaluation.evaluate import evaluate
+    from rotationzoo.figures import percent
+    from rotationzoo.recall.questions import TASKS
+    from rotationzoo.report.page import EXACT, label_arms
 
     folder = follow_link(output) or Path("rotations") / MODEL
-    job = calibration_job(MODEL, folder, RECIPE, quick=True, length=PROMPT, restart=restart)
-    asked = {"tasks": TASKS, "lengths": PROMPT, "questions": QUESTIONS, "baselines": BASELINES}
-    evaluation = evaluation_job(MODEL, folder, True, tokens=2 * TEXT, length=TEXT, **asked)
+    job = calibration_job(MODEL, folder, restart=restart)
+    of_prompt = min(TASKS[task] for task in ASKED)
+    asked = {"tasks": ASKED, "questions": PROMPTS * of_prompt, "baselines": BASELINES}
+    evaluation = evaluation_job(MODEL, folder, True, tokens=2 * LENGTH, length=LENGTH, **asked)
+    tasks = replace(evaluation.tasks, first=FIRST * of_prompt)
     with show_progress(out) as progress:
         calibrate(job, progress)
-        report = evaluate(replace(evaluation, record=False), progress)
+        report = evaluate(replace(evaluation, record=False, tasks=tasks), progress)
         progress("drawing the page", 0, 0)
-        artifact = add_report(out, Artifact.open(folder))
-    # The artifact has factors for error feedback.
-    arms = report.window.arms
-    nearest, feedback = arms_of(arms, artifact.identity)
-    measured: dict[str, Any] = {
-        "exact": report.exact,
-        "these rotations, in most engines": nearest,
-        "these rotations, in RotatedCache or serve": feedback,
-        "an uncalibrated rotation": arms["hadamard"],
-        "no rotation": arms["identity"],
-    }
-    caches: dict[str, Any] = {}
-    rows = []
-    for words, arm in measured.items():
-        bits = float(EXACT_BITS) if words == "exact" else arm.bits_per_element
-        recall = arm.all_tasks
-        figures = recall.model_dump(include={"answered", "questions", "log_probability"})
-        caches[words] = {"bits_per_element": bits, **figures, "perplexity": arm.perplexity}
-        rows.append([words, f"{bits:.1f}", f"{recall.share:.0%}"])
+        artifact = add_report(out, Artifact.open(folder), place=str(folder))
+    shown: list[tuple[str, Any]] = label_arms(report, artifact.identity).shown
+    caches, rows = dict[str, Any](), list[list[str]]()
+    for label, arm in [(EXACT, report.exact), *sorted(shown, key=lambda each: each[1].rounding)]:
+        words, bits = label, float(EXACT_BITS)
+        if label != EXACT:
+            words = f"{arm.name} {label}" if arm.is_plain else SIMPLEST.get(arm.name, label)
+            bits = arm.bits_per_element
+        kept, count = kept_share(report.exact.tasks, arm.tasks), arm.all_tasks.questions
+        caches[words] = {"bits_per_element": bits, "kept": kept, "questions": count}
+        rows.append([words, f"{bits:.1f}", percent(kept), str(count)])
     page, seconds = str(artifact.folder / REPORT), artifact.manifest.run.seconds
 
     def human() -> None:
-        layers = counted(len(artifact.rotations), "layer")
-        made = f"Rotations of the demo model ({layers}), made in {seconds:.1f} s"
-        say(f"{made}: {artifact.folder}")
-        questions = counted(caches["exact"]["questions"], "question")
-        title = f"{questions} about statements hidden in {PROMPT:,} tokens"
-        table(title, ["cache", "bits", "answered"], rows, apart=True)
+        say(f"Rotations of the demo model, made in {seconds:.1f} s: {artifact.folder}")
+        table("Answers that are kept", ["cache", "bits", "kept", "asked"], rows, apart=True)
         say(
             f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
             "RotatedCache and serve round the numbers of a row together, most engines one by one",
-            "These questions are easy: evaluate also asks for copies and quotes, which lose more",
+            f"Easy questions in {LENGTH:,} tokens; evaluate asks for quotes, too, which lose more",
             "",
+            *report.window.verdict.words[:1],
             f"The page about it: {page}",
         )
 

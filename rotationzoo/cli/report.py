@@ -73,12 +73,14 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 
-def add_report(out: Output, artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
-    """Add a report on an artifact to it, as `report --save` does."""
+def add_report(
+    out: Output, artifact: "Artifact", report: "Report | None" = None, place: str = "FOLDER"
+) -> "Artifact":
+    """Add a report to an artifact as `report --save` does. Its commands name the `place`."""
     from rotationzoo.report.page import files_of_report
     from rotationzoo.writer import add_files
 
-    return add_files(artifact, files_of_report(report or _draw_report(out, artifact)), {})
+    return add_files(artifact, files_of_report(report or _draw_report(out, artifact), place), {})
 
 
 def _draw_report(out: Output, artifact: "Artifact", context: int | None = None) -> "Report":

@@ -78,22 +78,25 @@ def _encode(
     dim, groups = rows.shape[-1], low.shape[-1]
     largest = int2.largest_codes((groups, dim // groups), format, rows.device).flatten()
     of_channels = int2.spread(*ranges, dim // groups, format)
-    scales, offsets = (each.expand(*each.shape[:-1], dim // groups) for each in of_channels)
-    moved = rows.clone()
-    codes = torch.empty_like(rows, dtype=torch.uint8)
-    total = torch.zeros_like(rows[..., 0])
+    # Channels first, so that all rows of one lie together: half the time on a CPU.
+    each_channel = (each.expand(*each.shape[:-1], dim // groups) for each in of_channels)
+    scales, offsets = (each.flatten(-2).movedim(-1, 0).contiguous() for each in each_channel)
+    exact = rows.movedim(-1, 0).contiguous()
+    moved, products, total = exact.clone(), torch.empty_like(exact), torch.zeros_like(exact[0])
+    codes = torch.empty_like(exact, dtype=torch.uint8)
+    shape = -1, *[1] * (total.dim() - 2), len(factor), 1  # [later channels, ..., H, 1]
     for channel in range(dim):
-        place = ..., *divmod(channel, dim // groups)
-        scale, offset = scales[place], offsets[place]
-        target = moved[..., channel]
+        scale, offset = scales[channel], offsets[channel]
+        target = moved[channel]
         code = int2.nearest_codes(target, scale, offset, largest[channel], format)
         restored = code * scale + offset
         if format.offset != "minimum":
             restored = (code - offset) * scale
-        codes[..., channel] = code.to(torch.uint8)
+        codes[channel] = code.to(torch.uint8)
         residual = restored - target
         total = total + factor[:, channel, channel, None] * (residual * residual)
-        error = restored - rows[..., channel]
-        later = factor[:, None, channel, channel + 1 :]
-        moved[..., channel + 1 :] -= error[..., None] * later
+        error = restored - exact[channel]
+        later = factor[:, channel, channel + 1 :].mT.reshape(shape)
+        moved[channel + 1 :] -= torch.mul(error, later, out=products[channel + 1 :])
+    codes = codes.movedim(0, -1).contiguous()
     return [codes, *(int2.store_metadata(number, format) for number in ranges)], total

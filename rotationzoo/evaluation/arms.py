@@ -17,7 +17,7 @@ from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import sums
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.rotations import Rotation
+from rotationzoo.rotations import Rotations
 from rotationzoo.simulation import rivals
 from rotationzoo.simulation.simulated import SimulatedCodec
 
@@ -25,8 +25,7 @@ DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)
-"""Those that every evaluation measures. A Hadamard matrix has two arms where the first artifact has
-factors and statistics: with nearest codes and no mean, and with all else as in the artifact."""
+"""Those that every evaluation measures, a Hadamard matrix also with all else as in an artifact."""
 RIVALS = tuple(rivals.ENGINE_CACHES)
 """Other engines' caches, which are measured where somebody asks for them."""
 _VARIANTS = "", "+feedback", "+pooled"  # the ends of the names of an artifact's arms
@@ -87,24 +86,23 @@ def build_arms(
             made["+pooled"].append(Arm(changed, replace(codec, rotations=rotations)))
     others = build_baselines(shared_recipe(artifacts), geometry, baselines)
     if artifacts and "hadamard" in baselines:
-        others += _all_else_the_same(artifacts[0], made[""][0].codec)
+        spent = reduced_rotations(artifacts[0], False, uncentered, budgets[0])
+        others += _all_else_the_same(artifacts[0], spent)
     return [*chain.from_iterable(made.values()), *others]
 
 
-def _all_else_the_same(artifact: Artifact, codec: SimulatedCodec) -> list[Arm]:
-    """The arm of a Hadamard matrix with the means and the bits that the artifact's `codec` stores,
-    and with the whitening and the factors of its statistics; none without these."""
-    assert isinstance(codec, RotatedCodec)
-    if artifact.statistics is None or not codec.rotations.has_feedback:
+def _all_else_the_same(artifact: Artifact, own: Rotations) -> list[Arm]:
+    """The arm of a Hadamard matrix with an artifact's `own` means and bits, and with the whitening
+    and the factors that its statistics make; none without these."""
+    if artifact.statistics is None or not own.has_feedback:
         return []
     recipe = artifact.recipe.model_copy(update={"composition": "hadamard"})
-    fitted = fit(sums(artifact.statistics), recipe, artifact.geometry)
-
-    def keep(layer: int, side: str, own: Rotation) -> Rotation:
-        return replace(fitted[layer][side], mean=own.mean, fine_channels=own.fine_channels)
-
-    changed = replace(codec, rotations=codec.rotations.replace(keep), rounding="feedback")
-    return [Arm(AboutArm(name=ALL_ELSE, kind="baseline", rounding="feedback"), changed)]
+    new = fit(sums(artifact.statistics), recipe, artifact.geometry)
+    rotations = own.replace(
+        lambda i, side, old: replace(new[i][side], mean=old.mean, fine_channels=old.fine_channels)
+    )
+    about = AboutArm(name=ALL_ELSE, kind="baseline", rounding="feedback")
+    return [Arm(about, RotatedCodec(rotations, artifact.recipe.group_size, rounding="feedback"))]
 
 
 def judged_arms(

@@ -15,7 +15,7 @@ import torch
 from scipy.special import betaincinv, ndtri, stdtrit
 
 from rotationzoo.artifact import scores
-from rotationzoo.artifact.scores import Decision, ExactTaskRecall, plain_name
+from rotationzoo.artifact.scores import ALL_ELSE, Decision, ExactTaskRecall, plain_name
 from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
 from rotationzoo.figures import percent
 from rotationzoo.linalg.paired import holm, sign_flip, weighted_mean
@@ -31,19 +31,15 @@ FEWEST_ANSWERS = 100
 SIMPLEST: dict[scores.DataFree, str] = {
     "identity": "no rotation",
     "hadamard": "a Hadamard matrix rounded one by one and uncentered",
-    scores.ALL_ELSE: "a Hadamard matrix with all else the same",
+    ALL_ELSE: "a Hadamard matrix with all else the same",
 }
-"""The rotations that need no data, the simplest first, in plain words. Where an arm differs from
-the last one in its rotations alone, it is not compared with the one before."""
+"""The rotations that need no data, the simplest first, in plain words."""
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
 _WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
 _NOTHING = 1e-9  # a standard error of no more is rounding
 _PACE = 16  # questions, to a multiple of which more are asked
-_NAMES: dict[str, str] = {
-    **dict(SIMPLEST.items()),
-    "random": "a random rotation rounded one by one and uncentered",
-}
+_NAMES: dict[str, str] = {"random": "a random matrix rounded one by one", **dict(SIMPLEST.items())}
 _VARIANTS = {
     "": "the same rounded one by one",
     "+feedback": "the same with error feedback",
@@ -125,7 +121,6 @@ def decide(
     questions: int,
     rule: Rule = _USUAL,
     bits: Mapping[str, float] | None = None,
-    first: tuple[Mapping[str, Answered], Mapping[str, ExactTaskRecall]] | None = None,
 ) -> Decision:
     """The decision on one of the `arms`, by the answers of all to the same questions, and of the
     `exact` model to every task. Other arms may have been asked only the first questions.
@@ -133,8 +128,6 @@ def decide(
     - `questions`: how many each task and length asks.
     - `rule`: what must be shown.
     - `bits`: the bits an element of each arm.
-    - `first`: the answers of all arms and of the exact model to what all were asked, where that is
-      less.
     """
     asked = {task: exact[task] for task in arms[arm]}
     right, mine = read_correct(asked), read_correct(arms[arm])
@@ -143,6 +136,9 @@ def decide(
     sizes = [size for recall in asked.values() for size in recall.prompts]
     tasks = [len(recall.prompts) for recall in asked.values()]
     kept = _measure_kept(_add_up(right & mine, sizes), _add_up(right, sizes), tasks)
+    # What calibration adds to error feedback is judged by the matrix with all else the same.
+    unfair = "hadamard" if arm.endswith("+feedback") and ALL_ELSE in arms else ALL_ELSE
+    others = {name: arms[name] for name in SIMPLEST if name in arms and name != unfair}
     action, bits = kept.act(rule), bits or {}
     made = Decision(
         arm=arm,
@@ -153,7 +149,7 @@ def decide(
         more_questions=_count_more(kept, questions, rule.floor) if action == "ask" else None,
         level=rule.level,
         bits=bits.get(arm),
-        rivals=_compare_rivals(arm, *(first or (arms, exact))),
+        rivals=_compare_rivals(arms[arm], others, sizes, tasks),
         words=[],
     )
     shares = {name: scores.kept_share(asked, answered) for name, answered in arms.items()}
@@ -169,6 +165,11 @@ def read_correct(answered: Answered) -> torch.Tensor:
     """Which questions are answered right, boolean `[questions]`, task after task."""
     digits = "".join(recall.correct for recall in answered.values())
     return torch.tensor([digit == "1" for digit in digits])
+
+
+def _count_asked(answered: Answered) -> list[int]:
+    """The questions of each task and length."""
+    return [length.questions for recall in answered.values() for length in recall.by_length]
 
 
 def _undecided(arm: str, rule: Rule, was_asked: bool) -> Decision:
@@ -220,22 +221,19 @@ def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
 
 
 def _compare_rivals(
-    arm: str, arms: Mapping[str, Answered], exact: Mapping[str, ExactTaskRecall]
+    mine: Answered, others: Mapping[scores.DataFree, Answered], sizes: list[int], tasks: list[int]
 ) -> list[scores.Rival]:
-    """The rivals, compared by the sign-flip test, with p values corrected for their number
-    (Holm 1979). All arms were asked the same, which later looks do not add to."""
-    sizes = [size for task in arms[arm] for size in exact[task].prompts]
-    tasks = [len(exact[task].prompts) for task in arms[arm]]
-    is_alike = arm.endswith("+feedback") and scores.ALL_ELSE in arms
-    left_out = "hadamard" if is_alike else scores.ALL_ELSE
-    mine, gains = read_correct(arms[arm]).int(), dict[scores.DataFree, torch.Tensor]()
-    for name in SIMPLEST:
-        if name in arms and name != left_out:  # in the arm, more answers than in the other
-            gains[name] = _add_up(mine - read_correct(arms[name]).int(), sizes)
-    values = holm([sign_flip(gain.int().tolist()) for gain in gains.values()])
-    weights, rivals = torch.tensor(sizes, dtype=torch.float64), list[scores.Rival]()
-    for (name, gain), value in zip(gains.items(), values, strict=True):
-        interval = _interval_of(gain, weights, tasks, LEVEL / len(gains))
+    """The rivals, compared by the sign-flip test on the prompts that both were asked, to which no
+    look adds, with p values corrected for their number (Holm 1979)."""
+    given, pairs, rivals = read_correct(mine), list[list[torch.Tensor]](), list[scores.Rival]()
+    for other in others.values():
+        counts = zip(_count_asked(mine), _count_asked(other), strict=True)
+        both = torch.cat([torch.arange(all_) < first for all_, first in counts])
+        gain = both.int().masked_scatter(both, given[both].int() - read_correct(other).int())
+        pairs.append([_add_up(each, sizes) for each in (gain, both)])
+    values = holm([sign_flip(gain.int().tolist()) for gain, _ in pairs])
+    for name, (gain, weights), value in zip(others, pairs, values, strict=True):
+        interval = _interval_of(gain, weights, tasks, LEVEL / len(others))
         difference = (gain.sum() / weights.sum()).item()
         outlook: scores.Outlook = "open"
         if value < LEVEL:
@@ -256,12 +254,13 @@ def _interval_of(
     in favor of each (Agresti and Min 2005): without them, prompts of which none differs would have
     no error."""
     opposed = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    half = weights.mean().expand(2) / 2
+    asked = weights[weights > 0]
+    half = asked.mean().expand(2) / 2
     center, error = _average(
         torch.cat([gain / weights, opposed]), torch.cat([weights, half]), [*tasks, 2]
     )
     assert error is not None, "there are at least three"
-    reach = float(stdtrit(max(1, len(weights) - len(tasks)), 1 - level / 2)) * error
+    reach = float(stdtrit(max(1, len(asked) - len(tasks)), 1 - level / 2)) * error
     return [center - reach, center + reach]
 
 

@@ -10,14 +10,14 @@ from time import perf_counter
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Verdict, Window
-from rotationzoo.artifact.scores import Decision, ExactTaskRecall, plain_name
+from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
-from rotationzoo.evaluation.decision import Answered, Rule, decide
+from rotationzoo.evaluation.decision import Rule, decide
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
@@ -222,8 +222,8 @@ def _record_probes(
     if schedule.record > schedule.pace.left:
         notes.append("there was no time to record what a server answers")
         return probes
-    progress("recording what a server answers", 0, 0)
     for artifact in ready.saved:
+        progress("recording what a server answers", 0, 0)
         try:
             probes[artifact.folder] = record_probes(model, ready.tokenizer, artifact, ready.source)
         except RotationZooError as error:
@@ -288,18 +288,12 @@ def decide_all(
     answers: TaskAnswers, trial: Trial, cache: CacheLayout, judged: Sequence[str], rule: Rule
 ) -> list[Decision]:
     """The decision on each of the `judged` arms with one cache, by a rule."""
-    if not judged:
-        return []
-
-    def score(given: TaskAnswers) -> tuple[dict[str, Answered], dict[str, ExactTaskRecall]]:
-        arms = {arm.name: score_arm(given, cache, arm.name)[0] for arm in trial.arms}
-        return arms, score_exact(given)[0]
-
-    arms, exact = score(answers)
-    first = score(answers.as_asked(min(arms, key=answers.counts.__getitem__)))
-    sizes = (codec_bits(trial.geometry, arm.codec, cache, CONTEXT) for arm in trial.arms)
-    bits = dict(zip(arms, sizes, strict=True))
-    return [decide(name, arms, exact, answers.questions, rule, bits, first) for name in judged]
+    exact, _ = score_exact(answers)
+    bits, arms = {}, {}
+    for arm in trial.arms:
+        bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
+        arms[arm.name], _ = score_arm(answers, cache, arm.name)
+    return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
 
 
 def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:

@@ -27,12 +27,12 @@ from rotationzoo.report.memory import Request, layout_of, memory_table, stored_b
 
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""
-_EXACT = "exact model"
+EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
-    "hadamard": "Hadamard, one by one, no mean",
-    "hadamard+feedback": "Hadamard, all else the same",
-    "random": "random, one by one, no mean",
+    "hadamard": "Hadamard, one by one",
+    "hadamard+feedback": "Hadamard, else alike",
+    "random": "random, one by one",
     "kivi": "KIVI",
 }
 
@@ -131,9 +131,9 @@ def label_arms(evaluation: Measured, identity: str) -> Arms:
     return Arms(evaluation, chosen, decision, shown)
 
 
-def files_of_report(report: Report) -> dict[str, bytes]:
-    """The page and the card's picture, as files of an artifact."""
-    added, figure = {REPORT: report.html().encode()}, report.verdict.figure
+def files_of_report(report: Report, folder: str = FOLDER) -> dict[str, bytes]:
+    """The page, whose commands name the folder, and the card's picture, as files of an artifact."""
+    added, figure = {REPORT: report.html(folder).encode()}, report.verdict.figure
     if figure and is_installed():
         added[ANSWERS] = draw_png(figure.chart, figure.title)
     return added
@@ -163,7 +163,7 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     if exact is None or not exact.answered:
         return None
     scale, unit = request.scale
-    points = [Point(_EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
+    points = [Point(EXACT, EXACT_BITS * scale, 1.0, percent(1.0))]
     title = f"Answers that are kept (prompts of {numbers(measured.tasks.lengths)} tokens)"
     for label, arm in arms.shown:
         share = kept_share(measured.exact.tasks, arm.tasks)

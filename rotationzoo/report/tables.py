@@ -20,8 +20,7 @@ _COSTS = {
     "bits_at_length": ("bits here", ".2f"),
 }
 """Figure of an arm -> the title of its column, and its number format."""
-_PLAIN = "identity", "hadamard", "random"
-_OWN_BASELINES = *_PLAIN, ALL_ELSE, "kivi"
+_OWN_BASELINES = "identity", "hadamard", ALL_ELSE, "random", "kivi"
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,8 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
             "because the decision compares other arms"
         )
     baselines = [arm.name for arm in shown if arm.kind == "baseline"]
-    if plain := [name for name in _PLAIN if name in baselines]:
-        about.append(f"{', '.join(plain)}: rounded one by one, with the mean of keys left in")
     if ALL_ELSE in baselines:
-        about.append(
-            f"{ALL_ELSE}: a Hadamard matrix in place of the rotations, and all else the same: "
-            "means, bits of each layer, and error feedback by the same statistics"
-        )
+        about.append(f"{ALL_ELSE}: a Hadamard matrix in place of the rotations, all else the same")
     if "kivi" in baselines:
         about.append(
             "kivi is no rotation, and always simulated: in every format, 32 tokens of a key "
