@@ -23,12 +23,7 @@ from rotationzoo.calibration.collect import collect, read_row
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
-from rotationzoo.calibration.sensitivity import (
-    Text,
-    check_cache,
-    measure_sensitivities,
-    write_texts,
-)
+from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
@@ -264,7 +259,9 @@ def run_model(
         texts = []
         if recipe.budget:
             texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
-        _tell_time(model, job, text, texts, note)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        tokens = text.tokens + sum(each.count_passes(layers) for each in texts)
+        _tell_time(model, job, text.rows[0], tokens, note)
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
@@ -280,19 +277,13 @@ def run_model(
 
 @torch.no_grad()
 def _tell_time(
-    model: PreTrainedModel, job: Job, text: Corpus, texts: Sequence[Text], note: Note
+    model: PreTrainedModel, job: Job, row: torch.Tensor, tokens: int, note: Note
 ) -> None:
-    """Tell how long the passes over the text and the measuring of layers take by the pace of a
-    short pass, and what is asked after it, unless it is short."""
-    ids, begun = text.rows[0][None, :_PACED_TOKENS], time.monotonic()
+    """Tell how long the model takes for so many tokens, by the pace of the first of a row, and what
+    is asked after it, unless it is short."""
+    ids, begun = row[None, :_PACED_TOKENS], time.monotonic()
     read_row(model, ids)
     pace = (time.monotonic() - begun) / ids.numel()
-    tokens, layers = text.tokens, model.config.get_text_config(decoder=True).num_hidden_layers
-    for each in texts:
-        first, last = each.positions[0], each.positions[-1] + 1
-        # Of each layer, both sides pass the codec, which takes as long as the layer; and half of
-        # the layers read the compared tokens, for both sides.
-        tokens += 3 * first + layers * (last - first)
     least, most = (duration(each * pace) for each in job.asked_tokens)
     asked = f"; questions after that, from {least} to {most}" * any(job.asked_tokens)
     if note and (asked or tokens * pace > _SHORT):

@@ -15,13 +15,13 @@ from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
 from rotationzoo.evaluation.decision import Rule, decide
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
-from rotationzoo.evaluation.rungs import ask_rungs, choose_rung, describe_rungs, write_rung
 from rotationzoo.evaluation.schedule import Schedule, find_pace
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
@@ -168,19 +168,20 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
             return decide_all(answers, rung, trial.caches[0], [name], rule)[0]
 
         def open_arms(answers: TaskAnswers) -> Collection[str]:
-            return [name] if decide_rung(answers).action == "ask" else ()
+            goes_on = rungs.is_open(decide_rung(answers), answers.questions, name == judged[-1])
+            return [name] if goes_on else ()
 
         found[name] = answering.answer_tasks(asking, ready.plan, rung, open_arms)
         if asking.saved.was_left:
             raise KeyboardInterrupt
         return decide_rung(found[name])
 
-    decisions = ask_rungs(judged, ask)
-    ready.plan.notes.extend(describe_rungs(decisions))
-    chosen = choose_rung(decisions)
+    decisions = rungs.ask_rungs(judged, ask)
+    ready.plan.notes.extend(rungs.describe_rungs(decisions))
+    chosen = rungs.choose_rung(decisions)
     name, answers = plain_name(chosen.arm), found[chosen.arm]
     if chosen.action == "serve" and job.save_to:
-        artifact = write_rung(artifact, job.rungs[judged.index(chosen.arm)], name)
+        artifact = rungs.write_rung(artifact, job.rungs[judged.index(chosen.arm)], name)
         job = replace(job, save_to=[artifact.folder])
     else:
         job = replace(job, save_to=[])

@@ -14,7 +14,7 @@ from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import decision as decisions
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.decision import Rule
-from rotationzoo.evaluation.rungs import ask_rungs, choose_rung, find_rungs
+from rotationzoo.evaluation.rungs import ask_rungs, choose_rung, find_rungs, is_open
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 
 pytestmark = pytest.mark.usefixtures("one_range")
@@ -35,7 +35,11 @@ def decided(actions: list[Action]) -> list[Decision]:
     [
         (["serve", "serve", "serve", "serve", "serve"], "0", "210"),
         (["refuse", "ask", "serve", "serve", "serve"], "2", "21"),
-        (["serve", "ask", "serve", "serve", "serve"], "2", "21"),  # what the one above does not allow
+        (
+            ["serve", "ask", "serve", "serve", "serve"],
+            "2",
+            "21",
+        ),
         (["serve", "serve", "ask", "serve", "serve"], "3", "243"),
         (["serve", "serve", "refuse", "serve", "ask"], "4", "24"),
         (["ask", "serve"], "1", "10"),
@@ -65,7 +69,7 @@ def climb(seed: int, shares: tuple[float, ...]) -> Decision:
         for questions in LOOKS:
             digits = arms[int(name)][: 4 * questions]
             made = decide_on({name: digits}, Rule(looks=2 * len(LOOKS)))
-            if made.action != "ask":
+            if not is_open(made, questions, name == str(len(shares) - 1)):
                 break
         return made
 

@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_left_out_and_said(job):
     report, told = timed(job, minutes=1e-4)
     assert "8 questions of each task" in told[0][1]
     assert list(report.window.arms) == ["mine", "mine+feedback"]
-    (note,) = (note for note in report.notes if "left out for lack of time: identity, " in note)
+    assert any("left out for lack of time: identity, " in note for note in report.notes)
     assert (report.tasks.questions, report.text.rows) == (STEP, 1)
 
 

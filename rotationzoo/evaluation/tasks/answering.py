@@ -67,16 +67,6 @@ class TaskAnswers:
         """The exact answers to the series that every arm was asked."""
         return [exact for exact in self.exact if exact.can_do]
 
-    def as_asked(self, arm: str) -> "TaskAnswers":
-        """The answers to the questions that this arm was asked."""
-        count = self.counts[arm]
-        exact = [each.first(count) for each in self.exact]
-        sizes = [each.series.questions for each in exact if each.can_do]
-        arms = {}
-        for key, answers in self.arms.items():
-            arms[key] = [each.first(size) for each, size in zip(answers, sizes, strict=True)]
-        return replace(self, questions=count, exact=exact, arms=arms)
-
     @property
     def notes(self) -> list[str]:
         """Which tasks are left out, and which the exact model cannot do."""
