@@ -1,5 +1,5 @@
-"""The progress callback that jobs call, and what it counts; silent by default. `cli.progress_bar`
-draws it."""
+"""The progress callback that jobs call, what it counts, and the bars that Python callers see.
+`cli.progress_bar` draws those of the command line."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,9 +58,12 @@ class Bars:
         from huggingface_hub.utils import tqdm
 
         if stage != self._stage:
-            unit = {Tokens: " tokens", Bytes: "B"}.get(type(total), " steps")
-            bar: Any = tqdm  # which closes the one before as that is dropped
-            self._stage, self._bar = stage, bar(desc=stage, unit=unit, unit_scale=True)
+            if self._bar is not None:
+                self._bar.close()
+            unit, bar = {Tokens: " tokens", Bytes: "B"}.get(type(total), " steps"), cast(Any, tqdm)
+            form = None if total else "{desc}: {elapsed}"
+            self._bar = bar(desc=stage, unit=unit, unit_scale=True, bar_format=form)
+            self._stage = stage
         self._bar.total = total or None
         self._bar.update(done - self._bar.n)
 
