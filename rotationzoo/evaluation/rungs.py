@@ -23,7 +23,7 @@ from rotationzoo.recipe.loading import with_budget
 
 RUNGS = (2.25, 2.5, 3.0, 3.5, 4.0)
 """Bits an element that are tried."""
-_TOO_MANY = 1024  # new questions of each task, for which nobody waits
+_TOO_MANY = 2048  # new questions of each task, for which nobody waits
 _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
 
 
@@ -59,7 +59,7 @@ def is_open(made: Decision, questions: int, is_last: bool) -> bool:
     """Whether more than these `questions` of each task are asked about a rung. Those below the last
     are given up where too many would be needed, because more bits are shown to keep enough by far
     fewer. To give up allows no rung that its decision does not."""
-    if questions > LOOKS[0] and not is_last and (made.more_questions or 0) > _TOO_MANY:
+    if questions > LOOKS[1] and not is_last and (made.more_questions or 0) > _TOO_MANY:
         return False
     return made.action == "ask"
 

@@ -63,9 +63,10 @@ class Schedule:
         return self.pace.estimate(TOKENS, self.judged[:1]) * len(self.ready.saved) * makes
 
     def _round_tokens(self) -> list[int]:
-        ends, series = (0, *self.ready.plan.settings.rounds), self.ready.plan.series
-        parts = [[each.part(*pair).prompts for each in series] for pair in pairwise(ends)]
-        return [sum(map(count_tokens, prompts)) for prompts in parts]
+        plan, tokens = self.ready.plan, list[int]()
+        for ends in pairwise((0, *plan.settings.rounds)):
+            tokens.append(sum(count_tokens(each.part(*ends).prompts) for each in plan.series))
+        return tokens
 
     def _ask(self, tokens: Sequence[int], is_first: bool) -> float:
         """The seconds of rounds of so many tokens. All arms are asked in the first of all."""
