@@ -142,7 +142,8 @@ def suggest_next(
     if decision.action == "ask" and more is not None:
         if decision.more_seconds is not None:
             out.tell(f"{more:,} new questions of each task{finish(decision.more_seconds)}")
-        out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
+        options = {"--minutes": "", "--questions": str(more), "--seed": str(seed + 1)}
+        out.suggest(*retyped(options))
     elif words := decided_words(decision, model, str(artifacts[0]), simulated):
         out.suggest(*words)
     elif saved:
