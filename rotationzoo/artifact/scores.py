@@ -155,7 +155,7 @@ class Decision(Figures):
     more_questions: Count | None = None
     """New questions of each task and length that would settle it in 80 of 100 evaluations."""
     level: float
-    """The chance of a false finding at this look: 5 % over the number of looks."""
+    """The chance of a false finding at this look, of 5 % in all."""
     bits: float | None = None
     """Bits an element of the arm."""
     rivals: list[Rival] = Field(default_factory=list)

@@ -1,6 +1,9 @@
 """The cache for transformers' `generate` that really stores keys and values in 2 bits."""
 
+import logging
+from functools import cache
 from pathlib import Path
+from statistics import mean
 from types import MethodType
 from typing import Any
 
@@ -12,6 +15,7 @@ from rotationzoo.cache import layer as cached
 from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSlidingLayer
 from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
+from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.settings import CacheOptions, CacheSettings, Layout, Reading, Rounding
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shifted_layers
@@ -24,6 +28,10 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device
 from rotationzoo.recipe.rope import changing_at
 from rotationzoo.rotations import Rotations
+from rotationzoo.words import counted
+
+_say_once = cache(logging.getLogger("rotationzoo").warning)
+_SLOW = "on a CPU, RotatedCache saves memory and no time: a token takes 2 to 4 times as long"
 
 
 class RotatedCache(DynamicCache):
@@ -90,6 +98,8 @@ class RotatedCache(DynamicCache):
         if isinstance(rotations, str | Path):
             rotations = Artifact.open(Path(rotations).expanduser())
         settings = build_settings(rotations, model, options)
+        if rotations is not settings and input_device(model).type == "cpu":
+            _say_once(_SLOW)
         if kind := _own_class(model):  # a few models accept only a cache of their own class
             cls = type(self)
             self.__class__ = type(cls.__name__, (cls, kind), {"_adds_layers": True})
@@ -132,6 +142,15 @@ class RotatedCache(DynamicCache):
             if isinstance(layer, RotatedLayer):
                 return layer.update(key_states, value_states, masks=self.page_reading.masks)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        codec, format = self.settings.codec, self.settings.layout.format
+        sides = codec.rotations.each()
+        bits = mean(codec.stored_bits(at, side, each.dim, format) for at, side, each in sides)
+        name = next(name for name, known in SIMULATED.items() if known == format)
+        tokens = counted(max((layer.columns for layer in self.rotated_layers), default=0), "token")
+        size = f"{tokens}, {self.bytes_held:,} bytes"
+        return f"RotatedCache({bits:.2f} bits an element quantized, format {name}, {size})"
 
     @property
     def argument(self) -> dict[str, "RotatedCache"]:

@@ -20,6 +20,8 @@ READ_TOGETHER = {"key": 16, "value": 2}
 """Blocks that are restored in one operation. That takes twice their float32 rows, 2 MiB a block
 with 8 heads of 128. More blocks are faster, but values are restored while all keys are there, so
 what restoring values takes is added to the most that a layer needs."""
+AHEAD = 16
+"""Tokens that get their codes when the first of them leaves the exact ones, step by step."""
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -123,18 +125,21 @@ class Stream:
             head = {side: rows.clone(memory_format=memory) for side, rows in heads.items()}
         forgotten = min(max(self.first, start), end)
         for side in self.sides:
-            leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
-            blocks = self.blocks[side]
-            # A call that ran out of memory may have written some of them. Forgotten tokens are
-            # left out.
-            blocks.length = forgotten - sink
+            rows, blocks, kind = self.tail[side], self.blocks[side], (self.layer, side, format)
+            # Some may be written already: by a call that ran out of memory, or ahead of time.
+            # Forgotten tokens are left out.
+            blocks.length = max(blocks.length, forgotten - sink)
+            begin = sink + blocks.length
+            # Without a kernel, the codes of many tokens take hardly longer than those of one.
+            ahead = begin + 1 == end and self.codec.encoder(*kind, rows.device) is None
+            leaving = rows[:, :, begin - self.tail_start :]
+            leaving = leaving[:, :, : AHEAD if ahead else max(0, end - begin)]
             # A block at a time, because the codec takes float32 copies of what it quantizes.
-            for begin in range(forgotten - start, end - start, step):
-                rows = leaving[:, :, begin : begin + step]
-                blocks.append(self.codec.pack(rows, self.layer, side, format))
+            for piece in leaving.split(step, dim=2) if begin < end else ():
+                blocks.append(self.codec.pack(piece, *kind, apart=ahead))
             if end - start > 1 or blocks.length % step == 0:
                 # Not after each token of decoding, because it waits for the GPU.
-                self.codec.check_packed(self.layer, side, format, leaving.device)
+                self.codec.check_packed(*kind, rows.device)
         for name, rows in self.tail.items():
             # A copy, so that a long prompt is freed after its last reader.
             tail[name] = rows[:, :, end - self.tail_start :].clone()
@@ -167,7 +172,8 @@ class Stream:
             read[:, :, begin : begin + kept.shape[2]] = kept
 
         write(0, codec.keep_exact(self.head[side], self.layer, side))
-        for first, stored in blocks.read(start - sink, READ_TOGETHER[read_as(side)[0]]):
+        together = READ_TOGETHER[read_as(side)[0]]
+        for first, stored in blocks.read(start - sink, self.tail_start - sink, together):
             # No name is kept for what is restored: it would outlive the next ones.
             write(sink + first, codec.restore(blocks.layout.dequantize(stored), self.layer, side))
         write(self.tail_start, exact)
@@ -218,6 +224,8 @@ class Stream:
         """Take back the last tokens, at most `exact_tokens`."""
         for side, rows in self.tail.items():
             self.tail[side] = rows[:, :, : rows.shape[2] - count]
+        for blocks in self.blocks.values():  # what was written ahead of time may be other tokens'
+            blocks.length = min(blocks.length, max(0, self.length - self.layout.sink))
 
     def copy(self) -> "Stream":
         """A stream with the same content that grows by itself."""
@@ -281,18 +289,18 @@ class Blocks:
         for number in [n for n in self.table if (n + 1) * tokens <= token]:
             del self.table[number]
 
-    def read(self, start: int, together: int) -> Iterator[tuple[int, Sections]]:
+    def read(self, start: int, end: int, together: int) -> Iterator[tuple[int, Sections]]:
         """Yield `(first token, sections)` for the blocks with a token from `start` on, in order and
-        `together` blocks at a time, without the part of the last one that is not filled.
+        `together` blocks at a time, up to token `end`.
 
         Rows of several blocks are a copy, which is far smaller than what they stand for.
         """
         tokens = self.layout.tokens
-        numbers = [number for number in sorted(self.table) if (number + 1) * tokens > start]
+        numbers = [n for n in sorted(self.table) if n * tokens < end and (n + 1) * tokens > start]
         for begin in range(0, len(numbers), together):
             read = numbers[begin : begin + together]
             first = read[0] * tokens
-            filled = min(len(read) * tokens, self.length - first)
+            filled = min(len(read) * tokens, end - first)
             blocks = torch.stack([self.table[number] for number in read], dim=1)
             parts = []
             # As one block of many rows: the operations are as many as for a single block.

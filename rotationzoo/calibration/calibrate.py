@@ -6,7 +6,7 @@ replaceable, or already finished.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.own_name import remember_model
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
@@ -107,25 +108,16 @@ def calibrate(job: Job, progress: Progress = silent, note: Note = None) -> Artif
     """Run a job, resuming from a checkpoint of the same job if there is one, and return its
     artifact, unchanged if it is there already.
 
-    `note` is told at the start if there are fewer tokens than asked for. Raises `RotationZooError`
-    for everything that a user can put right, before the passes through the model where it can be
-    known.
+    `note` is told at the start what differs from what was asked for. Raises `RotationZooError` for
+    everything that a user can put right, before the passes through the model where it can be known.
     """
-    # Listed before the job creates any of them.
-    missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
-    try:
-        with ExitStack() as locks:
+    with ExitStack() as locks:
+        try:
             return _calibrate(job, progress, note, locks)
-    except BaseException as error:
-        if isinstance(error, Unsound):
+        except Unsound:
             # Resuming from the same sums would only be refused again.
             Checkpoint(job.checkpoint, {}).remove()
-        for folder in missing:
-            # Remove the folders that the job created. `rmdir` fails for one that holds an artifact
-            # or a checkpoint, which stays.
-            with suppress(OSError):
-                folder.rmdir()
-        raise
+            raise
 
 
 def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Artifact:
@@ -137,7 +129,9 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
     if planned.refusal is not None:
         raise planned.refusal
     job, source = planned.job, planned.source
-
+    if note:
+        for each in planned.notes:
+            note(each)
     # Check the output first: it makes no sense to download a tokenizer and weights for a folder
     # that cannot be written to.
     check_output(job)
@@ -175,6 +169,7 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
     # Remove the checkpoint last: a process killed before this line leaves both the artifact and the
     # checkpoint.
     checkpoint.remove()
+    remember_model(artifact.manifest.model, source.name)
     return artifact
 
 
@@ -252,7 +247,7 @@ def run_model(
                 if not job.fit_budget:
                     raise
                 recipe, reason = without_budget(recipe), str(error)
-                notes.append(f"all layers have 2 bits: {reason}")
+                notes.append(f"all layers have 2-bit codes with scales: {reason}")
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])

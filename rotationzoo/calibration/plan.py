@@ -15,10 +15,11 @@ from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.calibration import memory as memories
 from rotationzoo.calibration import recipe_checks
 from rotationzoo.codec.bit_allocation import has_room
+from rotationzoo.codec.engine_needs import DEFAULT
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
-from rotationzoo.model.files import is_gguf
+from rotationzoo.model.files import check_engine, is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import memory_limits, weights_bytes
@@ -41,6 +42,8 @@ class Job(RunSettings):
     output: Path
     batch: int = 4
     """Rows per forward pass; `SIZED` leaves them to the plan."""
+    engine: str = DEFAULT
+    """The engine that the rotations are for."""
     restart: bool = False
     fit_length: bool = False
     """Whether rows longer than the model's positions are shortened instead of refused. True if the
@@ -135,11 +138,12 @@ def plan(job: Job) -> Plan:
         return Plan(job, source, None, None, refusal)
     recipe = recipe_checks.shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = recipe_checks.settle_centering(recipe, shifted_layers(geometry or []))
+    notes += check_engine(source.folder, job.engine)
     if source.model is not None and not has_weights(source):
         notes.append("the weights are not identified: the loaded model is in no files here")
     if job.fit_budget and (reason := _reason_for_equal_bits(job, geometry or [])):
         recipe = without_budget(recipe)
-        notes.append(f"all layers have 2 bits: {reason}")
+        notes.append(f"all layers have 2-bit codes with scales: {reason}")
     recipe_checks.check_recipe(recipe, geometry or [])
     recipe_checks.check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error

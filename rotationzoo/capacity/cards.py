@@ -36,12 +36,13 @@ class Card:
         return max(0, int(self.count * self.memory * UTILIZATION) - self.count * OWN)
 
 
-OTHERS = ("MI300X",)  # of AMD, on which our kernels do not run
+OTHERS = "T4", "MI300X"  # too old, or of AMD: our kernels do not run on them
 # GiB as PyTorch's errors report them ("has a total capacity of"), up to 8 % less than a data sheet.
 _SIZES = {
     "RTX 3090": 23.56, "RTX 4090": 23.52, "RTX 5060 Ti": 15.47, "RTX 5070": 11.49,
-    "RTX 5070 Ti": 15.46, "RTX 5080": 15.47, "RTX 5090": 31.36, "L40S": 44.39, "A100 80GB": 79.15,
-    "H100": 79.18, "H200": 139.8, "B200": 178.35, "MI300X": 191.69,
+    "RTX 5070 Ti": 15.46, "RTX 5080": 15.47, "RTX 5090": 31.36, "RTX A6000": 47.4,
+    "RTX PRO 6000": 94.97, "T4": 14.56, "L4": 22.03, "A10G": 21.99, "L40S": 44.39,
+    "A100 80GB": 79.15, "H100": 79.18, "H200": 139.8, "B200": 178.35, "MI300X": 191.69,
 }  # fmt: skip
 CARDS = {name: Card(name, int(size * _GIB)) for name, size in _SIZES.items()}
 
@@ -66,4 +67,4 @@ def parse_card(text: str) -> Card:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[\s_-]|nvidia|geforce|80gb|sxm", "", text.lower())
+    return re.sub(r"[\s_-]|nvidia|geforce|tesla|blackwell|80gb|sxm", "", text.lower())

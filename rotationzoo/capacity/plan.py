@@ -15,6 +15,7 @@ from rotationzoo.codec.bit_allocation import check_room
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.figures import size_words
 from rotationzoo.model import loading
+from rotationzoo.model.files import check_engine
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe.rope import position_count
 from rotationzoo.storage.files import read_json
@@ -159,6 +160,8 @@ def remarks(capacity: Capacity) -> Iterator[str]:
         made, tokens = counted(capacity.positions, "position"), counted(capacity.context, "token")
         scaling = f"--rope-scaling yarn:{-(-capacity.context // capacity.positions)}"
         yield f"{wish.model} was made for {made}: {tokens} need RoPE scaling: {scaling}"
+    elif capacity.positions:
+        yield f"{capacity.positions:,} positions: longer requests need RoPE scaling"
     if card.kind in OTHERS:
         yield f"our kernels do not run on {card.kind}, which gets no cache of ours"
     paged = [layer for layer in shape.layers if wish.storage.has_pages(layer)]
@@ -168,6 +171,7 @@ def remarks(capacity: Capacity) -> Iterator[str]:
         yield f"serve does not split the KV heads over {card.count} GPUs"
     if shape.uncounted_states:
         yield "states of layers without keys, or keys of a sparse index, are not counted"
+    yield from check_engine(capacity.source.folder)
     if capacity.weights_from == "config":
         yield "the size of the weights was computed from the config"
 

@@ -58,13 +58,14 @@ class Command(TyperCommand):
 _MODEL = "Qwen/Qwen3-8B"
 _JOURNEYS = (
     ("demo", "see it work: a minute, no network"),
-    (f"pull {_MODEL} --for sglang", "fetch rotations for an engine"),
+    (f"pull {_MODEL} --for vllm", "fetch rotations for an engine"),
     (f"plan {_MODEL}", "see what fits a GPU"),
     (f"calibrate {_MODEL}", "make rotations yourself"),
     (f"evaluate {_MODEL} FOLDER", "see what they keep of the model"),
     ("report FOLDER", "a page to decide by"),
-    ("export FOLDER --for sglang", "files for an engine"),
-    (f"generate {_MODEL} -p 'Hi'", "write text through a 2-bit cache"),
+    (f"serve {_MODEL}", "a vLLM server with a 2-bit cache"),
+    (f"generate {_MODEL} -p 'Hi'", "the same cache in transformers"),
+    ("export FOLDER --for sglang", "files for a fork of an engine"),
     ("push FOLDER OWNER/REPO", "publish what you made"),
 )
 """Command without its first word -> what it is for."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rotationzoo.budget import Budget
 from rotationzoo.cli import next_steps, options
 from rotationzoo.cli.next_steps import named, served, shell_line, typed_words
-from rotationzoo.cli.options import Loading, argument, flag, option
+from rotationzoo.cli.options import Loading, flag, option
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES
@@ -32,13 +32,11 @@ _SLOWER = 4  # times as long as the exact model alone take this and a simulated 
 class Settings(options.Text):
     """Options on the job, by the names of `api.calibrate`."""
 
-    feedback: bool | None = option(
-        "Store what a cache needs to choose codes by error feedback.", "--feedback/--no-feedback"
-    )
+    feedback: bool | None = option("Store what error feedback needs.", "--feedback/--no-feedback")
     bits: float | None = option("Budget: bits an element; layers that lose more get more.")
     key_bits: float | None = option("The same for keys alone.")
     value_bits: float | None = option("The same for values alone.")
-    quick: bool = flag("Leave out the recipe's budget: 2 bits everywhere.")
+    quick: bool = flag("No budget: 2-bit codes, with scales 2.25 to 3 bits an element.")
     images: str | None = option("Column of images (vision models).")
     audio: str | None = option("Column of audio, as WAV.")
     batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
@@ -47,12 +45,9 @@ class Settings(options.Text):
 
 
 def calibrate_command(
+    model: options.ModelName,
     settings: Settings,
     out: Output,
-    model: str = argument(
-        "A hub id, a local folder, a GGUF file (of a hub: REPOSITORY:FILE), or demo: a small "
-        "model that ships with rotationzoo."
-    ),
     recipe: str | None = option(f"{', '.join(RECIPES)}, or a YAML file (the engine's)."),
     output: options.OutputFolder = None,
     keep: float | None = option("Find the fewest bits that keep N percent of answers."),

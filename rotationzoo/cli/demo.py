@@ -51,7 +51,7 @@ def demo_command(
         calibrate(job, progress)
         report = evaluate(replace(evaluation, record=False, tasks=tasks), progress)
         progress("drawing the page", 0, 0)
-        artifact = add_report(out, Artifact.open(folder), place=str(folder))
+        artifact = add_report(out, Artifact.open(folder))
     shown: list[tuple[str, Any]] = label_arms(report, artifact.identity).shown
     caches, rows = dict[str, Any](), list[list[str]]()
     for label, arm in [(EXACT, report.exact), *sorted(shown, key=lambda each: each[1].rounding)]:

@@ -31,12 +31,12 @@ class Measures(options.Text):
     questions: str = option("Per task and length; auto: until it is decided.", default="auto")
     minutes: float | None = option("Do what fits into this time.", min=0.1)
     keep: float | None = option("Percent to keep (90); else exit 1.")
-    windows: str | None = option("Sink/recent tokens kept exact, as 64/256,128/1024.")
+    windows: str | None = option("Exact sink/recent tokens: 64/256,128/1024.")
     format: options.Format | None = option("The 2-bit format.")
     bits: options.Budget = None
-    rivals: str | None = option("Other engines' caches, too, as fp8,q4_0,exl3-2.")
+    rivals: str | None = option("Other engines' caches: fp8,q4_0,exl3-2.")
     pooled: bool | None = option("Also measure one rotation per layer.", "--pooled")
-    prefill_chunk: int | None = option("Prefill in chunks, which read a quantized history.", min=1)
+    prefill_chunk: int | None = option("Prefill in chunks of N tokens.", min=1)
     prefill_layout: options.PrefillLayout = None
     rope_scaling: options.RopeScaling = None
     adapter: Path | None = option("Folder of a LoRA adapter, read by peft.")
@@ -50,7 +50,7 @@ def evaluate_command(
     out: Output,
     artifacts: list[Path] | None = argument("Folders of rotations.", None, metavar="ROTATIONS"),
     save: bool = flag("Add evaluation.json to the rotations."),
-    details: bool = flag("Also print all tables, and how they were measured."),
+    details: bool = flag("Also print all tables, with explanations."),
 ) -> None:
     """Measure what rotations keep of a model in 2 bits, and whether to serve them.
 

@@ -1,5 +1,6 @@
 """`rotationzoo inspect`: show what an artifact stores of each layer."""
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.next_steps import suggest_step
@@ -61,24 +62,19 @@ def _describe(rotation: "Rotation") -> dict[str, Any]:
 
 
 def _show_layers(artifact: "Artifact", layers: list[dict[str, Any]]) -> None:
-    """The sides beside each other, no wider than a terminal."""
-    columns = ["layer", "heads"]
-    # What is read as both is there as keys and as values.
-    sides = {side: read_as(side)[0] for side in artifact.rotations.cached.sides}
-    for side in sides:
-        columns += [f"{side[0].upper()} dim", "bits", "left", "error"]
-    rows = []
-    for layer in layers:
-        cells = [str(layer["layer"]), str(layer["kv_heads"])]
-        for place in sides.values():
-            stored = layer[place]
-            cells += [str(stored["dim"]), number(stored["bits"], "g")]
-            cells += [number(stored["feedback"], ".0%"), f"{stored['orthogonality_error']:.0e}"]
-        rows.append(cells)
+    """A row for each side of each layer."""
+    columns = ["layer", "side", "KV heads", "channels"]
+    columns += ["bits a channel", "error left", "|R R^T - I|"]
+    sides, rows = artifact.rotations.cached.sides, []
+    for layer, side in product(layers, sides):
+        stored = layer[read_as(side)[0]]  # what is read as both is there as keys and as values
+        cells = [str(layer["layer"]), side, str(layer["kv_heads"]), str(stored["dim"])]
+        cells += [number(stored["bits"], "g"), number(stored["feedback"], ".0%")]
+        rows.append([*cells, f"{stored['orthogonality_error']:.0e}"])
     table(f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}", columns, rows)
     say(
-        "bits: of a channel, by a budget; error: largest |R R^T - I|",
-        "left: share of the errors of nearest codes that error feedback is expected to leave",
+        "bits a channel: by a budget, without scales; |R R^T - I|: its largest entry",
+        "error left: the share of nearest codes' error that error feedback should leave",
     )
     if centered := [side for side in sides if artifact.recipe.centers(side)]:
         names = " and ".join(f"{side}s" for side in centered)

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.cli.options import IndexPlace, ZooRepo, argument, option
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.figures import UNKNOWN, change
+from rotationzoo.figures import UNKNOWN, change, number
 from rotationzoo.words import counted
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, HubName
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, HubName, chosen_hubs
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
@@ -29,13 +29,13 @@ def list_command(
     """
     from rotationzoo.zoo.lookup import find_index
 
-    zoo_index = find_index(index, repo, from_)
+    zoo_index = find_index(index, repo, chosen_hubs(from_, repo)[0])
     out.note(f"Read {zoo_index.origin}")
     entries = []
     for entry in zoo_index.content.entries:
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
             entries.append(entry)
-    place = place_options(index, repo, zoo_index, from_)
+    place = place_options(index, repo, zoo_index)
     show_list(out, entries)
     if fetched := [entry.model for entry in entries if entry.pullable]:
         out.suggest("pull", fetched[0], *place)
@@ -43,18 +43,11 @@ def list_command(
         out.suggest("calibrate", entries[0].model if entries else "MODEL")
 
 
-def place_options(
-    index: str | None, repo: str | None, zoo_index: "LoadedIndex", hub: str
-) -> list[str]:
+def place_options(index: str | None, repo: str | None, read: "LoadedIndex") -> list[str]:
     """The options with which other commands read the same index."""
-    place = []
-    if index is not None:
-        place = ["--index", index]
-    elif repo is not None:
-        place = ["--repo", repo]
-    if zoo_index.hub is not None and hub != DEFAULT_HUB:
-        place += ["--from", hub]
-    return place
+    named = {"--index": index, "--repo": None if index else repo}
+    named["--from"] = read.hub if read.hub in HUB_NAMES[1:] else None
+    return [word for name, value in named.items() if value for word in (name, value)]
 
 
 def show_list(out: Output, entries: list["Entry"]) -> None:
@@ -68,25 +61,28 @@ def _show_entries(entries: list["Entry"]) -> None:
     if not entries:
         say("No published rotations match; without a name and --recipe, list shows all there are")
         return
-    columns = ["model", "recipe", "files", "revision", "hubs", "answers", "cost"]
+    columns = ["model", "recipe", "files", "bits", "keeps", "measured", "cost", "revision", "hubs"]
     rows = [_row(entry, entries) for entry in entries]
     # Rows that look the same get a footnote with their folders, to tell them apart.
-    equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
-    for footnote, number in enumerate(equal, 1):
-        rows[number][1] += f" ({footnote})"
+    equal = [place for place, row in enumerate(rows) if rows.count(row) > 1]
+    for footnote, place in enumerate(equal, 1):
+        rows[place][1] += f" ({footnote})"
     told = [cells for cells in zip(columns, *rows, strict=True) if {*cells[1:]} != {UNKNOWN}]
     columns, *rows = map(list, zip(*told, strict=True))
     table(counted(len(entries), "published rotation"), columns, rows, folded=["recipe"])
-    for footnote, number in enumerate(equal, 1):
-        say(f"({footnote}) from the folder {entries[number].copies[0].path}")
+    for footnote, place in enumerate(equal, 1):
+        say(f"({footnote}) from the folder {entries[place].copies[0].path}")
 
 
 def _row(entry: "Entry", entries: list["Entry"]) -> list[str]:
-    from rotationzoo.zoo.index import kept_words
+    from rotationzoo.zoo.index import Listed, kept_words
 
-    answers = kept_words(entry, entries)
-    cost = change(entry.summary.perplexity_increase if entry.summary else None)
+    measured, decision, figures = entry.measured, entry.decision, entry.summary or Listed()
+    bits = number((decision and decision.bits) or figures.bits_per_element, ".2f")
     hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}
-    revision = (entry.model_revision or UNKNOWN)[:8]
-    format = _FORMATS[entry.format]
-    return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), answers, cost]
+    return [
+        *(entry.model, entry.recipe, _FORMATS[entry.format], bits, kept_words(entry, entries)),
+        "no" if measured is None else measured.engine or "yes",
+        change(figures.perplexity_increase),
+        *((entry.model_revision or UNKNOWN)[:8], "+".join(sorted(hubs))),
+    ]

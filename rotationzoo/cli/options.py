@@ -94,35 +94,26 @@ def follow_link(folder: Path | None) -> Path | None:
     return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
 
 
-def chosen_hubs(choice: str) -> list[str]:
-    """The hubs that a choice stands for; `both` and `any` mean all of them."""
-    return list(HUB_NAMES) if choice in ("both", "any") else [choice]
-
-
 if TYPE_CHECKING:
     HubOrBoth = str
     HubOrAny = str
     Format = str
 else:
     # Typer reads the choices from the type at run time, but mypy rejects a computed Literal.
-    HubOrBoth = Literal[(*HUB_NAMES, "both")]
-    HubOrAny = Literal[(*HUB_NAMES, "any")]
+    HubOrBoth = Literal[*HUB_NAMES, "both"]
+    HubOrAny = Literal[*HUB_NAMES, "any"]
     Format = Literal[tuple(SIMULATED)]
 
 Json = Annotated[bool, option("Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
 
-ModelName = Annotated[str, argument("A hub id, a local folder, a GGUF file, or demo.")]
+ModelName = Annotated[str, argument("A hub id, folder, GGUF file, or demo.")]
 ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]
-OutputFolder = Annotated[
-    Path | None, option("Artifact folder, by default MODEL-RECIPE in rotations.", "--output", "-o")
-]
+OutputFolder = Annotated[Path | None, option("Folder (rotations/MODEL-RECIPE).", "--output", "-o")]
 Restart = Annotated[bool, option("Replace an artifact that is there.")]
 Revision = Annotated[str | None, option("Branch, tag or commit of a hub model.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], option("Where to run.")]
-TextLength = Annotated[
-    int | None, option("Tokens per text (2048, or more if windows need it).", min=2)
-]
+TextLength = Annotated[int | None, option("Tokens per text (2048; more for windows).", min=2)]
 
 
 @dataclass(frozen=True)
@@ -130,8 +121,8 @@ class Machine:
     """Options on where a model runs."""
 
     device: Device = "auto"
-    device_map: str | None = option("auto: spread over GPUs, main memory and disk.")
-    max_memory: str | None = option("Limits for the device map: 0=20GiB,cpu=60GiB.")
+    device_map: str | None = option("auto: over GPUs, main memory and disk.")
+    max_memory: str | None = option("Limits of that map: 0=20GiB,cpu=60GiB.")
 
 
 @dataclass(frozen=True)
@@ -147,7 +138,7 @@ class Loading(Machine):
 class Text(Loading):
     """Options on a model and the text that it reads."""
 
-    data: str | None = option("Data set id, .jsonl, .txt or .parquet file, or bundled.")
+    data: str | None = option("Data set id, .jsonl, .txt or .parquet, or bundled.")
     subset: str | None = option("The data set's configuration.")
     split: str | None = option("The data set's split (train).")
     column: str | None = option("Column of the text or of the chat messages.")
@@ -156,28 +147,26 @@ class Text(Loading):
     seed: int | None = option("Order of the documents (0).")
 
 
-RopeScaling = Annotated[str | None, option("Scale RoPE, as yarn:4, yarn:4:32768 or linear:2.")]
+RopeScaling = Annotated[str | None, option("Scale RoPE: yarn:4, yarn:4:32768, linear:2.")]
 
 Clip = Annotated[
     str | None, option("Clip ratios of keys and values, as 0.96/0.92, or one for both.")
 ]
 Windows = Annotated[str | None, option("Sink and recent tokens kept exact, as 64/256.")]
 
-Anyway = Annotated[bool, option("Also take rotations that were made for other weights.")]
+Anyway = Annotated[bool, option("Also take rotations of other weights.")]
 Rounding = Annotated[
     Literal["nearest", "feedback"] | None,
     option("How rows get their codes (feedback, where the artifact has it)."),
 ]
-Budget = Annotated[
-    float | None, option("Another budget of bits than the artifact's.", "--bits", min=2, max=4)
-]
+Budget = Annotated[float | None, option("Another budget of bits.", "--bits", min=2, max=4)]
 Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", min=0)]
 PrefillLayout = Annotated[
     Literal["server", "window"] | None, option("Earlier tokens that a chunk reads exact.")
 ]
 
 Tasks = Annotated[str, option(f"{', '.join(TASKS)}; none.")]
-Lengths = Annotated[str | None, option("Tokens per prompt of the tasks, as 2048,8192 (--length).")]
+Lengths = Annotated[str | None, option("Tokens per prompt, as 2048,8192 (--length).")]
 
 _TrustConfig = Annotated[
     Path | None, option("Keys of another Sigstore than the public one, as a JSON file.")
@@ -219,4 +208,4 @@ class Signing:
 
 
 IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]
-ZooRepo = Annotated[str | None, option("The zoo repository whose index to read.", "--repo")]
+ZooRepo = Annotated[str | None, option("The zoo: owner/name, or a folder as ./zoo.", "--repo")]

@@ -7,6 +7,7 @@ from rotationzoo.cli.options import ModelName, Revision, RopeScaling, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
+from rotationzoo.model.files import is_gguf
 from rotationzoo.sides import HEADS
 from rotationzoo.words import counted
 
@@ -20,14 +21,11 @@ _PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 def plan_command(
     model: ModelName,
     out: Output,
-    gpu: str = option("A card, its memory, or several: H100, 24GiB, 2x24GiB.", default="24GiB"),
-    context: int | None = option(
-        "Tokens of each request (131072, at most the model's positions).", min=1
-    ),
+    gpu: str | None = option("A card, its memory, or several: H100, 2x24GiB (24GiB)."),
+    context: int | None = option("Tokens of each request (131072, or all positions).", min=1),
     requests: int = option("Requests at the same time.", min=1, default=1),
     format: Literal["fine", "vllm", "sglang"] = option(
-        "How our cache stores rows: by a budget of bits (fine), or as an engine does.",
-        default="fine",
+        "How our cache stores rows: by a budget (fine), or as an engine does.", default="fine"
     ),
     bits: float | None = option("Bits of it (the recipe's 3).", min=2, max=4),
     revision: Revision = None,
@@ -48,7 +46,7 @@ def plan_command(
     from rotationzoo.codec.settings import check_budget
 
     check_budget(Budget(bits), True, format)
-    card = cards.parse_card(gpu)
+    card = cards.parse_card(gpu or "24GiB")
     job = calibration_job(model, bits=bits, quick=format != BUDGETED, rope_scaling=rope_scaling)
     recipe, scaling = job.recipe, job.recipe.rope_scaling
     storage = shape.Storage(SIMULATED[format], recipe.sink, recipe.recent, bits=recipe.bits)
@@ -56,13 +54,14 @@ def plan_command(
     capacity = plan.measure_capacity(wish)
     answer = plan.judge_wish(capacity)
     commands = _commands(capacity, format, job)
+    assumed = [] if gpu else [f"no --gpu was given: {card.name} is assumed"]
     data = {
         **plan.capacity_json(capacity),
         "format": format,
         "fits": answer.cache is not None,
         "answer": answer.words,
         "needs": {"weights": answer.weights, "cache": answer.cache},
-        "remarks": [*plan.remarks(capacity)],
+        "remarks": [*assumed, *plan.remarks(capacity)],
         "zoo": plan.zoo_entries(capacity),
         "commands": [shell_line(*words) for words in commands],
     }
@@ -120,6 +119,7 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:
             limits += ["--tensor-parallel-size", str(wish.card.count)]
         # It scales RoPE as the rotations say.
         server = ["serve", *named(wish.model, wish.revision), "--rotations", artifact, *limits]
-    if capacity.shape.layers[0].cached is not HEADS:  # vLLM takes no others
+    # vLLM takes no others.
+    if capacity.shape.layers[0].cached is not HEADS or is_gguf(capacity.source.folder):
         return [calibrate, generate]
     return [calibrate, generate, server]

@@ -9,6 +9,7 @@ from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES, PullEngineName
+from rotationzoo.zoo.hubs.protocol import chosen_hubs
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.pull import Pulled
@@ -39,7 +40,7 @@ def pull_command(
     from rotationzoo.zoo.signing.check import make_demand
 
     demand = make_demand(**vars(signatures))
-    hubs = options.chosen_hubs(from_)
+    hubs = chosen_hubs(from_, repo)
     # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
     out.note(f"Read {zoo_index.origin}")

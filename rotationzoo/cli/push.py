@@ -12,7 +12,7 @@ from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, chosen_hubs, is_folder
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -61,8 +61,11 @@ def publish(
     from rotationzoo.zoo.push import check_indexes, push
 
     check_model(artifact)
-    if signer is not None:
-        check_indexes(upload, destination, signer)
+    index_signer = None if is_folder(destination.repo) else signer
+    if index_signer is not None:
+        check_indexes(upload, destination, index_signer)
+    elif signer is not None:
+        out.note("Note: the index is not signed: its signature would name a repository on a hub")
     if signer is not None and (signing.sign or not upload.is_signed):
         upload = upload.signed_by(signer.tool)
         out.note(f"Note: it is signed by {upload.entry.signer}")
@@ -74,14 +77,14 @@ def publish(
         out.note("Note: it is not signed; to sign it, add: --sign key.pem, or --sign keyless")
     words = [str(artifact.folder), *signing.words, *["--create-pr"] * destination.create_pr]
     with show_progress(out) as progress:
-        return upload, push(upload, destination, shlex.join(words), progress, signer)
+        return upload, push(upload, destination, shlex.join(words), progress, index_signer)
 
 
 def push_command(
     artifact: options.ArtifactFolder,
     signing: options.Signing,
     out: Output,
-    repo: str = argument("The zoo repository, as owner/name.", metavar="REPO"),
+    repo: str = argument("The zoo: owner/name, or a folder as ./zoo.", metavar="REPO"),
     to: options.HubOrBoth = option("Which hub.", default=DEFAULT_HUB),
     create_pr: bool = flag("As a pull request (Hugging Face)."),
     no_statistics: bool = flag("Leave the statistics behind."),
@@ -109,21 +112,24 @@ def push_command(
     upload = prepare_upload(opened, repo, not no_statistics, day)
     if ANSWERS in opened.manifest.files.keys() - upload.files and not is_installed():
         out.notes([NOT_DRAWN])
+    if index is not None and is_folder(repo):
+        raise UsageError("--index lists what is on hubs, and no folder", "leave out --index")
     if dry_run:
-        signs = signer is not None and (anew or not upload.is_signed)
-        show_push_plan(out, repo, upload.listing(signs), root_names(signed=signer is not None))
+        signs, on_hub = signer is not None and (anew or not upload.is_signed), not is_folder(repo)
+        root_files = root_names(signed=signer is not None and on_hub)
+        show_push_plan(out, repo, upload.listing(signs), root_files)
         out.suggest(*typed_words("--dry-run"))
         return
     # After the dry run, because publishing asks a hub for the model's config.
-    destination = Destination(repo, options.chosen_hubs(to), create_pr)
+    destination = Destination(repo, chosen_hubs(to, repo), create_pr)
     upload, places = publish(out, opened, upload, destination, signer, signing)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
     show_push(out, repo, upload.path, places)
     hub = destination.hubs[0]
-    place = ["--repo", repo] if hub == DEFAULT_HUB else ["--from", hub, "--repo", repo]
+    place = ["--from", hub] if hub in HUB_NAMES[1:] else []
     # What is in a pull request cannot be fetched yet.
-    out.suggest(*(["list"] if create_pr else ["pull", upload.entry.model]), *place)
+    out.suggest(*(["list"] if create_pr else ["pull", upload.entry.model]), *place, "--repo", repo)
 
 
 def check_use(artifact: "Artifact") -> None:

@@ -13,7 +13,7 @@ from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
 from rotationzoo.errors import PartlyDone, RotationZooError, UsageError
 from rotationzoo.words import counted
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, chosen_hubs
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.hubs.protocol import Published
@@ -58,7 +58,7 @@ def regenerate_command(
     recipe_file = find_recipe_file(configs, model)
     zoo = repo or ZOO
     # Even if both hubs are published to, the published rotations come from one index.
-    hub = DEFAULT_HUB if to in (None, "both") else str(to)
+    hub = chosen_hubs(to or DEFAULT_HUB, repo)[0]
     named = None if index is None else find_index(index, zoo)
     zoo_index = named or read_index(zoo, hub, must_exist=False)
     out.note(f"Read {zoo_index.origin}")
@@ -66,11 +66,11 @@ def regenerate_command(
         models, unknown = find_due(configs, zoo_index.content)
         show_due(out, models, unknown)
         if unknown:
-            name, error = next(iter(unknown.items()))
-            more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            raise PartlyDone(f"whether {name} is due is not known: {error}{more}", error.hint)
+            out.notes(f"{name} was skipped: {error}" for name, error in unknown.items())
+            problem = f"{counted(len(unknown), 'model')} could not be looked at"
+            raise PartlyDone(problem, next(iter(unknown.values())).hint)
         name, *typed = typed_words("--plan", str(model))
-        listing = ["list", *place_options(index, repo, zoo_index, hub)]
+        listing = ["list", *place_options(index, repo, zoo_index)]
         out.suggest(*([name, models[0].model, *typed] if models else listing))
         return
     from rotationzoo.api import calibration_job, evaluation_job
@@ -100,10 +100,10 @@ def regenerate_command(
 
         upload = prepare_upload(artifact, zoo)
         # As a pull request, so that a person decides whether to merge it.
-        destination = Destination(zoo, options.chosen_hubs(to), create_pr=True)
+        destination = Destination(zoo, chosen_hubs(to, repo), create_pr=True)
         _, places = publish(out, artifact, upload, destination, signer, signing)
     show_regenerated(out, job.output, verdict, places)
-    listing = ["list", *place_options(None, zoo, zoo_index, hub)]
+    listing = ["list", *place_options(None, zoo, zoo_index)]
     out.suggest(*(listing if places else publishing))
 
 

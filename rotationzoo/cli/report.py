@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 def report_command(
     artifact: ArtifactFolder,
     out: Output,
-    output: Path = option(
-        "Where to write the page.", "--output", "-o", default=Path("report.html")
-    ),
+    output: Path | None = option("Where to write the page (into the rotations).", "--output", "-o"),
     save: bool = flag("Add the page to the rotations, and its chart to the card."),
     context: int | None = option("Tokens whose memory is shown (the model's positions).", min=1),
 ) -> None:
@@ -29,35 +27,40 @@ def report_command(
 
     rotationzoo report rotations/demo-oscar
     """
-    from rotationzoo.artifact.store import EVALUATION, Artifact
+    from rotationzoo.artifact.store import EVALUATION, REPORT, SIGNATURE, Artifact
     from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files, folders
 
-    if output.resolve().is_relative_to(folder := artifact.resolve()):  # which holds its own alone
-        output = Path(os.path.relpath(folder.parent), output.name)
-    if output.is_file() and FOOTER.encode() not in files.read(output, 1 << 24):
+    folder, beside = artifact.resolve(), output
+    # What is signed would not be any more, and the folder of the shell is not replaced.
+    kept = os.path.lexists(folder / SIGNATURE) or Path.cwd().is_relative_to(folder)
+    if output is None:
+        save, beside = save or not kept, Path(REPORT) if kept else None
+    if beside and beside.resolve().is_relative_to(folder):  # which holds its own alone
+        beside = Path(os.path.relpath(folder.parent), beside.name)
+    if beside and beside.is_file() and FOOTER.encode() not in files.read(beside, 1 << 24):
         hint = "choose another place with --output"
-        raise RotationZooError(f"{output} exists and is no page of report", hint)
+        raise RotationZooError(f"{beside} exists and is no page of report", hint)
     opened = Artifact.open(artifact)
     report = _draw_report(out, opened, context)
-    folders.replace_file(output, report.html(str(artifact)).encode())
+    if beside:
+        folders.replace_file(beside, report.html(is_local=True).encode())
     if save:
         add_report(out, opened, report)
-    evaluated = EVALUATION in opened.manifest.files
+    evaluated, page = EVALUATION in opened.manifest.files, str(beside or artifact / REPORT)
     changed = str(artifact) if save else None
-    data = {"report": str(output), "artifact": changed, "evaluated": evaluated}
-    added = [f"Added to: {artifact}"] if save else []
-    out.result(data, str(output), lambda: say(f"Page: {output}", *added))
-    if not evaluated:
-        suggest_step(out, opened)
-    elif not save:
+    data = {"report": page, "artifact": changed, "evaluated": evaluated}
+    added = [f"Added to: {artifact}"] if save and beside else []
+    out.result(data, page, lambda: say(f"Page: {page}", *added))
+    if evaluated:
         out.suggest(*_next_words(opened, str(artifact)))
     else:
-        out.suggest("push", str(artifact), "OWNER/REPO")
+        suggest_step(out, opened)
 
 
 def _next_words(artifact: "Artifact", place: str) -> list[str]:
     """What the decision calls for, or the export to the engine that it was measured for."""
+    from rotationzoo.model.own_name import model_words
     from rotationzoo.report.commands import asked_options, decided_words, usual_engine
     from rotationzoo.report.page import label_arms
 
@@ -65,7 +68,7 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     engine = measured and measured.engine
     served = ["--for", engine] if engine else []
     if measured and (decision := label_arms(measured, artifact.identity).decision):
-        model, asked = [artifact.manifest.model.id], asked_options(measured)
+        model, asked = model_words(artifact), asked_options(measured)
         words = decided_words(decision, model, place, served, asked)
         if words is None and decision.action in ("ask", "nothing"):  # no answer decides
             shorter = decision.action == "nothing"
@@ -73,14 +76,13 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
     return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
 
 
-def add_report(
-    out: Output, artifact: "Artifact", report: "Report | None" = None, place: str = "FOLDER"
-) -> "Artifact":
-    """Add a report to an artifact as `report --save` does. Its commands name the `place`."""
+def add_report(out: Output, artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
+    """Add a report to an artifact. Its commands name the folder and the model as they are here."""
     from rotationzoo.report.page import files_of_report
     from rotationzoo.writer import add_files
 
-    return add_files(artifact, files_of_report(report or _draw_report(out, artifact), place), {})
+    report = report or _draw_report(out, artifact)
+    return add_files(artifact, files_of_report(report, is_local=True), {})
 
 
 def _draw_report(out: Output, artifact: "Artifact", context: int | None = None) -> "Report":

@@ -54,7 +54,7 @@ def serve_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers, shares_blocks
     from rotationzoo.model.compatibility import check_weights, settle_rope_scaling
-    from rotationzoo.model.files import is_gguf
+    from rotationzoo.model.files import check_engine
     from rotationzoo.model.loading import load_config
     from rotationzoo.model.source import find, has_weights
     from rotationzoo.recipe.rope import position_count, scaling_of
@@ -64,12 +64,7 @@ def serve_command(
     from rotationzoo.vllm.settings import Options, make_settings
 
     source = find(model, revision)
-    if is_gguf(source.folder):
-        raise RotationZooError(
-            f"{model} is a GGUF file, which vLLM does not read here",
-            hint="serve the model that it was converted from, or export for llama.cpp: rotationzoo "
-            "export ROTATIONS --for llama.cpp --base MODEL.gguf",
-        )
+    check_engine(source.folder, ENGINE)
     scaling = settle_rope_scaling(rope_scaling, [], source)
     config = load_config(source, scaling)
     full, has_others = full_attention_layers(config), shares_blocks(config)

@@ -46,6 +46,8 @@ class Entry:
     bits of a budget."""
     prefill_layout: Literal["server", "window"] = "server"
     """Which tokens of earlier chunks of a prompt stay exact, as in `codec.windows`."""
+    gguf: tuple[str, ...] = ()
+    """The architectures of GGUF files that it loads with rotations; `*` is any."""
     needs_base: bool = False
     """Whether the export copies a model file that the user must give. `pull` cannot ask for one."""
 
@@ -61,6 +63,7 @@ class Entry:
         return "oscar" if self.heads else "oscar-v1"
 
 
+_FORKS = "qwen3", "qwen3moe", "qwen35", "gemma4"
 DEFAULT = "transformers"
 ENGINES = {
     "vllm": Entry(
@@ -76,7 +79,7 @@ ENGINES = {
     "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),
     "sglang": Entry("sglang", format="sglang", means=("key",)),
     "sglang-mla": Entry("sglang_latent", format="sglang", takes=LATENTS.sides, clip="none"),
-    "llama.cpp": Entry("llama_cpp", heads=False, clip="one", needs_base=True),
+    "llama.cpp": Entry("llama_cpp", heads=False, clip="one", gguf=_FORKS, needs_base=True),
     "transformers": Entry(
         command="generate",
         format="sglang",
@@ -85,6 +88,7 @@ ENGINES = {
         clip="head",
         feedback=True,
         budget=True,
+        gguf=("*",),
     ),
 }
 ENGINE_NAMES = tuple(ENGINES)

@@ -110,12 +110,14 @@ class RotatedCodec:
         return feedback.quantize(rows, factor, self.group_size, stored)
 
     def pack(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, apart: bool = False
     ) -> int2.Quantized:
         """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]` of the model, with their
         scales and offsets. On a GPU with a kernel, nothing waits for the result, and rows that
-        cannot be quantized are reported by `check_packed`."""
-        rotated = self.rotate(rows, layer, side)
+        cannot be quantized are reported by `check_packed`. `apart`: as each token alone is rotated,
+        to the last bit."""
+        parts = rows.split(1 if apart else rows.shape[2] or 1, dim=2)
+        rotated = torch.cat([self.rotate(part, layer, side) for part in parts], dim=2)
         if encoder := self.encoder(layer, side, format, rows.device):
             return encoder(rotated)
         quantized = self.quantize(rotated, layer, side, format)

@@ -1,9 +1,8 @@
 """The decision on an artifact: whether its arm surely keeps as large a share of the model's answers
 as is asked for, and so whether it may be served.
 
-Questions may be asked in several rounds, with a look at all answers after each. The level is split
-evenly over the planned looks (Bonferroni), so that all of them together keep it, whenever a look
-ends the questions.
+Questions may be asked in several rounds, with a look at all answers after each. Each look spends
+a part of the level, so that all of them together keep it, whenever a look ends the questions.
 """
 
 import math
@@ -37,7 +36,12 @@ SIMPLEST: dict[scores.DataFree, str] = {
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
 _WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
-_NOTHING = 1e-9  # a standard error of no more is rounding
+_ROOTS = (torch.arange(40, dtype=torch.float64) + 0.5) / 40
+_CORRELATIONS = _ROOTS.square()  # of answers in a prompt, the small ones closer together
+_SHARES = torch.linspace(-6, 6, 50, dtype=torch.float64).sigmoid()[:, None]  # even in log odds
+_LIKELY = 8  # the prior of a correlation c is (1 - c)^8, Beta(1, 9), whose mean is 0.1
+_SURE = torch.tensor([0.92, 0.6], dtype=torch.float64)
+"""That the correlation is no larger than the bound that decides, and than the one that plans."""
 _PACE = 16  # questions, to a multiple of which more are asked
 _NAMES: dict[str, str] = {"random": "a random matrix rounded one by one", **dict(SIMPLEST.items())}
 _VARIANTS = {
@@ -58,16 +62,18 @@ class Rule:
 
     floor: float = scores.FLOOR
     """The share of the exact model's right answers that must be kept, between 0 and 1."""
-    looks: int = 1
-    """After how many rounds a decision may be made, this one included."""
-
-    @property
-    def level(self) -> float:
-        """The chance of a false finding at each look."""
-        return LEVEL / self.looks
+    level: float = LEVEL
+    """The chance of a false finding at this look."""
 
 
 _USUAL = Rule()
+
+
+def spend_level(questions: int, looks: Sequence[int]) -> float:
+    """The part of `LEVEL` that the look after so many questions spends: each look twice, three
+    times and so on what the first does (Bonferroni with weights), because late ones decide the
+    hard cases."""
+    return LEVEL * (1 + bisect_left(looks, questions)) / sum(range(1, len(looks) + 1))
 
 
 @dataclass(frozen=True)
@@ -78,20 +84,15 @@ class _Kept:
     answers: int
     """Of the exact model, which are right."""
     independent: float
-    """As many independent answers have the standard error that was seen over prompts."""
-    prompts: int
-    """Those with a right answer of the exact model."""
-    tasks: int
-    differs: bool
-    """Whether the prompts differ in what is kept, so that their spread is an estimate."""
+    """As many independent answers tell as much as these, which share prompts, and surely no more
+    than these."""
+    likely: float
+    """As many by what is likely: more answers will show it."""
 
     def interval(self, level: float) -> list[float]:
-        """The interval of the share: Clopper and Pearson's for as many independent answers as have
-        the standard error over prompts (Korn and Graubard 1998), which holds near 100 %, too."""
+        """The interval of the share: Clopper and Pearson's for as many independent answers (Korn
+        and Graubard 1998), which holds near 100 %, too."""
         number = self.independent
-        if self.differs:
-            freedom = max(1, self.prompts - self.tasks)
-            number *= (ndtri(1 - level / 2) / stdtrit(freedom, 1 - level / 2)) ** 2
         count = self.share * number
         low = betaincinv(count, number - count + 1, level / 2) if count > 0 else 0.0
         high = betaincinv(count + 1, number - count, 1 - level / 2) if self.share < 1 else 1.0
@@ -106,11 +107,11 @@ class _Kept:
 
     def settles(self, times: float, floor: float) -> bool:
         """Whether `times` as many new questions settle it in one look, with the power."""
-        independent, answers = self.independent * times, int(self.answers * times)
+        independent, answers = self.likely * times, int(self.answers * times)
         reach = ndtri(_POWER) * math.sqrt(self.share * (1 - self.share) / independent)
         sign = 1 if self.share < floor else -1
-        share, prompts = min(1.0, max(0.0, self.share + sign * reach)), round(self.prompts * times)
-        new = _Kept(share, answers, independent, prompts, self.tasks, self.differs)
+        share = min(1.0, max(0.0, self.share + sign * reach))
+        new = _Kept(share, answers, independent, independent)
         return answers >= FEWEST_ANSWERS and new.act(Rule(floor)) != "ask"
 
 
@@ -209,15 +210,34 @@ def _average(
 
 
 def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]) -> _Kept:
-    """What is kept, from the numbers of kept and of right answers in each prompt, `[prompts]`.
-    Where no prompt differs from another, each counts as one answer."""
-    share, error = _average(given / right, right, tasks)
-    prompts, answers = int((right > 0).sum()), int(right.sum())
-    independent, differs = float(prompts), bool(error and error > _NOTHING)
-    if error and differs:
-        independent = min(answers, share * (1 - share) / error**2)
-    share = min(1.0, share)  # of which rounding may make more
-    return _Kept(share, answers, independent, prompts, len(tasks), differs)
+    """What is kept, from the numbers of kept and of right answers in each prompt, `[prompts]`. The
+    design effect (Kish 1965) of their correlation tells how many independent answers they are."""
+    answers = right.sum().item()
+    others = (right.square().sum() / right.sum()).item() - 1  # right answers in an answer's prompt
+    numbers = answers / (1 + bound_correlations(given, right, tasks) * others)
+    return _Kept(given.sum().item() / answers, int(answers), *numbers.tolist())
+
+
+def bound_correlations(
+    given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]
+) -> torch.Tensor:
+    """Bounds `[..., 2]` on the intraclass correlation of the answers in a prompt, one for all
+    tasks: the quantiles `_SURE` of its posterior by beta-binomial numbers `[..., prompts]` of kept
+    answers among the right ones. Any log odds of a task's share are as likely before."""
+    ranks = torch.arange(int(right.max()))[:, None]
+    steps = ranks[..., None] * _CORRELATIONS / (1 - _CORRELATIONS)
+    density = _LIKELY * (-_CORRELATIONS).log1p() + _ROOTS.log()
+    for kept, all_ in zip(given.split(list(tasks), -1), right.split(list(tasks), -1), strict=True):
+        likelihood = torch.zeros(())
+        # The chance of each answer in turn depends on those before it in its prompt (Polya's urn).
+        urn = (kept, _SHARES, 1), (all_ - kept, 1 - _SHARES, 1), (all_, torch.ones(1, 1), -1)
+        for values, start, sign in urn:
+            number = (values[..., None, :] > ranks).sum(-1).double()
+            terms = (start + steps).log().expand(-1, len(_SHARES), -1)
+            likelihood = likelihood + sign * torch.tensordot(number, terms, 1)
+        density = density + likelihood.logsumexp(-2)
+    below = density.softmax(-1).cumsum(-1)
+    return _CORRELATIONS[(below[..., None] < _SURE).sum(-2)]
 
 
 def _compare_rivals(

@@ -18,7 +18,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
-from rotationzoo.evaluation.decision import Rule, decide
+from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
@@ -132,14 +132,14 @@ def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Pro
 def _measure(schedule: Schedule, asking: Asking, answers: TaskAnswers | None) -> Results:
     """Ask the questions unless there are `answers`, and read the texts."""
     ready, trial, job = schedule.ready, schedule.trial, schedule.ready.job
-    judged, rule = schedule.judged, Rule(job.floor, len(job.tasks.looks))
+    judged = schedule.judged
 
     def open_arms(answers: TaskAnswers) -> Collection[str]:
         settings = answers.plan.settings
         if settings.minutes:
             return (judged or schedule.names) if schedule.fitting(answers.questions) else ()
         # The first pair of windows, whose figures are shown, ends the questions.
-        decisions = decide_all(answers, trial, trial.caches[0], judged, rule)
+        decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
         is_open = any(decision.action == "ask" for decision in decisions)
         return judged if is_open or answers.questions < job.tasks.looks[0] else ()
 
@@ -159,13 +159,13 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
     judged = judged_arms(trial.arms, job.rounding, job.pooled)
     found: dict[str, TaskAnswers] = {}
     # Half of the level for each sequence; of two rungs, none is above the middle.
-    rule = Rule(job.floor, len(job.tasks.looks) * (1 + (len(judged) > 2)))
+    share = 0.5 if len(judged) > 2 else 1.0
 
     def ask(name: str) -> Decision:
         rung = replace(trial, arms=[arm for arm in trial.arms if arm.name == name])
 
         def decide_rung(answers: TaskAnswers) -> Decision:
-            return decide_all(answers, rung, trial.caches[0], [name], rule)[0]
+            return decide_all(answers, rung, trial.caches[0], [name], job.floor, share)[0]
 
         def open_arms(answers: TaskAnswers) -> Collection[str]:
             goes_on = rungs.is_open(decide_rung(answers), answers.questions, name == judged[-1])
@@ -241,10 +241,10 @@ def _describe(schedule: Schedule, results: Results, notes: list[str]) -> Measure
     tasks, all_tasks = score_exact(answers)
     costs = results.measured.exact.measure_exact()
     exact = Exact(**dict(costs), tasks=tasks, all_tasks=all_tasks)
-    windows, rows, rule = [], len(exact.text_tokens), Rule(job.floor, len(job.tasks.looks))
+    windows, rows = [], len(exact.text_tokens)
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
-        made = decide_all(answers, trial, cache, results.judged, rule)
+        made = decide_all(answers, trial, cache, results.judged, job.floor)
         decisions = [schedule.time_more(decision, answers.questions) for decision in made]
         words = [line for decision in decisions for line in decision.words]
         verdict = Verdict(texts=len(exact.text_tokens), words=words, decisions=decisions)
@@ -286,14 +286,21 @@ def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm, length: int) -
 
 
 def decide_all(
-    answers: TaskAnswers, trial: Trial, cache: CacheLayout, judged: Sequence[str], rule: Rule
+    answers: TaskAnswers,
+    trial: Trial,
+    cache: CacheLayout,
+    judged: Sequence[str],
+    floor: float,
+    share: float = 1.0,
 ) -> list[Decision]:
-    """The decision on each of the `judged` arms with one cache, by a rule."""
+    """The decision on each of the `judged` arms with one cache, of whose answers the share `floor`
+    must be kept, with a `share` of the level."""
     exact, _ = score_exact(answers)
     bits, arms = {}, {}
     for arm in trial.arms:
         bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
         arms[arm.name], _ = score_arm(answers, cache, arm.name)
+    rule = Rule(floor, share * spend_level(answers.questions, answers.plan.settings.looks))
     return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
 
 

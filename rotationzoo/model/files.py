@@ -9,7 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.errors import ModelUnavailable, as_unavailable
+from rotationzoo.codec.engine_needs import DEFAULT, ENGINES
+from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.storage import files
 from rotationzoo.storage.files import read_json
 
@@ -27,6 +28,7 @@ _SIZE = re.compile("num_(hidden_layers|(attention|key_value)_heads)|head_dim|(hi
 _END = 256  # bytes
 # An adapter and a distributed checkpoint, which transformers loads on top of weights or in place.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-*-model-*-of-*.safetensors")
+ORIGINAL = "give the model that it was converted from"
 _NO_MODEL = "do not use it: this is no config of a model"
 
 
@@ -93,6 +95,22 @@ def weight_files(folder: Path) -> list[Path]:
 def is_gguf(folder: Path) -> bool:
     """Whether the weights of a folder are a GGUF file's, which are dequantized to be loaded."""
     return (folder / GGUF).is_file()
+
+
+def check_engine(folder: Path, engine: str = DEFAULT) -> list[str]:
+    """Which engines can use a model in its form, in words; none where all can. Raises
+    `RotationZooError` unless this one can."""
+    if not is_gguf(folder):
+        return []
+    from rotationzoo.storage.gguf_reader import open_gguf
+
+    kind = open_gguf(folder / GGUF, lists=False).value("general.architecture")
+    able = [name for name, row in ENGINES.items() if {kind, "*"} & set(row.gguf)]
+    words = f"engines that can use this GGUF file ({kind}): {', '.join(able)}"
+    if engine not in able:
+        other = "" if ENGINES[engine].gguf else f"{ORIGINAL}; "
+        raise RotationZooError(f"{engine} cannot use this GGUF file ({kind})", f"{other}{words}")
+    return [words]
 
 
 def entry_file(paths: list[Path]) -> str:

@@ -20,7 +20,7 @@ from huggingface_hub import errors as client
 from rotationzoo import errors
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import files
-from rotationzoo.model.files import GGUF, check_configs, check_count
+from rotationzoo.model.files import GGUF, ORIGINAL, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
@@ -42,7 +42,6 @@ _FILES = [
 ]
 _CARD_FRONT = re.compile(r"\s*---\s*\n(.*?)\n---", re.DOTALL)
 _CONFIG = "config.json"
-_ORIGINAL = "give the model that it was converted from"
 _NOT_FILES = ["*/*", "consolidated*"]
 
 
@@ -133,19 +132,19 @@ def find(model: str, revision: str | None = None) -> Source:
 
 @cache
 def _stand_in(file: Path, name: str) -> Path:
-    """Make the folder that stands for a GGUF file: with the config and the tokenizer that
-    transformers reads from the file, and a link to it. It lasts as long as the process.
+    """Make the folder that stands for a GGUF file: with the config that transformers reads from the
+    file, and a link to it. `fetch` adds the tokenizer. It lasts as long as the process.
 
     Raises `RotationZooError` for no GGUF file and where the package that reads them is missing,
     `ModelUnavailable` for what transformers does not read of it, and `UnsupportedModel` where it
     would leave out what the file says of RoPE."""
     import torch
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from rotationzoo.recipe.rope import scaling_of
-    from rotationzoo.storage.gguf_reader import open_gguf
+    from rotationzoo.storage.gguf_reader import open_gguf, write_header
 
-    reader, other = open_gguf(file, lists=False), _ORIGINAL
+    reader, other = open_gguf(file, lists=False), ORIGINAL
     if reader.value("split.count") not in (None, 0, 1):
         join = "join them first with: llama-gguf-split --merge"
         raise RotationZooError(f"{name} is one part of several", hint=join)
@@ -158,7 +157,8 @@ def _stand_in(file: Path, name: str) -> Path:
     folder.mkdir()
     (folder / GGUF).symlink_to(file.resolve())
     with as_unavailable(f"transformers cannot read the config in {name}", hint=other):
-        config = AutoConfig.from_pretrained(folder, gguf_file=GGUF)
+        write_header(reader, folder.with_name(GGUF))
+        config = AutoConfig.from_pretrained(folder.parent, gguf_file=GGUF)
         # Where no type is asked for, transformers would choose float32.
         config.dtype = torch.bfloat16
         config = _with_metadata(config, reader, name)
@@ -171,15 +171,24 @@ def _stand_in(file: Path, name: str) -> Path:
         raise UnsupportedModel(
             f"{name} scales RoPE, which transformers does not read from a GGUF file", hint=other
         )
-    with as_unavailable(f"transformers cannot read the tokenizer in {name}", hint=other):
-        AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
     return folder
 
 
+@cache
+def _write_tokenizer(folder: Path, name: str) -> None:
+    """Write a GGUF file's tokenizer to the folder that stands for it. Raises `ModelUnavailable`."""
+    from transformers import AutoTokenizer
+
+    with as_unavailable(f"transformers cannot read the tokenizer in {name}", hint=ORIGINAL):
+        AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
+
+
 def _with_metadata(config: Any, reader: Any, name: str) -> Any:
-    """The config with what a GGUF file says of RoPE, heads and windows: how much of it transformers
-    reads depends on the architecture. Raises `UnsupportedModel` for what has no field."""
+    """The config with what a GGUF file says of RoPE, heads, windows and tokens, of which
+    transformers may read less. Raises `UnsupportedModel` for what has no field."""
     kind, table = reader.value("general.architecture"), config.to_dict()
+    rows = [int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"]
+    table["vocab_size"] = rows[0] if rows else table["vocab_size"]
     rope = table.get("rope_parameters") or {}
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     types = table.get("layer_types", ["sliding_attention"])
@@ -200,7 +209,7 @@ def _with_metadata(config: Any, reader: Any, name: str) -> Any:
         elif said not in (None, held):
             raise UnsupportedModel(
                 f"{name} has {kind}.{key} {said}, and the config of transformers has no such field",
-                hint=_ORIGINAL,
+                hint=ORIGINAL,
             )
     return type(config).from_dict(table)
 
@@ -229,7 +238,9 @@ def fetch(source: Source, weights: bool = True) -> None:
     machine or loaded. Raises `ModelUnavailable`."""
     if source.model is not None:
         return
-    if source.revision is not None and not files.is_gguf(source.folder):
+    if files.is_gguf(source.folder):
+        _write_tokenizer(source.folder, source.name)
+    elif source.revision is not None:
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
         with _hub_errors(source.name, source.revision):
             huggingface_hub.snapshot_download(

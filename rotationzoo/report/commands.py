@@ -2,7 +2,7 @@
 from a decision."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,7 @@ from rotationzoo.artifact.manifest import Manifest, Model
 from rotationzoo.artifact.measured import Conditions, Measured
 from rotationzoo.artifact.scores import FLOOR, Decision
 from rotationzoo.budget import MOST
-from rotationzoo.codec.engine_needs import engines_for, find_engine
+from rotationzoo.codec.engine_needs import DEFAULT, engines_for, find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Recipe, loading
@@ -70,8 +70,9 @@ def decided_words(
 
 
 def usual_engine(manifest: Manifest) -> str:
-    """The engine that is named where none was chosen."""
-    return engines_for(manifest.cached.sides)[0]
+    """The engine that is named where none was chosen. One takes any GGUF file."""
+    is_gguf = manifest.model.id.endswith(".gguf")
+    return DEFAULT if is_gguf else engines_for(manifest.cached.sides)[0]
 
 
 def use_commands(
@@ -102,9 +103,8 @@ def use_commands(
     return [shlex.join(["rotationzoo", *words]) for words in commands]
 
 
-def name_folder(command: str, folder: str) -> str:
-    """A command on the artifact in a folder, where the given one has `FOLDER`."""
-    named = {FOLDER: folder}
+def replace_words(command: str, named: Mapping[str, str]) -> str:
+    """A command with the names that this machine has in the place of others, such as `FOLDER`."""
     return shlex.join(named.get(word, word) for word in shlex.split(command))
 
 

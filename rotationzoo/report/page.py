@@ -19,10 +19,11 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
+from rotationzoo.model.own_name import model_words
 from rotationzoo.report import tables
 from rotationzoo.report.card import TURN, template_environment
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
-from rotationzoo.report.commands import FOLDER, name_folder, reproduce_command, use_commands
+from rotationzoo.report.commands import FOLDER, replace_words, reproduce_command, use_commands
 from rotationzoo.report.memory import Request, layout_of, memory_table, stored_bits
 
 FOOTER = "Made from stored figures by rotationzoo"
@@ -70,11 +71,15 @@ class Report:
     layout: CacheLayout
     memory: tables.Table
 
-    def html(self, folder: str = FOLDER) -> str:
-        """The page, as one file, whose commands name the artifact's folder. The drawings are made
-        once for all pages."""
-        commands = [name_folder(command, folder) for command in self.verdict.commands]
-        manifest, files = self.artifact.manifest, self.artifact.manifest.files
+    def html(self, is_local: bool = False) -> str:
+        """The page, as one file; one that `is_local` names the folder and the model as they are on
+        this machine. The drawings are made once for all pages."""
+        manifest, files, named = self.artifact.manifest, self.artifact.manifest.files, {}
+        if is_local:
+            model, *_ = model_words(self.artifact)
+            named = {manifest.model.id: model, "MODEL": model, FOLDER: str(self.artifact.folder)}
+        commands = [replace_words(command, named) for command in self.verdict.commands]
+        made = reproduce_command(manifest)
         names = sorted(files.keys() - {ANSWERS, REPORT})  # which are made from the others
         rows = [[name, f"{files[name].size:,}", files[name].sha256] for name in names]
         return render_page(
@@ -84,7 +89,7 @@ class Report:
             manifest=manifest,
             recipe=self.artifact.recipe,
             layers=cached_layers(self.artifact.geometry),
-            command=reproduce_command(manifest),
+            command=made and replace_words(made, named),
             files=tables.Table("Files", ["file", "bytes", "sha256"], rows),
             made=FOOTER,
         )
@@ -131,9 +136,9 @@ def label_arms(evaluation: Measured, identity: str) -> Arms:
     return Arms(evaluation, chosen, decision, shown)
 
 
-def files_of_report(report: Report, folder: str = FOLDER) -> dict[str, bytes]:
-    """The page, whose commands name the folder, and the card's picture, as files of an artifact."""
-    added, figure = {REPORT: report.html(folder).encode()}, report.verdict.figure
+def files_of_report(report: Report, is_local: bool = False) -> dict[str, bytes]:
+    """The page and the card's picture, as files of an artifact."""
+    added, figure = {REPORT: report.html(is_local).encode()}, report.verdict.figure
     if figure and is_installed():
         added[ANSWERS] = draw_png(figure.chart, figure.title)
     return added

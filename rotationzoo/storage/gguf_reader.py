@@ -1,7 +1,7 @@
 """GGUF files, opened safely."""
 
 from pathlib import Path
-from struct import Struct
+from struct import Struct, pack
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ try:
 except ImportError as error:
     raise RotationZooError("gguf is not installed", hint="run: pip install 'gguf>=0.17'") from error
 
-__all__ = ["Reader", "gguf", "open_gguf"]
+__all__ = ["Reader", "gguf", "open_gguf", "write_header"]
 # For all lists together: the largest vocabularies and their merges have 1.3 million elements.
 _MOST_ELEMENTS = 3 << 19
 # Bytes of one text, and of all: a template has 20,000, a vocabulary 8 million.
 _LONGEST, _MOST_TEXT = 1 << 20, 1 << 25
+_LONG = 1 << 10  # elements of a list: as many as a model has layers at most
 
 
 class Reader(gguf.GGUFReader):
@@ -26,7 +27,7 @@ class Reader(gguf.GGUFReader):
     it reads nothing, without an error, and it makes objects of every list element.
 
     This raises `ValueError` for what the file does not hold, and for lists that are too long.
-    Without `lists`, these have no elements: a vocabulary takes seconds.
+    Without `lists`, the long ones are empty: a vocabulary takes seconds.
     """
 
     def __init__(self, path: Path, lists: bool = True):
@@ -54,14 +55,9 @@ class Reader(gguf.GGUFReader):
             self._elements += int(count[0])
             if kind == raw_type or self._elements > _MOST_ELEMENTS:
                 raise ValueError(f"its lists hold lists, or more than {_MOST_ELEMENTS:,} elements")
-            if not self._lists:
+            if not self._lists and count[0] > _LONG:
                 end = self._end_of_list(orig_offs + 12, int(kind[0]), int(count[0]))
-                return (
-                    end - orig_offs,
-                    [self._get(orig_offs, np.uint8, end - orig_offs)],
-                    [],
-                    [raw_type],
-                )
+                return end - orig_offs, [kind, np.zeros_like(count)], [], [raw_type]
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _end_of_list(self, begin: int, kind: int, count: int) -> int:
@@ -97,3 +93,15 @@ def open_gguf(path: Path, lists: bool = True) -> Reader:
         problem = f"{path} is no GGUF file: {first_sentence(error):.200}"
         hint = "give a file that llama.cpp loads"
         raise RotationZooError(problem, hint) from error
+
+
+def write_header(reader: Reader, path: Path) -> None:
+    """Write a file with the same metadata, as the reader has it, and with tensors of the same names
+    that are empty: what a model's config is made from."""
+    order = ">" if reader.byte_order == "S" else "<"
+    fields = [each for each in reader.fields.values() if not each.name.startswith("GGUF.")]
+    content = [b"GGUF", pack(f"{order}IQQ", 3, len(reader.tensors), len(fields))]
+    content += [part.tobytes() for field in fields for part in field.parts]
+    for name in (tensor.name.encode() for tensor in reader.tensors):
+        content.append(pack(f"{order}Q{len(name)}sIQIQ", len(name), name, 1, 0, 0, 0))
+    path.write_bytes(b"".join(content))

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 def locked(lock: Path, doing: str) -> Iterator[None]:
     """Hold the lock file while the block runs. `doing` says in messages, and after a second in the
     log, what the other process is doing. Raises `RotationZooError` after `WAIT` seconds, and for a
-    symbolic link in the lock's place; `OSError` where no file can be made."""
+    symbolic link in the lock's place; `OSError` where no file can be made. Folders that were made
+    for the lock are removed with it, unless they hold something by then."""
+    missing = [folder for folder in lock.absolute().parents if not folder.exists()]
     started, mentioned = time.monotonic(), False
     while (handle := _try(lock)) is None:
         waited = time.monotonic() - started
@@ -40,6 +42,9 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
         # gone, and makes a new one.
         lock.unlink(missing_ok=True)
         os.close(handle)
+        with suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
 
 
 def _try(lock: Path) -> int | None:

@@ -17,7 +17,7 @@ from rotationzoo.figures import UNKNOWN, percent
 from rotationzoo.recipe.schema import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.strict_json import Sha256
-from rotationzoo.zoo.hubs.protocol import HubName
+from rotationzoo.zoo.hubs.protocol import HubName, PlaceName, is_folder
 from rotationzoo.zoo.signing.signer import Signer
 
 SCHEMA = 1
@@ -53,8 +53,9 @@ class _Growing(BaseModel):
 class Copy(_Frozen):
     """One place that holds an entry's files: a folder of a repository at a revision."""
 
-    hub: HubName
-    repo: RepoId
+    hub: PlaceName
+    repo: RepoId | Literal["."]
+    """On disk `.`, the folder in which the index is."""
     path: Annotated[str, AfterValidator(lambda path: path and files.plain(path))]
     """The folder inside the repository; empty if it is the whole, or is not known."""
     revision: Place | None = None
@@ -220,6 +221,11 @@ class Index(_Growing):
         if self.statement is not None:
             content["statement"] = self.statement.model_dump()
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def listed_as(repo: str) -> str:
+    """A repository as its own index names it: a folder, which may be carried elsewhere, as `.`."""
+    return "." if is_folder(repo) else repo
 
 
 def asked_alike(entries: Iterable[Entry]) -> list[Entry]:

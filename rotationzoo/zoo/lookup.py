@@ -29,6 +29,11 @@ class LoadedIndex:
     signature: bytes | None = None
     """The signature beside it, where that was read, too."""
 
+    def locate(self, copy: Copy) -> Copy:
+        """The copy, with the path of this index's folder if it lies there."""
+        is_here = (copy.hub, copy.repo) == (self.hub, ".")
+        return copy.model_copy(update={"repo": self.repo}) if is_here else copy
+
     def revision_of(self, copy: Copy) -> str | None:
         """The revision that holds a copy: its own, or for one in the same repository as the index
         that at which the index was read."""

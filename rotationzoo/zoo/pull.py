@@ -19,7 +19,7 @@ from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders
 from rotationzoo.storage.disks import disk_errors
 from rotationzoo.writer import remember
-from rotationzoo.zoo.hubs.protocol import HUB_NAMES, HUBS, SPELLING_HINT, open_hub
+from rotationzoo.zoo.hubs.protocol import HUBS, SPELLING_HINT, chosen_hubs, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry, find_index
 from rotationzoo.zoo.ownership import check_entry
@@ -67,7 +67,7 @@ def pull(
     * `model`: such as `Qwen/Qwen3-8B`;
     * `recipe`: only rotations of this recipe; those for scaled RoPE are the last choice without it;
     * `revision`: the model revision that the rotations must be made for; by default the newest;
-    * `repo`: the repository of a zoo, as `owner/name`; by default that of this project;
+    * `repo`: the repository of a zoo, as `owner/name`, or a folder; by default ours;
     * `hub`: the hub to fetch from, such as `huggingface`; by default any of them;
     * `folder`: where to put the files; by default the cache of huggingface_hub;
     * `signers`: who must have signed them: identities, or files of public keys (`.pem`);
@@ -79,7 +79,7 @@ def pull(
     lists, and for a signature that is wrong or not as asked.
     """
     demand = signatures.make_demand(signers, issuer, require_signature, trust_config)
-    hubs: list[str] = list(HUB_NAMES) if hub == "any" else [hub]
+    hubs = chosen_hubs(hub, repo)
     index = find_index(None, repo, hubs[0])
     check_index(index, demand)
     entry, copies, _ = choose_entry(index, model, revision, recipe, hubs)
@@ -162,7 +162,7 @@ def pull_first(
     another. Raises `RotationZooError` and leaves nothing behind if a hash differs, or the artifact
     is not sound, of another model, or not signed as `demand` asks.
     """
-    *first, last = copies
+    *first, last = map(loaded.locate, copies)
     for copy in first:
         try:
             return _pull_copy(loaded, entry, copy, local_dir, progress, demand)

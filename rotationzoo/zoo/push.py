@@ -91,8 +91,10 @@ def prepare_upload(
     """Verify an artifact and prepare its upload. `published`: the day of the entry, by which the
     newest of several is found; today by default. Raises `RotationZooError` if the artifact is not
     sound, and `UsageError` if `repo` is not a repository id."""
-    if not re.fullmatch(index.REPOSITORY, repo):
-        raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
+    repo = index.listed_as(repo)
+    if repo != "." and not re.fullmatch(index.REPOSITORY, repo):
+        hint = "write it as: owner/name, or a folder as: ./zoo"
+        raise UsageError(f"{repo} is no repository", hint)
     if problems := verify(artifact).problems:
         hint = f"see: rotationzoo verify {artifact.folder}"
         raise not_published(artifact, problems[0], hint)
@@ -226,18 +228,19 @@ def _push_to_hub(
     # The index is part of the commit, so it cannot contain the commit's own hash. It leaves the
     # revision out, and readers use the commit at which they read the index.
     revision = upload.tag if hub.pins_by_tag else None
-    copy = index.Copy(hub=hub_name, repo=repo, path=upload.path, revision=revision)
+    named, path = index.listed_as(repo), upload.path
+    copy = index.Copy(hub=hub_name, repo=named, path=path, revision=revision)
     entry = upload.entry.model_copy(update={"copies": [copy]})
     for _ in range(_ATTEMPTS):
         before = read_own_index(hub_name, repo)
         check_unclaimed(before.content, entry, repo)
-        files = {f"{upload.path}/{name}": content for name, content in upload.files.items()}
+        files = {f"{path}/{name}": content for name, content in upload.files.items()}
         content = before.content.extended(entry)
         if signer is None:
             check_unsigned_push(before)
         else:
             content, files[signed_index.NAME] = signer.sign(before, content)
-        files |= _render_root_files(repo, content)
+        files |= _render_root_files(named, content)
         parent, message = before.revision, upload.message
         try:
             return hub.publish(Publication(repo, files, message, parent, upload.tag, to.create_pr))

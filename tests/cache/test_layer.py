@@ -10,6 +10,7 @@ from support.float64 import to_float64
 from support.naive_cache import NaiveLayer
 
 from rotationzoo.artifact.fit import fit
+from rotationzoo.cache import stream
 from rotationzoo.cache.layer import Padding, RotatedLayer, RotatedSlidingLayer
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
 from rotationzoo.codec.rotated import RotatedCodec
@@ -127,6 +128,20 @@ def test_what_is_quantized_is_not_taken_back():
     feed(short, draw(1, 6), [6])
     short.crop(-9)
     assert short.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("taken_back", [0, 3], ids=["whole", "after a crop"])
+def test_codes_that_are_chosen_ahead_are_those_of_each_token(taken_back, monkeypatch):
+    rotations = with_factors(with_means(fit(None, PRESETS["random"], GEOMETRY)))
+    codec, reads = RotatedCodec(rotations, rounding="feedback"), []
+    for ahead in (1, 16):
+        monkeypatch.setattr(stream, "AHEAD", ahead)
+        layer = layer_of(codec, CacheLayout(sink=2, recent=6))
+        feed(layer, draw(2, 21), [20, 1])
+        layer.crop(-taken_back)
+        reads.append(feed(layer, draw(2, 12, seed=1), [1] * 12))
+    for each, together in zip(*reads, strict=True):
+        assert all(map(torch.equal, each, together))
 
 
 def test_a_window_does_not_reach_back_to_what_it_forgot():

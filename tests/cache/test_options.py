@@ -9,6 +9,7 @@ from support.caches import generate
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from rotationzoo import Artifact, RotatedCache
+from rotationzoo.cache import rotated
 from rotationzoo.codec.formats import SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import DEMO
@@ -32,6 +33,18 @@ def test_all_ways_to_name_rotations(demo, made):
         texts.append(generate(demo, cache, PROMPT, 6))
         assert cache.bytes_held < cache.get_seq_length() * 4 * 2 * 2 * 64 * 4, "less than exact"
     assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_what_a_cache_says_of_itself(demo, caplog):
+    rotated._say_once.cache_clear()
+    caches = [RotatedCache(None, demo), RotatedCache(None, demo, format="vllm")]
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "on a CPU, RotatedCache saves memory and no time"
+    ], "once"
+    generate(demo, caches[0], PROMPT, 2)
+    held = f"91 tokens, {caches[0].bytes_held:,} bytes"
+    assert repr(caches[0]) == f"RotatedCache(3.00 bits an element quantized, format sglang, {held})"
+    assert "2.50 bits an element quantized, format vllm, 0 tokens, 0 bytes" in repr(caches[1])
 
 
 def test_settings_come_from_the_recipe_and_the_options(demo, made):

@@ -29,7 +29,7 @@ def test_the_journey_calibrate_inspect_verify(inside, monkeypatch):
     first, second = (inside("calibrate", "demo", *SMALL) for _ in range(2))
     assert "demo: rotations of 4 layers, from 2,048 tokens" in first.stdout
     assert "2,048 tokens in" in first.stdout
-    assert "K dim" not in first.stdout, "in short what inspect has a table for"
+    assert "error left" not in first.stdout, "in short what inspect has a table for"
     assert "done already" not in first.stderr
     assert "done already" in second.stderr
     assert "tokens in" not in second.stdout, "the time of another day"
@@ -51,8 +51,8 @@ def test_the_journey_calibrate_inspect_verify(inside, monkeypatch):
             assert all(0 < ratio <= 1 for ratio in side["clip_ratios"])
     monkeypatch.setenv("COLUMNS", "120")
     table = inside("inspect", folder).stdout
-    assert "K dim" in table
-    assert len(table.strip().splitlines()) == 2 + 4 + 3, "notes on names and means"
+    assert "error left" in table
+    assert len(table.strip().splitlines()) == 2 + 2 * 4 + 3, "notes on names and means"
     assert max(map(len, table.splitlines())) <= 120
     monkeypatch.setenv("COLUMNS", "80")
     assert "…" not in inside("inspect", folder).stdout

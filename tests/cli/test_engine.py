@@ -238,4 +238,4 @@ def test_the_next_command_is_for_the_same_engine_and_after_an_export_starts_it(i
     assert result.stderr.endswith("\nNext: start the engine with\n"), result.stderr
     assert result.stdout.endswith("--kv-cache-dtype oscar_int2\n"), "the last line starts it"
     result = inside("export", "made", "--to", "vllm")
-    assert result.stdout == "rotationzoo serve MODEL --rotations made\n"
+    assert result.stdout == f"rotationzoo serve {tiny} --rotations made\n"

@@ -3,12 +3,14 @@ the next one."""
 
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 from support.command_line import SMALL, without_stages
 from support.published import ok
 
 from rotationzoo.cli.app import COMMANDS, journey_lines
+from rotationzoo.evaluation.decision import SIMPLEST
 
 
 def last_line(result) -> str:
@@ -23,7 +25,7 @@ def last_line(result) -> str:
 def test_without_a_command_the_journeys_are_shown(inside):
     lines = inside().stdout.splitlines()
     assert lines == journey_lines()
-    assert len(lines) == 13
+    assert len(lines) == 14
     assert max(map(len, lines)) <= 80
     assert all(line.isascii() for line in lines), "no box art"
 
@@ -32,12 +34,14 @@ def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
     """All but the option that makes it stop before it does anything."""
     commands = [line.split("  ")[1] for line in journey_lines() if line.startswith("  ")]
     names = [shlex.split(command)[1] for command in commands]
-    wanted = {"demo", "pull", "calibrate", "evaluate", "report", "export", "generate", "push"}
+    wanted = {"demo", "pull", "calibrate", "evaluate", "report", "serve", "generate", "push"}
     assert wanted <= set(names) <= set(COMMANDS)
+    assert names.index("serve") < names.index("export"), "vLLM comes before forks"
     for command in commands:
         assert inside(*shlex.split(command)[1:], "--help").returncode == 0
-        wrong = inside(*shlex.split(command)[1:], "--no-such-option")
-        assert "No such option" in wrong.stderr
+        if " serve " not in command:  # which hands on what it does not know
+            wrong = inside(*shlex.split(command)[1:], "--no-such-option")
+            assert "No such option" in wrong.stderr
     assert "'--recipe' requires an argument" in inside("calibrate", "demo", "--recipe").stderr
 
 
@@ -94,9 +98,13 @@ def test_the_next_command_is_the_last_line_where_both_streams_are_one(command, m
 @pytest.mark.slow
 def test_the_demo_tells_the_story(command):
     told = ok(command("demo", "--json"))
-    answered = {words: figures["answered"] for words, figures in told["caches"].items()}
-    for ours in ("these rotations, in most engines", "these rotations, in RotatedCache or serve"):
-        assert answered[ours] > answered["no rotation"]
-    assert answered["exact"] == told["caches"]["exact"]["questions"] == 32
+    kept = {words: figures["kept"] for words, figures in told["caches"].items()}
+    assert kept["exact model"] == 1
+    assert min(kept, key=kept.__getitem__) == "no rotation"
+    assert {"demo", "demo rounded one by one", *SIMPLEST.values()} <= kept.keys()
+    page = Path(command.folder, told["page"]).read_text("utf-8")
+    assert "Serve it: demo keeps" in page
+    assert "rotations/demo</span>" in page
+    assert "FOLDER" not in page
     again = command("demo", "--quiet")
     assert again.stdout.split() == ["rotations/demo"]

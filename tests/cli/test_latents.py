@@ -31,8 +31,8 @@ def test_calibrate_says_what_is_cached(inside, names):
     shown = inside("calibrate", names["latent"], "--dry-run").stdout
     assert "4 layers with a cache, latents of 32 elements" in shown
     table = inside("inspect", names["of-latent"]).stdout
-    assert "L dim" in table
-    assert "V dim" not in table
+    assert "0      latent" in table
+    assert "value" not in table
     assert "Centered: latents lose the mean" in table
 
 

@@ -79,6 +79,9 @@ def test_quiet_is_the_answer_alone(inside, qwen3_8b):
 def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3_8b):
     shown = inside("plan", "Qwen3-8B").stdout
     assert shown.startswith("Yes: 24GiB holds 1 request of 40,960 tokens")
+    assert "Note: no --gpu was given: 24GiB is assumed\n" in shown
+    assert "Note: 40,960 positions: longer requests need RoPE scaling\n" in shown
+    assert "assumed" not in inside("plan", "Qwen3-8B", "--gpu", "24GiB").stdout
     asked = inside(*LONG).stdout
     assert "made for 40,960 positions: 131,072 tokens need RoPE scaling" in asked
     assert "--rope-scaling yarn:4" in asked

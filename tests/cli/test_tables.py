@@ -130,5 +130,6 @@ def test_list_has_no_equal_rows_and_no_empty_columns(inside):
     (inside.folder / "index.json").write_text(json.dumps(content))
     lines = inside("list", "--index", "index.json").stdout.splitlines()
     assert "cost" in lines[1]
-    assert "answers" not in lines[1], "nobody has asked"
+    assert "keeps" not in lines[1], "nobody has asked"
+    assert "measured" in lines[1]
     assert all("+1.23%" in line for line in lines[2:-2])

@@ -21,6 +21,7 @@ from support.recipes import QUICK
 from support.reports import evaluate
 
 from rotationzoo import api
+from rotationzoo.artifact.scores import ALL_ELSE
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
@@ -59,7 +60,7 @@ def test_the_report(artifacts):
     )
     report = evaluate(job)
     names = ["oscar", "oscar-v1", "identity", "hadamard", "random", "kivi"]
-    assert list(report["arms"]) == [*names[:2], "oscar+feedback", *names[2:]]
+    assert list(report["arms"]) == [*names[:2], "oscar+feedback", *names[2:], ALL_ELSE]
     assert report["first_position"] == 128, "the same tokens for every window"
     assert report["tokens"] == 2 * (256 - 128 - 1)
     small, large = (window["arms"] for window in report["windows"])
@@ -83,7 +84,7 @@ def test_the_report(artifacts):
         if saved.recipe.feedback:
             kept.append(f"{kept[0]}+feedback")
         arms = content["windows"][0]["arms"]
-        assert list(arms) == [*kept, *BASELINES]
+        assert list(arms) == [*kept, *BASELINES, ALL_ELSE]
         for name, arm in arms.items():
             assert arm["artifact"] == (saved.identity if name in kept else None)
         assert saved.measured.model_dump() == content
@@ -277,8 +278,8 @@ def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
 def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
-    baselines = ["identity", "hadamard"]
-    options = dict(baselines=tuple(baselines), device="cpu", save_to=[mine])
+    baselines = ["identity", "hadamard", ALL_ELSE]
+    options = dict(baselines=tuple(baselines[:2]), device="cpu", save_to=[mine])
     job = Evaluation(str(induction), [mine], text, tasks, **options)
     measured = run_evaluation(job)
     report = measured.report()
@@ -309,7 +310,7 @@ def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine
     assert f"* {verdict['words'][0]}\n" in card
     (decision,) = verdict["decisions"]
     assert decision["arm"] == "mine+feedback"
-    assert [rival["name"] for rival in decision["rivals"]] == baselines
+    assert [rival["name"] for rival in decision["rivals"]] == ["identity", ALL_ELSE]
 
 
 def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, tmp_path):
@@ -319,8 +320,28 @@ def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, 
     # The second would give its arm with error feedback the name of the first.
     hashed = f"mine {artifacts[0].identity[:8]}"
     assert [each.name for each in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]
-    assert len({each.about.name for each in arms}) == len(arms) == 6 + len(BASELINES)
+    assert len({each.about.name for each in arms}) == len(arms) == 6 + len(BASELINES) + 1
     assert [each.about.rounding for each in arms[:6]] == ["nearest"] * 3 + ["feedback"] * 3
+
+
+def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
+    artifact = Artifact.open(mine)
+    arms = build_arms([artifact], artifact.geometry, ["hadamard"], uncentered=["value"])
+    own, *_, last = arms
+    assert (last.name, last.about.kind, last.codec.rounding) == (ALL_ELSE, "baseline", "feedback")
+    for layer, side, changed in last.codec.rotations.each():
+        first = own.codec.rotations[layer][side]
+        assert changed.matrix.abs().allclose(torch.tensor(changed.dim**-0.5))
+        assert (changed.mean is None) == (first.mean is None) == (side == "value")
+        assert changed.mean is None or changed.mean.equal(first.mean)
+        assert changed.whitening.equal(first.whitening), "which is made before the rotation"
+        assert not changed.feedback.equal(first.feedback)
+    bare = shutil.copytree(mine, tmp_path / "bare")
+    (bare / "statistics.safetensors").unlink()
+    with edited_manifest(bare) as manifest:
+        del manifest["files"]["statistics.safetensors"]
+    names = [arm.name for arm in build_arms([Artifact.open(bare)], artifact.geometry)]
+    assert ALL_ELSE not in names
 
 
 TEXT = Data(tokens=1024, length=256)
@@ -360,7 +381,8 @@ def test_an_export_that_pools_names_the_command_that_measures_it(inside, copied)
     assert printed.returncode == 0, printed.stderr
     assert "+pooled: one rotation per layer" in printed.stdout
     (window,) = json.loads((copied / "evaluation.json").read_text())["windows"]
-    assert list(window["arms"]) == ["copied", "copied+feedback", "copied+pooled", *BASELINES]
+    own = ["copied", "copied+feedback", "copied+pooled"]
+    assert list(window["arms"]) == [*own, *BASELINES, ALL_ELSE]
     assert "one rotation per layer" not in inside("export", copied, "--to", "sglang").stderr
     assert "+pooled: one rotation per layer" in (copied / "README.md").read_text()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs import rotation_bytes
-from support.reports import SIZE, decide_on, draw_answers
+from support.reports import SIZE, auto, decide_on, draw_answers
 
 from rotationzoo.api import calibrate, evaluate
 from rotationzoo.artifact.scores import Action, Decision
@@ -68,7 +68,7 @@ def climb(seed: int, shares: tuple[float, ...]) -> Decision:
     def ask(name: str) -> Decision:
         for questions in LOOKS:
             digits = arms[int(name)][: 4 * questions]
-            made = decide_on({name: digits}, Rule(looks=2 * len(LOOKS)))
+            made = decide_on({name: digits}, Rule(level=auto(questions).level / 2))
             if not is_open(made, questions, name == str(len(shares) - 1)):
                 break
         return made

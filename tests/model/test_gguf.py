@@ -12,11 +12,11 @@ import pytest
 import real_models
 import torch
 from safetensors.torch import load_file
-from support.command_line import only_error
+from support.command_line import only_error, succeeded
 from support.engine_readers import write_gguf
 from support.jobs import job, rotation_bytes
 from support.models import DATA, load_saved, save_family, save_random
-from support.published import publish_folder
+from support.published import ok, publish_folder
 
 from rotationzoo.calibration import plan
 from rotationzoo.calibration.calibrate import calibrate
@@ -25,8 +25,9 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.model.loading import load, load_config, load_tokenizer
-from rotationzoo.model.source import find, weights_fingerprint
+from rotationzoo.model.source import fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
+from rotationzoo.storage.gguf_reader import open_gguf
 
 
 def write_model(model: Path, target: Path, scale: float = 1.0, **fields) -> Path:
@@ -147,6 +148,37 @@ def test_files_in_folders_and_repositories_are_found(zoo, llama, file, tmp_path)
     assert zoo.run("calibrate", f"{folder}/second.gguf", "--dry-run").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("architecture", "able"),
+    [("llama", ["transformers"]), ("qwen3", ["llama.cpp", "transformers"])],
+)
+def test_engines_that_a_file_reaches_are_named_before_anything_runs(
+    inside, architecture, able, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("rotationzoo.calibration.calibrate.fetch_weights", pytest.fail)
+    if architecture == "llama":
+        model = save_family("llama", tmp_path / "model", rms_norm_eps=2**-20)
+    else:
+        model = tmp_path / "model"
+        save_random("Qwen3", "Qwen3", model, **WIDE)
+    path = str(write_model(model, tmp_path / "x.gguf"))
+    words = f"engines that can use this GGUF file ({architecture}): {', '.join(able)}"
+    for engine in ("vllm", "sglang", "llama.cpp", "transformers"):
+        job = ["calibrate", path, "--for", engine]
+        if engine in able:
+            assert f"Note: {words}\n" in succeeded(inside(*job, "--dry-run")).stderr
+            continue
+        for done in (inside(*job), inside(*job, "--dry-run")):
+            assert done.returncode == 1
+            assert f"Error: {engine} cannot use this GGUF file ({architecture})\n" in done.stderr
+            assert f"{words}\n" in done.stderr
+            assert ("it was converted from" in done.stderr) == (engine != "llama.cpp")
+    assert words in only_error(inside("serve", path))
+    report = ok(inside("plan", path, "--json"))
+    assert words in report["remarks"]
+    assert [line.split()[1] for line in report["commands"]] == ["calibrate", "generate"]
+
+
 REFUSED = {
     "llama__rope__scaling__type": ("yarn", "scales RoPE, which transformers does not read"),
     "general__architecture": ("nonesuch", "transformers cannot read the config in"),
@@ -163,8 +195,23 @@ def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, mon
         monkeypatch.setattr(gguf.GGUFWriter, "add_architecture", lambda *_: None)
     path = write_model(llama, tmp_path / "odd.gguf", **fields)
     with pytest.raises(RotationZooError, match=said) as refused:
-        find(str(path))
+        fetch(find(str(path)), weights=False)
     assert refused.value.hint == "give the model that it was converted from"
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Starcoder2"])
+def test_a_vocabulary_is_read_with_the_tokenizer_alone(family, tmp_path, monkeypatch):
+    """The config has its size, also where transformers takes that from the tokens."""
+    monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
+    save_random(family, family, tmp_path / "model", **WIDE)
+    path = write_model(tmp_path / "model", tmp_path / "model.gguf")
+    reader = open_gguf(path, lists=False)
+    assert reader.get_field("tokenizer.ggml.merges").data == []
+    source = find(str(path))
+    assert load_config(source).vocab_size == WIDE["vocab_size"]
+    assert not list(source.folder.glob("tokenizer*"))
+    fetch(source)
+    assert load_tokenizer(source)("a word").input_ids
 
 
 WIDE = dict(
@@ -232,6 +279,7 @@ def test_the_package_that_reads_files_may_be_missing(file, monkeypatch, tmp_path
 def test_a_real_quantized_model_is_read(tmp_path):
     path = real_models.download(real_models.MODELS["smollm2"], tmp_path)
     source = find(str(path))
+    fetch(source)
     model = load(source, load_config(source), "cpu", torch.float32)
     ids = load_tokenizer(source)("The capital of France is", return_tensors="pt").input_ids
     written = model.generate(ids, max_new_tokens=4, do_sample=False)[0]

@@ -31,7 +31,7 @@ from rotationzoo.report.commands import reproduce_command
 from rotationzoo.report.page import make_report
 from rotationzoo.report.tables import length_table
 
-LABELS = "made", "no rotation", "uncalibrated, Hadamard", "uncalibrated, random", "KIVI"
+LABELS = "made", "no rotation", "Hadamard, one by one", "random, one by one", "KIVI"
 HOSTILE = "<script>document.title='taken'</script>\"'><img src=x onerror=alert(1)>"
 LIMIT = 1 << 20  # bytes; 40,000 were measured
 FONTS = "DejaVu Sans", "Liberation Sans", "DejaVu Serif", "sans-serif"
@@ -230,19 +230,29 @@ def test_names_of_models_and_arms_are_shown_as_they_are(tmp_path, browser):
 
 def test_a_page_replaces_a_page_and_nothing_else(tmp_path, inside):
     folder = make_artifact(tmp_path / "made")
+    words = "report", folder, "--output", "report.html"
     for _ in range(2):
-        assert inside("report", folder).returncode == 0
+        assert inside(*words).returncode == 0
     for content in (b"<!doctype html>mine", bytes(1 << 25)):
         (inside.folder / "report.html").write_bytes(content)
-        assert inside("report", folder).returncode == 1
+        assert inside(*words).returncode == 1
         assert (inside.folder / "report.html").read_bytes() == content
     (inside.folder / "report.html").write_text("mine")
-    assert "report.html exists and is no page of report" in inside("report", folder).stderr
+    assert "report.html exists and is no page of report" in inside(*words).stderr
 
 
-def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
-    tmp_path, inside, monkeypatch
-):
+def test_the_page_goes_into_the_artifact_unless_that_is_signed(tmp_path, inside):
+    folder = make_artifact(tmp_path / "made")
+    assert inside("report", folder, "--quiet").stdout == f"{folder / 'report.html'}\n"
+    assert verify(Artifact.open(folder)).ok
+    signed = make_artifact(tmp_path / "signed")
+    (signed / "model.sig").write_text("a signature")
+    assert inside("report", signed, "--quiet").stdout == "report.html\n"
+    assert (signed / "model.sig").exists()
+    assert not (signed / "report.html").exists()
+
+
+def test_pages_name_the_folder_unless_they_are_published(tmp_path, inside, monkeypatch):
     made = Made(model="someone/large")
     folder = make_artifact(tmp_path / "made", made, make_evaluation(made))
     page, drawn = tmp_path / "page.html", []
@@ -254,8 +264,9 @@ def test_the_page_goes_into_the_artifact_and_its_copy_names_the_folder(
     assert (folder / "answers.png").read_bytes().startswith(b"\x89PNG")
     assert "(answers.png)" in (folder / "README.md").read_text()
     assert verify(Artifact.open(folder)).ok
-    for path, named in ((page, True), (folder / "report.html", False)):
-        text = path.read_text()
+    published = make_report(Artifact.open(folder)).html()
+    pages = [(page.read_text(), True), ((folder / "report.html").read_text(), True)]
+    for text, named in (*pages, (published, False)):
         assert (str(folder) in text, "FOLDER is that of" in text) == (named, not named)
         assert "LONG.txt" in text
 

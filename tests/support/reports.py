@@ -22,7 +22,7 @@ from rotationzoo.artifact.scores import (
 )
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.evaluation import probes
-from rotationzoo.evaluation.decision import Rule, decide
+from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import LOOKS
@@ -258,14 +258,23 @@ def summary(answered: dict[str, int], artifact: str, exact: dict[str, int]) -> d
 
 
 SIZE = 8  # questions of a prompt
-AUTO = Rule(looks=len(LOOKS))
+
+
+def auto(questions: int) -> Rule:
+    """The rule of `--questions auto` after so many questions of each task."""
+    return Rule(level=spend_level(questions, LOOKS))
 
 
 def decide_on(
-    arms: dict[str, str], rule: Rule = AUTO, right: str = "", bits: dict[str, float] | None = None
+    arms: dict[str, str],
+    rule: Rule | None = None,
+    right: str = "",
+    bits: dict[str, float] | None = None,
 ) -> Decision:
-    """The decision on the first arm, where each arm has a digit for each question of one task."""
+    """The decision on the first arm, where each arm has a digit for each question of one task, by
+    the first look of `--questions auto` unless there is a rule."""
     (first, mine), *_ = arms.items()
+    rule = rule or auto(LOOKS[0])
     correct = right or "1" * len(mine)
     prompts = [SIZE] * (len(correct) // SIZE)
     lengths = [ExactLengthScore.model_construct(length=0, questions=len(correct), can_do=True)]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rotationzoo.artifact.manifest import hash_config
+from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.engines.base import PAGE, Launch, Options, Payload, check_limits, clip_text
 from rotationzoo.engines.formats import gguf_file
 from rotationzoo.engines.rotation_file import as_mapping, objective_name
@@ -24,7 +25,7 @@ from rotationzoo.storage.gguf_reader import Reader, open_gguf
 
 # Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
 # which neither clips nor keeps tokens exact.
-_CACHE_TYPE = {"qwen3": "q2_0", "qwen3moe": "oscar2", "qwen35": "oscar2", "gemma4": "oscar2"}
+_CACHE_TYPE = dict.fromkeys(ENGINES["llama.cpp"].gguf, "oscar2") | {"qwen3": "q2_0"}
 _BLOCK = 32  # channels per block of either cache type
 _OF_THE_MODEL = "give the base that was converted from the model of the artifact"
 _KEYS = re.compile(r"blk\.(\d{1,9})\.attn_k\.weight")

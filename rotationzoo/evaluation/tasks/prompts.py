@@ -38,8 +38,8 @@ class TaskSettings:
     questions: int | Literal["auto"] = "auto"
     """Questions per task and length, rounded up to whole prompts; `auto` asks until the decision
     is made, and at most the last of `LOOKS`."""
-    first: int | None = None
-    """Of these, those that every arm is asked; the others decide. None takes the first look's."""
+    first: int = MOST_QUESTIONS
+    """Of these, those that every arm is asked, at most those of the first look; others decide."""
     minutes: float | None = None
     """In which all is done: time decides how many are asked, and one look at the end is enough."""
 
@@ -55,7 +55,7 @@ class TaskSettings:
         """Questions per task and length after which fewer arms are asked, or none."""
         if self.minutes:
             return (*range(STEP, self.looks[-1], STEP), self.looks[-1])
-        return self.looks if self.first is None else (self.first, *self.looks)
+        return tuple(sorted({min(self.first, self.looks[0]), *self.looks}))
 
     def most_tokens(self, length: int) -> int:
         """The tokens of all prompts, of this length unless `lengths` are given."""

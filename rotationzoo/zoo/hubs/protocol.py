@@ -121,13 +121,13 @@ class HubEntry:
     """Its name in the narrow column of `list`."""
     class_name: str
     """Its class in the module of `zoo/hubs` that has the hub's name, imported only on use."""
-    main: str
+    main: str = ""
     """The branch that a repository begins with."""
-    repo_page: str
+    repo_page: str = ""
     """This and below are addresses of pages and of files themselves: `str.format` templates of
     `repo`, `revision` and `path`."""
-    file_page: str
-    file: str
+    file_page: str = ""
+    file: str = ""
 
 
 HUBS = {
@@ -149,16 +149,30 @@ HUBS = {
         file_page="https://modelscope.cn/models/{repo}/file/view/{revision}/{path}",
         file="https://modelscope.cn/models/{repo}/resolve/{revision}/{path}",
     ),
+    "disk": HubEntry(title="disk", abbreviation="disk", class_name="Disk"),
 }
-HUB_NAMES = tuple(HUBS)
+*HUB_NAMES, DISK = HUBS
 DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub
 
 # Typer derives an option's choices from a Literal, and pydantic a field's check. mypy does not
 # accept a computed Literal, so it sees `str`.
 if TYPE_CHECKING:
     HubName = str
+    PlaceName = str
 else:
-    HubName = Literal[HUB_NAMES]
+    HubName, PlaceName = Literal[*HUB_NAMES], Literal[*HUBS]
+
+
+def is_folder(repo: str) -> bool:
+    """Whether a repository is a folder: its path begins as no name of a repository does."""
+    return repo.startswith((".", "/", "~"))
+
+
+def chosen_hubs(choice: str, repo: str | None = None) -> list[str]:
+    """The hubs that a choice stands for; `both` and `any` mean all of them. A folder is on disk."""
+    if repo is not None and is_folder(repo):
+        return [DISK]
+    return [*HUB_NAMES] if choice in ("both", "any") else [choice]
 
 
 def open_hub(name: str) -> Hub:

@@ -90,6 +90,9 @@ def test_bases_that_do_not_fit(made, tmp_path):
         base = engines.write_base(tmp_path / "wrong.gguf", **options)
         with pytest.raises(RotationZooError, match=reason):
             exported("llama.cpp", artifact, tmp_path, options=Options(base=base))
+        with pytest.raises(RotationZooError, match=reason):
+            exported("llama.cpp", artifact, tmp_path / "new" / "place", options=Options(base=base))
+        assert not (tmp_path / "new").exists()
     (tmp_path / "none.gguf").write_bytes(b"GGUF or not")
     with pytest.raises(RotationZooError, match="is no GGUF file"):
         exported("llama.cpp", artifact, tmp_path, options=Options(base=tmp_path / "none.gguf"))

@@ -1,0 +1,54 @@
+"""A folder in the place of a hub, such as one that is carried to machines without a network. Its
+files are replaced one by one, each whole, and the index after those that it lists."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rotationzoo.errors import HubError, StaleParent
+from rotationzoo.network.limits import ANSWER_BYTES
+from rotationzoo.storage import files, folders
+from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.locks import locked
+from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
+from rotationzoo.zoo.index import NAME, ROOT_FILES
+
+
+class Disk(Hub):
+    """Folders, named by their paths. They have the newest revision alone, whose name is made of the
+    index's sha256, and no pull requests: `create_pr` has no effect."""
+
+    def resolve(self, repo: str) -> str:
+        return files.digest(files.read(_find(repo, NAME), ANSWER_BYTES))[:12]
+
+    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
+        root = Path(repo).expanduser()
+        found = (path for path in root.rglob("*") if path.is_file())
+        return {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
+
+    def fetch(
+        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
+    ) -> None:
+        for path, size in sizes.items():
+            folders.replace_file(folder / path, files.read(_find(repo, path), size))
+
+    def publish(self, publication: Publication) -> Published:
+        repo, root = publication.repo, Path(publication.repo).expanduser()
+        with disk_errors(root, "name another folder"), locked(root / ".lock", f"writing {root}"):
+            taken = [name for name in ROOT_FILES if os.path.lexists(root / name)]
+            if taken and NAME not in taken:
+                raise HubError(f"{repo} is no zoo and has a {taken[0]}", "name a new folder")
+            if taken and self.resolve(repo) != publication.parent:
+                raise StaleParent(f"{repo} has changed since it was looked at")
+            for path, content in publication.files.items():  # the index after what it lists
+                data = content if isinstance(content, bytes) else content.read_bytes()
+                folders.replace_file(files.child(root, path), data)
+            revision = self.resolve(repo)
+        return Published(revision, str(root), changed=revision != publication.parent)
+
+
+def _find(repo: str, path: str) -> Path:
+    file = files.child(Path(repo).expanduser(), path)
+    if files.size_of(file) is None:
+        raise HubError(f"{repo} has no {path}", hint=SPELLING_HINT, missing=True)
+    return file
