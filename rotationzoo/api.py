@@ -28,7 +28,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.generate import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
 from rotationzoo.model.compatibility import take_loaded
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Bars, Progress
 from rotationzoo.recipe import Recipe, loading
 from rotationzoo.storage.folders import default_output
 
@@ -76,7 +76,7 @@ def calibrate(
     dtype: str = "auto",
     device_map: str | None = None,
     max_memory: str | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
@@ -106,13 +106,14 @@ def calibrate(
     * `device`, `dtype`: `auto`, `cpu` or `cuda`, and `auto`, `bfloat16` or `float32`;
     * `device_map`, `max_memory`: `auto` spreads the weights over devices, within limits such as
       `0=20GiB,cpu=64GiB`;
-    * `progress`: called as `(stage, done, total)` while the job runs.
+    * `progress`: called as `(stage, done, total)` while the job runs; by default it shows bars, and
+      `rotationzoo.progress.silent` shows nothing.
 
     Raises `RotationZooError` for a model or recipe that cannot be calibrated. Where the config is
     enough to tell, it does so before the weights are read.
     """
     options = locals()
-    return run_calibration(calibration_job(**options), options["progress"])
+    return run_calibration(calibration_job(**options), progress or Bars())
 
 
 def calibration_job(
@@ -166,6 +167,7 @@ def evaluate(
     tasks: str | Sequence[str] | None = None,
     lengths: int | Sequence[int] | None = None,
     questions: int | Literal["auto"] = "auto",
+    minutes: float | None = None,
     keep: float = 90,
     fewest_bits: bool = False,
     baselines: str | Sequence[str] = BASELINES,
@@ -179,7 +181,7 @@ def evaluate(
     prefill_chunk: int | None = None,
     prefill_layout: Layout | None = None,
     data: str | None = None,
-    tokens: int = 16384,
+    tokens: int | None = None,
     length: int | None = None,
     seed: int | None = None,
     subset: str | None = None,
@@ -193,7 +195,7 @@ def evaluate(
     dtype: str = "auto",
     device_map: str | None = None,
     max_memory: str | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Evaluated:
     """Measure what a 2-bit cache costs a model, for each of several rotations.
 
@@ -207,6 +209,8 @@ def evaluate(
       `assignments`, all by default. An empty list asks nothing;
     * `lengths`: tokens per prompt of the tasks, by default `length`;
     * `questions`: how many per task and length; `auto` asks until the decision is made;
+    * `minutes`: end after about this time. As many questions are asked as fit, in one look, and
+      other arms and text that do not fit are left out, with a note;
     * `keep`: percent of the exact model's answers that artifacts must keep to be served;
     * `fewest_bits`: find the fewest bits with which the one artifact, which has a budget, keeps as
       much, and evaluate these alone, without `baselines`. With `save`, they become an artifact
@@ -234,7 +238,7 @@ def evaluate(
     `RotationZooError` where the model, the artifacts and the options do not fit together.
     """
     options = locals()
-    return Evaluated(run_evaluation(evaluation_job(**options), options["progress"]).report())
+    return Evaluated(run_evaluation(evaluation_job(**options), progress or Bars()).report())
 
 
 def evaluation_job(
@@ -249,8 +253,7 @@ def evaluation_job(
         settings = choose_measures(settings.pop("engine"), opened, settings) | settings
     settings["fit_length"] = "length" not in settings
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
-    text = {"tokens": 16384, "length": QUESTION_LENGTH, **_take_data(settings)}
-    settings["data"] = loading.override(loading.load("oscar"), **text).data
+    text = {"length": QUESTION_LENGTH, **_take_data(settings)}
     if "adapter" in settings:
         settings["adapter"] = Path(settings["adapter"])
     if "bits" in settings:
@@ -264,11 +267,17 @@ def evaluation_job(
         settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
     if settings.pop("fewest_bits", False):
         settings |= {"rungs": find_rungs(folders), "baselines": ()}
-    asked = _take(settings, ("lengths", "questions"))
+    asked = _take(settings, ("lengths", "questions", "minutes"))
     if "tasks" in settings:
         asked["names"] = settings.pop("tasks")
-    save_to = folders if save else []
-    settings |= {"tasks": TaskSettings(**asked), "save_to": save_to, "record": True}
+    tasks, save_to = TaskSettings(**asked), folders if save else []
+    if "tokens" not in text:
+        text["tokens"] = 16384
+        if isinstance(tasks.questions, int) and tasks.names:  # half as much as they read
+            half = tasks.most_tokens(text["length"]) // 2
+            text["tokens"] = min(16384, max(text["length"], half))
+    settings["data"] = loading.override(loading.load("oscar"), **text).data
+    settings |= {"tasks": tasks, "save_to": save_to, "record": True}
     return Evaluation(model, folders, **settings)
 
 
@@ -299,7 +308,7 @@ def generate(
     dtype: str = "auto",
     device_map: str | None = None,
     max_memory: str | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Load a model and let it continue a prompt through a cache that stores 2 bits.
 
@@ -325,7 +334,7 @@ def generate(
     if not isinstance(prompt, str):
         hint = "for token ids, give the model's own generate a RotatedCache"
         raise UsageError(f"a prompt is a text, and not of type {type(prompt).__name__}", hint)
-    return run_generation(generation_job(**options), options["progress"], options["write"])
+    return run_generation(generation_job(**options), progress or Bars(), write)
 
 
 def generation_job(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from datetime import datetime, timedelta
 
 from rotationzoo.words import counted
 
@@ -53,6 +54,13 @@ def duration(seconds: float) -> str:
     if seconds < 90 * 60:
         return counted(math.ceil(seconds / 60), "minute")
     return f"{math.ceil(seconds / 360) / 10:.1f} hours"
+
+
+def finish(seconds: float) -> str:
+    """How long something takes, and when it ends by the clock: ` take about 12 minutes, until
+    14:32`."""
+    ends = datetime.now() + timedelta(seconds=seconds)
+    return f" take about {duration(seconds)}, until {ends:%H:%M}"
 
 
 def size_words(count: int) -> str:

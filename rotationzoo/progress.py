@@ -1,11 +1,12 @@
-"""The progress callback that jobs call, and what it counts; silent by default. `cli.progress_bar`
-draws it."""
+"""The progress callback that jobs call, what it counts, and the bars that Python callers see.
+`cli.progress_bar` draws those of the command line."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, cast
 
 LOOK = 0.5  # seconds between two looks at the files of a download
 
@@ -27,15 +28,44 @@ def silent(stage: str, done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-def in_tokens(progress: Progress, passes: Sequence[int]) -> Progress:
+class InTokens:
     """A `Progress` in tokens, for stages whose steps are forward passes. `passes`: the tokens that
     each of them reads, in order."""
-    read = [0, *accumulate(passes)]
 
-    def tell(stage: str, done: int, total: int) -> None:
-        progress(stage, Tokens(read[done]), Tokens(read[total]))
+    def __init__(self, progress: Progress, passes: Sequence[int]):
+        self._tell, self._passes = progress, passes
+        self._read, self._last = [0, *accumulate(passes)], ("", 0, 0)
 
-    return tell
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._last = stage, done, total
+        self._tell(stage, Tokens(self._read[done]), Tokens(self._read[total]))
+
+    def tell_part(self, share: float) -> None:
+        """Tell that this share of the next pass is done."""
+        stage, done, total = self._last
+        tokens = self._read[done] + share * self._passes[done]
+        self._tell(stage, Tokens(tokens), Tokens(self._read[total]))
+
+
+class Bars:
+    """A `Progress` that shows a bar for each stage, as the libraries of Hugging Face do. What turns
+    off theirs, `HF_HUB_DISABLE_PROGRESS_BARS=1`, turns off these."""
+
+    def __init__(self) -> None:
+        self._stage, self._bar = "", cast(Any, None)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        from huggingface_hub.utils import tqdm
+
+        if stage != self._stage:
+            if self._bar is not None:
+                self._bar.close()
+            unit, bar = {Tokens: " tokens", Bytes: "B"}.get(type(total), " steps"), cast(Any, tqdm)
+            form = None if total else "{desc}: {elapsed}"
+            self._bar = bar(desc=stage, unit=unit, unit_scale=True, bar_format=form)
+            self._stage = stage
+        self._bar.total = total or None
+        self._bar.update(done - self._bar.n)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from inspect import Parameter, signature
 
 import pytest
 import torch
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from support.command_line import run_apart
 from support.recipes import QUICK as RECIPE
 from support.reports import short_probes
@@ -17,6 +18,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.generation.generate import MAX_NEW_TOKENS
 from rotationzoo.model.source import DEMO
+from rotationzoo.progress import silent
 from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import Pulled
@@ -71,6 +73,18 @@ def test_calibrate_takes_settings_tells_its_progress_and_returns_the_artifact(tm
     opened = Artifact.open(output)
     assert opened.content == artifact.content
     assert opened.folder == tmp_path / "out"
+
+
+def test_bars_are_shown_unless_progress_is_silent(tmp_path, capsys):
+    settings = dict(recipe=RECIPE, tokens=512, length=256)
+    enable_progress_bars()  # which the fixtures turned off
+    try:
+        calibrate("demo", output=tmp_path / "silent", progress=silent, **settings)
+        assert "calibrating" not in capsys.readouterr().err
+        calibrate("demo", output=tmp_path / "shown", **settings)
+        assert "calibrating: 100%" in capsys.readouterr().err
+    finally:
+        disable_progress_bars()
 
 
 def test_a_loaded_model_is_calibrated_as_it_is(tmp_path):

@@ -150,6 +150,8 @@ class Decision(Figures):
     floor: float = FLOOR
     """The share that was to be kept."""
     action: Action
+    more_seconds: float | None = None
+    """How long the new questions of `more_questions` take where it was made."""
     more_questions: Count | None = None
     """New questions of each task and length that would settle it in 80 of 100 evaluations."""
     level: float

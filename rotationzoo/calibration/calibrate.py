@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences
-from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.collect import collect, read_row
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
@@ -26,6 +27,7 @@ from rotationzoo.calibration.sensitivity import check_cache, measure_sensitiviti
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
+from rotationzoo.figures import duration, finish
 from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
@@ -47,6 +49,9 @@ from rotationzoo.text.rows import Corpus, read_corpus
 from rotationzoo.words import differing
 from rotationzoo.writer import check_replaceable, library_versions
 
+Note = Callable[[str], None] | None
+_PACED_TOKENS = 128  # of the first row, whose pass shows how long all take
+_SHORT = 30  # seconds, which need no estimate
 _CHECKED_TOKENS = 32  # of the first row; their logits are compared with and without capture
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
 
@@ -99,9 +104,7 @@ def _asked_recipe(artifact: Artifact) -> str:
     return str(manifest.identity.get("recipe", manifest.recipe_sha256))
 
 
-def calibrate(
-    job: Job, progress: Progress = silent, note: Callable[[str], None] | None = None
-) -> Artifact:
+def calibrate(job: Job, progress: Progress = silent, note: Note = None) -> Artifact:
     """Run a job, resuming from a checkpoint of the same job if there is one, and return its
     artifact, unchanged if it is there already.
 
@@ -117,9 +120,7 @@ def calibrate(
             raise
 
 
-def _calibrate(
-    job: Job, progress: Progress, note: Callable[[str], None] | None, locks: ExitStack
-) -> Artifact:
+def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Artifact:
     """Run the job under a lock, which `locks` holds until the end, so that no other calibration
     touches the checkpoint or the artifact's folder."""
     started, versions = time.monotonic(), library_versions()
@@ -156,7 +157,7 @@ def _calibrate(
 
     if planned.needs_weights:
         with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
-            result = run_model(planned, text, checkpoint, progress)
+            result = run_model(planned, text, checkpoint, progress, note)
     else:  # the shapes are enough
         assert planned.geometry is not None
         rotations = fit(None, job.recipe, planned.geometry)
@@ -208,10 +209,11 @@ class CalibrationResult:
 
 
 def run_model(
-    planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
+    planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress, note: Note
 ) -> CalibrationResult:
     """Load the model and calibrate it, or only find its geometry where the recipe needs no text.
-    The `checkpoint` is what a stopped run left, and where this run saves."""
+    The `checkpoint` is what a stopped run left, and where this run saves. `note` is told how long
+    it takes."""
     job = planned.job
     assert planned.config is not None
     placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
@@ -249,18 +251,38 @@ def run_model(
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])
+        texts = []
+        if recipe.budget:
+            texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        tokens = text.tokens + sum(each.count_passes(layers) for each in texts)
+        _tell_time(model, job, text.rows[0], tokens, note)
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         if recipe.budget:
-            texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
             rotations = measure_sensitivities(
                 model, geometry, rotations, texts, recipe.group_size, progress
             )
             rotations = spend_bits(rotations, recipe.budget, recipe.group_size)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
+
+
+@torch.no_grad()
+def _tell_time(
+    model: PreTrainedModel, job: Job, row: torch.Tensor, tokens: int, note: Note
+) -> None:
+    """Tell how long the model takes for so many tokens, by the pace of the first of a row, and what
+    is asked after it, unless it is short."""
+    ids, begun = row[None, :_PACED_TOKENS], time.monotonic()
+    read_row(model, ids)
+    pace = (time.monotonic() - begun) / ids.numel()
+    least, most = (duration(each * pace) for each in job.asked_tokens)
+    asked = f"; questions after that, from {least} to {most}" * any(job.asked_tokens)
+    if note and (asked or tokens * pace > _SHORT):
+        note(f"the passes through the model{finish(tokens * pace)}{asked}")
 
 
 # ---- what the manifest records

@@ -20,7 +20,7 @@ from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model import prediction
 from rotationzoo.model.capture import decoder, intercept
 from rotationzoo.model.loading import input_device
-from rotationzoo.progress import Progress, in_tokens, silent
+from rotationzoo.progress import InTokens, Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.text.rows import MediaRow
 
@@ -53,9 +53,10 @@ def collect(
         raise damaged(checkpoint.path)
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
-    progress = in_tokens(progress, [_count(batch, 0) for batch in batches] * passes)
+    progress = InTokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
     observer = MomentObserver(geometry, sums.batch, skip)
+
     with sums.saved_if_interrupted():
         for number in range(passes):
             if number == 1:
@@ -63,7 +64,8 @@ def collect(
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, sums.whole)
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
-                with intercept(model, observer.watch):
+                counting = prediction.counting_layers(model, progress.tell_part)
+                with intercept(model, observer.watch), counting:
                     states = read_row(model, batch)
                 prediction.check_finite(model, states[0], partial(read_row, model, batch))
                 sums.finish_batch(observer.kinds)

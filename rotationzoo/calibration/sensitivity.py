@@ -52,6 +52,13 @@ class Text:
     positions: list[int]
     stored: slice
 
+    def count_passes(self, layers: int) -> int:
+        """As many tokens the model reads in about the time that it takes to measure all layers: for
+        both sides of each, what is stored passes the codec, which takes as long as the layer, and
+        half of the layers read what is compared."""
+        first, last = self.positions[0], self.positions[-1] + 1
+        return 3 * first + layers * (last - first)
+
 
 @torch.no_grad()
 def measure_sensitivities(

@@ -2,7 +2,7 @@
 
 import shlex
 import signal
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+from rotationzoo.figures import finish
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 """The names in `recipe.PRESETS`, the default first."""
+
+
+_SLOWER = 4  # times as long as the exact model alone take this and a simulated cache, on a CPU
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ def calibrate_command(
     if keep is not None:
         check_keep(keep)
         tasks, caches = TaskSettings(lengths=tuple(asked or ())), 1 + len(RUNGS)
-        question_tokens = caches * tasks.most_tokens(QUESTION_LENGTH)
+        tokens = tasks.most_tokens(QUESTION_LENGTH)
+        question_tokens, least = caches * tokens, tokens * tasks.looks[0] / tasks.looks[-1]
+        job = replace(job, asked_tokens=(_SLOWER * least, _SLOWER * question_tokens))
     if dry_run:
         show_plan(out, job, question_tokens)
         return
@@ -137,7 +143,8 @@ def _find_bits(
         further = ["evaluate", *words, folder, *served(settings.engine), "--keep", f"{keep:g}"]
         more = ["--questions", str(decision.more_questions), "--seed", "1"]
         most = ["--bits", f"{job.rungs[-1].bits:g}"] if job.rungs else []
-        hint = f"ask more: {shell_line(*further, *most, *more)}"
+        seconds = finish(decision.more_seconds or 0).partition(",")[0]
+        hint = f"ask more questions, which{seconds}: {shell_line(*further, *most, *more)}"
     raise RotationZooError(f"nothing shows that {keep:g}% of the answers are kept", hint=hint)
 
 

@@ -11,6 +11,7 @@ from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.figures import finish
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -23,11 +24,12 @@ class Measures(options.Text):
     """Options on what is measured, by the names of `api.evaluate`."""
 
     data: str | None = option("Data set id, .jsonl, .txt or .parquet (held-out text).")
-    tokens: int | None = option("Tokens in all (16384).", min=1)
+    tokens: int | None = option("Tokens in all (16384, or as the questions).", min=1)
     length: options.TextLength = None
     tasks: options.Tasks = "all"
     lengths: options.Lengths = None
     questions: str = option("Per task and length; auto: until it is decided.", default="auto")
+    minutes: float | None = option("Do what fits into this time.", min=0.1)
     keep: float | None = option("Percent to keep (90); else exit 1.")
     windows: str | None = option("Exact sink/recent tokens: 64/256,128/1024.")
     format: options.Format | None = option("The 2-bit format.")
@@ -138,7 +140,10 @@ def suggest_next(
         return
     decision, more = decisions[0], decisions[0].more_questions
     if decision.action == "ask" and more is not None:
-        out.suggest(*retyped({"--questions": str(more), "--seed": str(seed + 1)}))
+        if decision.more_seconds is not None:
+            out.tell(f"{more:,} new questions of each task{finish(decision.more_seconds)}")
+        options = {"--minutes": "", "--questions": str(more), "--seed": str(seed + 1)}
+        out.suggest(*retyped(options))
     elif words := decided_words(decision, model, str(artifacts[0]), simulated):
         out.suggest(*words)
     elif saved:

@@ -30,7 +30,7 @@ def typed_words(*left_out: str) -> list[str]:
 
 
 def retyped(options: Mapping[str, str]) -> list[str]:
-    """The words with these `options` in place of the ones of the same names."""
+    """The words with these `options` in place of those of the same names; "" leaves one out."""
     kept: list[str] = []
     words = iter(_words.get())
     for word in words:
@@ -38,7 +38,7 @@ def retyped(options: Mapping[str, str]) -> list[str]:
             next(words, None)
         elif word.split("=")[0] not in options:
             kept.append(word)
-    return [*kept, *(word for pair in options.items() for word in pair)]
+    return [*kept, *(word for pair in options.items() if all(pair) for word in pair)]
 
 
 def shell_line(*words: str) -> str:

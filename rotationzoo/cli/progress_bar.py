@@ -19,8 +19,9 @@ from rich.text import Text
 from rotationzoo.cli.output import Output, stderr_console, visible, write_text
 from rotationzoo.progress import Bytes, Progress, Tokens, repeating, silent
 
-QUICK = 10.0  # seconds; a shorter job needs no log
-EVERY = 30.0  # least number of seconds between two lines of one stage
+# Seconds. After 10 in silence a job seems dead, and the clock is looked at once a second.
+QUICK = 5.0  # a shorter job needs no log
+EVERY = 9.0  # least time between two lines of one stage
 _LOOK = 1.0  # seconds between two checks of the clock
 _PERIOD = 24 * 3600.0  # seconds of which rich counts the steps, because single ones take minutes
 _BAR = 12  # columns: the words need the room

@@ -4,8 +4,8 @@ costs in perplexity, attention KL and output error, and the report that `evaluat
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 from transformers import PreTrainedModel
 
@@ -15,19 +15,18 @@ from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
 from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
 from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
-from rotationzoo.evaluation.rungs import choose_rung, describe_rungs, open_rungs, write_rung
+from rotationzoo.evaluation.schedule import Schedule, find_pace
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
-from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
-from rotationzoo.figures import duration
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import add_adapter, check_weights
 from rotationzoo.model.geometry import geometry_of
@@ -38,8 +37,6 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe.rope import position_count, scaling_of
 from rotationzoo.storage import strict_json
 from rotationzoo.writer import add_files, library_versions
-
-_LONG = 120  # seconds of texts, after which a shorter evaluation is named
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,7 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
     ready = prepare(job, progress, tell)
     job, source = ready.job, ready.source
     fetch_weights(source, progress)
+    until = perf_counter() + 60 * (job.tasks.minutes or math.inf)
     check_weights(ready.artifacts, source, job.anyway)
     saved = _saved_answers(ready)
     for note in saved.notes:
@@ -74,15 +72,19 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         model = loading.load(source, ready.config, device, dtype, placement)
         if job.adapter is not None:
             add_adapter(model, job.adapter)
-        trial, pace = _build_trial(ready, model), Pace(tell)
+        pace = Pace(tell, until)
+        schedule = _schedule(ready, model, pace, progress)
+        ready, trial = schedule.ready, schedule.trial
         asking = Asking(model, job.model, job.batch * job.data.length, progress, pace, saved)
         answers = None
         if job.rungs:
             ready, trial, answers = _climb(ready, trial, asking)
-        results = _measure(ready, trial, asking, answers)
+            judged = judged_arms(trial.arms, job.rounding, job.pooled)
+            schedule = Schedule(ready, trial, judged, pace)
+        results = _measure(schedule, asking, answers)
         notes = _notes(ready, model, results)
-        probes = _record_probes(ready, model, notes, progress)
-    report = _describe(ready, results, notes)
+        probes = _record_probes(schedule, model, notes, progress)
+    report = _describe(schedule, results, notes)
     for artifact in ready.saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
     saved.remove()
@@ -113,24 +115,39 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
     return Trial(geometry, arms, ready.caches, layers, job.queries, ready.start)
 
 
-def _measure(ready: Prepared, trial: Trial, asking: Asking, answers: TaskAnswers | None) -> Results:
-    """Read the texts, and ask the questions unless there are `answers`."""
-    job, judged = ready.job, judged_arms(trial.arms, ready.job.rounding, ready.job.pooled)
-    model, progress, pace = asking.model, asking.progress, asking.pace
-    questions = ready.plan.series if answers is None else []
-    tell_length = partial(_tell_length, pace, job, questions, judged)
+def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Progress) -> Schedule:
+    """What is measured, and told how long it takes, by the pace of the model's first tokens."""
+    job, trial = ready.job, _build_trial(ready, model)
+    judged = judged_arms(trial.arms, job.rounding, job.pooled)
+    if job.rungs:  # of which the others are asked once one is chosen
+        asked = replace(trial, arms=[arm for arm in trial.arms if arm.name in judged])
+    progress("finding the pace", 0, 0)
+    with loading.forward_errors(job.model, 1, job.data.length):
+        find_pace(model, ready.text.rows[0], asked if job.rungs else trial, pace)
+    schedule = Schedule(ready, trial, judged, pace).fit()
+    schedule.tell()
+    return schedule
+
+
+def _measure(schedule: Schedule, asking: Asking, answers: TaskAnswers | None) -> Results:
+    """Ask the questions unless there are `answers`, and read the texts."""
+    ready, trial, job = schedule.ready, schedule.trial, schedule.ready.job
+    judged = schedule.judged
 
     def open_arms(answers: TaskAnswers) -> Collection[str]:
+        settings = answers.plan.settings
+        if settings.minutes:
+            return (judged or schedule.names) if schedule.fitting(answers.questions) else ()
         # The first pair of windows, whose figures are shown, ends the questions.
         decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
         is_open = any(decision.action == "ask" for decision in decisions)
         return judged if is_open or answers.questions < job.tasks.looks[0] else ()
 
-    with loading.forward_errors(job.model, job.batch, job.data.length):
-        batches = ready.text.batches(job.batch)
-        measured = run_models(model, batches, trial, progress, pace, tell_length)
     if answers is None:
         answers = answering.answer_tasks(asking, ready.plan, trial, open_arms)
+    with loading.forward_errors(job.model, job.batch, job.data.length):
+        batches, how = ready.text.batches(job.batch), (asking.progress, asking.pace)
+        measured = run_models(asking.model, batches, trial, *how, schedule.record)
     return Results(trial, judged, measured, answers)
 
 
@@ -140,36 +157,38 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
     most bits may not be served, those of the most, and nothing is saved."""
     job, (artifact,) = ready.job, ready.artifacts
     judged = judged_arms(trial.arms, job.rounding, job.pooled)
-    ladder = replace(trial, arms=[arm for arm in trial.arms if arm.name in judged])
+    found: dict[str, TaskAnswers] = {}
+    # Half of the level for each sequence; of two rungs, none is above the middle.
+    share = 0.5 if len(judged) > 2 else 1.0
 
-    def decide_rungs(answers: TaskAnswers) -> list[Decision]:
-        decisions: list[Decision] = []
-        for name in judged:
-            seen = answers.as_asked(name)
-            decisions += decide_all(seen, ladder, trial.caches[0], [name], job.floor)
-        return decisions
+    def ask(name: str) -> Decision:
+        rung = replace(trial, arms=[arm for arm in trial.arms if arm.name == name])
 
-    with loading.forward_errors(job.model, 1, job.data.length):
-        # One row shows the pace.
-        tell = partial(_tell_length, asking.pace, job, ready.plan.series, judged)
-        rows = ready.text.batches(1)[:1]
-        run_models(asking.model, rows, ladder, asking.progress, asking.pace, tell)
-    answers = answering.answer_tasks(
-        asking, ready.plan, ladder, lambda answers: open_rungs(decide_rungs(answers))
-    )
-    decisions = decide_rungs(answers)
-    ready.plan.notes.extend(describe_rungs(decisions))
-    chosen = choose_rung(decisions)
-    name = plain_name(chosen.arm)
+        def decide_rung(answers: TaskAnswers) -> Decision:
+            return decide_all(answers, rung, trial.caches[0], [name], job.floor, share)[0]
+
+        def open_arms(answers: TaskAnswers) -> Collection[str]:
+            goes_on = rungs.is_open(decide_rung(answers), answers.questions, name == judged[-1])
+            return [name] if goes_on else ()
+
+        found[name] = answering.answer_tasks(asking, ready.plan, rung, open_arms)
+        if asking.saved.was_left:
+            raise KeyboardInterrupt
+        return decide_rung(found[name])
+
+    decisions = rungs.ask_rungs(judged, ask)
+    ready.plan.notes.extend(rungs.describe_rungs(decisions))
+    chosen = rungs.choose_rung(decisions)
+    name, answers = plain_name(chosen.arm), found[chosen.arm]
     if chosen.action == "serve" and job.save_to:
-        artifact = write_rung(artifact, job.rungs[decisions.index(chosen)], name)
+        artifact = rungs.write_rung(artifact, job.rungs[judged.index(chosen.arm)], name)
         job = replace(job, save_to=[artifact.folder])
     else:
         job = replace(job, save_to=[])
     arms = [_of_artifact(arm, artifact) for arm in trial.arms if plain_name(arm.name) == name]
     trial = replace(trial, arms=arms)
     further = [arm for arm in arms if arm.name != chosen.arm]
-    answers = answering.ask_also(asking, replace(trial, arms=further), answers.as_asked(chosen.arm))
+    answers = answering.ask_also(asking, replace(trial, arms=further), answers)
     return replace(ready, job=job, artifacts=[artifact]), trial, answers
 
 
@@ -193,16 +212,19 @@ def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[st
 
 
 def _record_probes(
-    ready: Prepared, model: PreTrainedModel, notes: list[str], progress: Progress
+    schedule: Schedule, model: PreTrainedModel, notes: list[str], progress: Progress
 ) -> dict[Path, list[Probe]]:
     """What a server answers, for each artifact to which the report is added. Where none can be
     recorded, a note says why."""
-    probes: dict[Path, list[Probe]] = {}
+    probes, ready = dict[Path, list[Probe]](), schedule.ready
     # A server runs the model as its config says.
     if not ready.job.record or ready.scaling is not None:
         return probes
-    progress("recording what a server answers", 0, 0)
+    if schedule.record > schedule.pace.left:
+        notes.append("there was no time to record what a server answers")
+        return probes
     for artifact in ready.saved:
+        progress("recording what a server answers", 0, 0)
         try:
             probes[artifact.folder] = record_probes(model, ready.tokenizer, artifact, ready.source)
         except RotationZooError as error:
@@ -211,40 +233,26 @@ def _record_probes(
     return probes
 
 
-def _tell_length(
-    pace: Pace, job: Evaluation, series: list[Series], deciding: Collection[str], left: int
-) -> None:
-    """Tell how long the questions take, and the `left` tokens of the texts."""
-    words = [] if job.artifacts else ["no rotations are named, so these are baselines alone"]
-    words.append(f"reading the texts: about {duration(pace.estimate(left))} more")
-    if series:
-        words.append(answering.describe_rounds(pace, series, job.tasks.rounds, deciding))
-        words.append("Ctrl-C after a round keeps what was asked")
-    if pace.estimate(left) > _LONG:
-        words.append("--tokens 4096 --tasks needles,key-value takes less")
-    pace.tell("; ".join(words))
-
-
-def _describe(ready: Prepared, results: Results, notes: list[str]) -> Measured:
+def _describe(schedule: Schedule, results: Results, notes: list[str]) -> Measured:
     """Everything that was measured, and how."""
-    job, source, text, trial = ready.job, ready.source, ready.text, results.trial
+    ready, trial = schedule.ready, results.trial
+    job, source, text = ready.job, ready.source, ready.text
     answers, length = results.answers, job.data.length
     tasks, all_tasks = score_exact(answers)
     costs = results.measured.exact.measure_exact()
     exact = Exact(**dict(costs), tasks=tasks, all_tasks=all_tasks)
-    windows = []
+    windows, rows = [], len(exact.text_tokens)
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
-        decisions = decide_all(answers, trial, cache, results.judged, job.floor)
+        made = decide_all(answers, trial, cache, results.judged, job.floor)
+        decisions = [schedule.time_more(decision, answers.questions) for decision in made]
         words = [line for decision in decisions for line in decision.words]
         verdict = Verdict(texts=len(exact.text_tokens), words=words, decisions=decisions)
         window = Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict)
         windows.append(window)
     assert job.format is not None
     return Measured(
-        text=Text(
-            source=job.data.label, fingerprint=text.fingerprint, rows=len(text.rows), length=length
-        ),
+        text=Text(source=job.data.label, fingerprint=text.fingerprint, rows=rows, length=length),
         tokens=results.measured.exact.tokens,
         first_position=trial.start,
         model=source.label,
@@ -278,16 +286,21 @@ def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm, length: int) -
 
 
 def decide_all(
-    answers: TaskAnswers, trial: Trial, cache: CacheLayout, judged: Sequence[str], floor: float
+    answers: TaskAnswers,
+    trial: Trial,
+    cache: CacheLayout,
+    judged: Sequence[str],
+    floor: float,
+    share: float = 1.0,
 ) -> list[Decision]:
     """The decision on each of the `judged` arms with one cache, of whose answers the share `floor`
-    must be kept."""
+    must be kept, with a `share` of the level."""
     exact, _ = score_exact(answers)
     bits, arms = {}, {}
     for arm in trial.arms:
         bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
         arms[arm.name], _ = score_arm(answers, cache, arm.name)
-    rule = Rule(floor, spend_level(answers.questions, answers.plan.settings.looks))
+    rule = Rule(floor, share * spend_level(answers.questions, answers.plan.settings.looks))
     return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
 
 

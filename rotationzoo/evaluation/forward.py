@@ -1,6 +1,7 @@
 """The forward passes of an evaluation: every text through the exact model, and through every
 combination of arm and cache; and their pace, from which the time that is left is estimated."""
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,8 +20,8 @@ from rotationzoo.evaluation.metrics import Metrics, bucket_edges
 from rotationzoo.geometry import Geometry
 from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.prediction import check_finite, run_decoder
-from rotationzoo.progress import Progress, in_tokens
+from rotationzoo.model.prediction import check_finite, counting_layers, run_decoder
+from rotationzoo.progress import InTokens, Progress
 from rotationzoo.simulation.simulated import Simulation
 
 Reader = tuple[CacheLayout, str] | None
@@ -37,7 +38,14 @@ class Pace:
     """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
 
     tell: Tell = say_nothing
+    until: float = math.inf
+    """When everything is to be done, by the clock of `perf_counter`."""
     seconds: dict[Reader, float] = field(default_factory=dict)
+
+    @property
+    def left(self) -> float:
+        """Seconds until everything is to be done."""
+        return self.until - perf_counter()
 
     @contextmanager
     def timing(self, reader: Reader, tokens: int) -> Iterator[None]:
@@ -46,12 +54,10 @@ class Pace:
         yield
         self.seconds[reader] = (perf_counter() - begun) / tokens
 
-    def estimate(self, tokens: int, arms: Collection[str] | None = None) -> float:
-        """The seconds in which the exact model and all arms, or the named ones, read `tokens`
-        tokens each."""
+    def estimate(self, tokens: float, arms: Collection[str]) -> float:
+        """The seconds in which the exact model and the named arms read `tokens` tokens each."""
         pace = self.seconds.items()
-        asked = [each for read, each in pace if read is None or arms is None or read[1] in arms]
-        return tokens * sum(asked)
+        return tokens * sum(each for read, each in pace if read is None or read[1] in arms)
 
 
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
@@ -87,11 +93,11 @@ def run_models(
     trial: Trial,
     progress: Progress,
     pace: Pace | None = None,
-    after_first: Callable[[int], None] = lambda left: None,
+    reserve: float = 0,
 ) -> Measurements:
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
-    of cache and arm. Once the first batch has passed everything, which sets the `pace`,
-    `after_first` is told how many tokens are left.
+    of cache and arm. A batch after the first is left out where `reserve` seconds would not be left
+    after it.
 
     Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache, and
     `Unsound` for an exact model whose losses are not finite.
@@ -108,11 +114,13 @@ def run_models(
     pairs = list(product(trial.caches, trial.arms))
     arms = {(cache, arm.name): Metrics(edges, trial.layers) for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
-    progress = in_tokens(progress, [batches[run[0]].numel() for run in runs])
-    pace = pace or Pace()
-    progress("evaluating", 0, len(runs))
+    passes = InTokens(progress, [batches[run[0]].numel() for run in runs])
+    pace, names = pace or Pace(), [arm.name for arm in trial.arms]
+    passes("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
         ids, metrics = batches[number].to(device), exact
+        if done and pair is None and pace.left - reserve < pace.estimate(ids.numel(), names):
+            break
         running: AbstractContextManager[None] = nullcontext()
         if pair is not None:
             cache, arm = pair
@@ -120,14 +128,13 @@ def run_models(
             queries = _draw_queries(trial, ids.shape[1], seed=number)
             simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers), queries)
             running = simulation.running(model, modules, metrics.observers)
-        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running:
+        counting = counting_layers(model, passes.tell_part)
+        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running, counting:
             losses = token_losses(model, ids, trial.start)
         if pair is None:
             check_finite(model, losses, partial(run_decoder, model, ids))
         metrics.add_losses(losses)
-        progress("evaluating", done + 1, len(runs))
-        if done == len(pairs):
-            after_first(sum(batch.numel() for batch in batches[1:]))
+        passes("evaluating", done + 1, len(runs))
     return Measurements(exact, arms)
 
 

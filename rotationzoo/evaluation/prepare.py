@@ -166,9 +166,10 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
 
 def check_keep(percent: float) -> None:
     """Raise `UsageError` for no share of answers that can be kept."""
-    if not 0 < percent < 100:
-        hint = "write it as: --keep 95"
-        raise UsageError("--keep is percent of the answers, above 0 and below 100", hint)
+    if not 1 <= percent < 100:
+        meant = percent if 0 < percent < 1 else 0.95
+        hint = f"write it as: --keep {100 * meant:g}"
+        raise UsageError("--keep is percent of the answers, from 1 to below 100", hint)
 
 
 def _check_settings(job: Evaluation) -> None:
@@ -180,6 +181,8 @@ def _check_settings(job: Evaluation) -> None:
     if unknown := [name for name in job.baselines if name not in known]:
         hint = f"give some of {', '.join(RIVALS)}"
         raise UsageError(f"there is no rival {unknown[0]!r}{nearest(unknown[0], known)}", hint)
+    if job.tasks.minutes and job.rungs:
+        raise UsageError("the fewest bits are not found by the clock", "leave out the minutes")
     if job.prefill_layout and job.prefill_chunk is None:
         hint = "add: --prefill-chunk 2048"
         raise UsageError("--prefill-layout is for a prefill in chunks", hint)

@@ -1,13 +1,14 @@
 """The fewest bits that keep what is asked for: budgets of one artifact, asked the same questions.
 
-Bits are chosen from the top down (a fixed sequence of tests): a budget counts only where all larger
-ones may be served, too, so that one that keeps too little is chosen no more often than one decision
-is wrong, however many budgets are tried.
+Budgets are asked one after another, each until it is decided. From the middle on, fewer bits are
+asked as long as they may be served. Where already the middle may not, more bits are asked from the
+top down. Each of these is a fixed sequence of tests, which goes on only after a budget that may be
+served, and has half of the level: one that keeps too little is chosen no more often than one
+decision is wrong, however many budgets are tried. Those that are never asked cost nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import takewhile
 from pathlib import Path
 
 from rotationzoo.artifact.scores import Decision, plain_name
@@ -16,11 +17,13 @@ from rotationzoo.budget import Budget
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.codec.bit_allocation import has_room, spend_bits
 from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.tasks.prompts import LOOKS
 from rotationzoo.figures import percent
 from rotationzoo.recipe.loading import with_budget
 
 RUNGS = (2.25, 2.5, 3.0, 3.5, 4.0)
 """Bits an element that are tried."""
+_TOO_MANY = 2048  # new questions of each task, for which nobody waits
 _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
 
 
@@ -38,22 +41,32 @@ def find_rungs(folders: Sequence[Path]) -> tuple[Budget, ...]:
     return tuple(budget for budget in budgets if has_room(budget, size, geometry))
 
 
-def open_rungs(decisions: Sequence[Decision]) -> list[str]:
-    """The arms that may still be chosen and are undecided, by decisions in the order of bits."""
-    names: list[str] = []
-    for decision in decisions:
-        if decision.action == "refuse":
-            names = []
-        elif decision.action == "ask":
-            names.append(decision.arm)
-    return names
+def ask_rungs(names: Sequence[str], ask: Callable[[str], Decision]) -> list[Decision]:
+    """The decisions on the rungs that are asked, the fewest bits first, as the `names` of all are:
+    from the middle down as far as each may be served, or else from the top down to the middle."""
+    middle, made = len(names) // 2, dict[str, Decision]()
+    for downwards in (names[middle::-1], names[:middle:-1]):
+        for name in downwards:
+            made[name] = ask(name)
+            if made[name].action != "serve":
+                break
+        if made[names[middle]].action == "serve":
+            break
+    return [made[name] for name in names if name in made]
+
+
+def is_open(made: Decision, questions: int, is_last: bool) -> bool:
+    """Whether more than these `questions` of each task are asked about a rung. Those below the last
+    are given up where too many would be needed, because more bits are shown to keep enough by far
+    fewer. To give up allows no rung that its decision does not."""
+    if questions > LOOKS[1] and not is_last and (made.more_questions or 0) > _TOO_MANY:
+        return False
+    return made.action == "ask"
 
 
 def choose_rung(decisions: Sequence[Decision]) -> Decision:
-    """The decision on the fewest bits that may be served as all larger ones may; that on the most
-    bits where these may not."""
-    served = list(takewhile(lambda each: each.action == "serve", reversed(decisions)))
-    return served[-1] if served else decisions[-1]
+    """The decision on the fewest bits that may be served, or else on the most that were asked."""
+    return next((each for each in decisions if each.action == "serve"), decisions[-1])
 
 
 def describe_rungs(decisions: Sequence[Decision]) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
@@ -142,6 +143,17 @@ def keeping_outputs(modules: Iterable[torch.nn.Module]) -> Iterator[list[Any]]:
         for module in modules:
             hooks.enter_context(module.register_forward_hook(add))
         yield outputs
+
+
+@contextmanager
+def counting_layers(model: "PreTrainedModel", tell: Callable[[float], None]) -> Iterator[None]:
+    """Inside the block, `tell` is given the share of the decoder's layers that have run, after each
+    of them, because a pass over long rows takes minutes."""
+    with ExitStack() as hooks:
+        for count, layer in enumerate(layers := decoder_layers(model), 1):
+            hook = partial(lambda part, *_: tell(part), count / len(layers))
+            hooks.enter_context(layer.register_forward_hook(hook))
+        yield
 
 
 @contextmanager

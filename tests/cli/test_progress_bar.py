@@ -14,7 +14,7 @@ from support.command_line import TITLE, succeeded
 
 from rotationzoo.cli import output, progress_bar
 from rotationzoo.cli.progress_bar import StageBar, log_stages, show_progress
-from rotationzoo.progress import Tokens, in_tokens, silent
+from rotationzoo.progress import InTokens, Tokens, silent
 
 
 @pytest.mark.hostile("terminal")
@@ -52,13 +52,16 @@ def test_the_time_left_counts_every_step_of_the_stage():
 
 def test_passes_are_told_as_their_tokens():
     told = []
-    tell = in_tokens(lambda *step: told.append(step), [512, 512, 128])
+    tell = InTokens(lambda *step: told.append(step), [512, 512, 128])
     for done in range(4):
         tell("evaluating", done, 3)
     assert [done for _, done, _ in told] == [0, 512, 1024, 1152]
     assert {(stage, total) for stage, _, total in told} == {("evaluating", 1152)}
     assert all(isinstance(count, Tokens) for step in told for count in step[1:])
-    in_tokens(silent, [])("evaluating", 0, 0)
+    tell("evaluating", 1, 3)
+    tell.tell_part(0.5)
+    assert told[-1] == ("evaluating", 768, 1152)
+    InTokens(silent, [])("evaluating", 0, 0)
 
 
 @pytest.mark.parametrize("columns", [80, 140])
@@ -99,17 +102,17 @@ def log():
         yield at
 
 
-def test_a_stage_has_a_line_and_then_one_in_thirty_seconds(log):
+def test_a_stage_has_a_line_and_then_one_in_ten_seconds(log):
     assert log(1, "loading the model", 0, 0) == []
     assert log(11, "calibrating", 1, 1200) == ["[0:00:11] calibrating 1/1,200"]
     assert log(12, "calibrating", 2, 1200) == []
-    assert log(40.9, "calibrating", 30, 1200) == []
-    assert log(41, "calibrating", 31, 1200) == ["[0:00:41] calibrating 31/1,200, 0:19:29 left"]
-    assert log(45, "composing rotations", 0, 0) == ["[0:00:45] composing rotations"], (
+    assert log(19.9, "calibrating", 10, 1200) == []
+    assert log(20, "calibrating", 10, 1200) == ["[0:00:20] calibrating 10/1,200, 0:19:37 left"]
+    assert log(25, "composing rotations", 0, 0) == ["[0:00:25] composing rotations"], (
         "a new stage does not wait"
     )
     assert log(46, "searching", 0, 72) == ["[0:00:46] searching 0/72"]
-    assert log(50, "searching", 1, 72) == []
+    assert log(54, "searching", 1, 72) == []
     assert log(3600, "searching", 71, 72) == ["[1:00:00] searching 71/72, 0:00:51 left"]
     assert log(3710, "calibrating", 90, 1200) == ["[1:01:50] calibrating 90/1,200"]
     assert log(3715, "searching", 72, 72) == ["[1:01:55] searching 72/72"]
@@ -119,9 +122,9 @@ def test_a_stage_has_a_line_and_then_one_in_thirty_seconds(log):
 def test_a_stage_of_text_has_tokens_per_second(log):
     total = Tokens(32000)
     assert log(11, "calibrating", Tokens(0), total) == ["[0:00:11] calibrating 0/32,000 tokens"]
-    assert log(31, "calibrating", Tokens(8000), total) == []
-    assert log(41, "calibrating", Tokens(12000), total) == [
-        "[0:00:41] calibrating 12,000/32,000 tokens, 400 tokens/s, 0:00:50 left"
+    assert log(19, "calibrating", Tokens(8000), total) == []
+    assert log(41, "calibrating", Tokens(16800), total) == [
+        "[0:00:41] calibrating 16,800/32,000 tokens, 400 tokens/s, 0:00:38 left"
     ]
 
 

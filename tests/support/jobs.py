@@ -26,12 +26,14 @@ def rotation_bytes(artifact: Artifact) -> bytes:
 def interrupt_after(batches: int) -> Callable[[str, int, int], None]:
     """A progress callback that stops the job after so many batches, as Ctrl-C does."""
 
-    told = 0
+    told, whole = -1, 0
 
     def progress(stage: str, done: int, total: int) -> None:
-        nonlocal told
-        told += stage == "calibrating"
-        if told == 1 + batches:  # the first is told before any batch
+        nonlocal told, whole
+        if stage == "calibrating":
+            whole += done == told  # after its last layer, and once its sums are there
+            told = done
+        if whole == batches:
             raise KeyboardInterrupt
 
     return progress

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, product
+from itertools import chain, product
 
 from transformers import PreTrainedModel
 
@@ -11,9 +11,10 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
-from rotationzoo.figures import duration
+from rotationzoo.figures import finish
 from rotationzoo.model.loading import forward_errors
-from rotationzoo.progress import Progress, in_tokens
+from rotationzoo.model.prediction import counting_layers
+from rotationzoo.progress import InTokens, Progress
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.simulation.simulated import Simulation
@@ -66,16 +67,6 @@ class TaskAnswers:
         """The exact answers to the series that every arm was asked."""
         return [exact for exact in self.exact if exact.can_do]
 
-    def as_asked(self, arm: str) -> "TaskAnswers":
-        """The answers to the questions that this arm was asked."""
-        count = self.counts[arm]
-        exact = [each.first(count) for each in self.exact]
-        sizes = [each.series.questions for each in exact if each.can_do]
-        arms = {}
-        for key, answers in self.arms.items():
-            arms[key] = [each.first(size) for each, size in zip(answers, sizes, strict=True)]
-        return replace(self, questions=count, exact=exact, arms=arms)
-
     @property
     def notes(self) -> list[str]:
         """Which tasks are left out, and which the exact model cannot do."""
@@ -115,8 +106,8 @@ class Asking:
     def ask(self, stage: str, requests: Sequence[Request]) -> list[Answers]:
         """The answers to each request."""
         batches = [self._cut(request.prompts) for request in requests]
-        passes = [_tokens(rows) for rows in chain.from_iterable(batches)]
-        progress, done = in_tokens(self.progress, passes), 0
+        passes = [count_tokens(rows) for rows in chain.from_iterable(batches)]
+        progress, done = InTokens(self.progress, passes), 0
         progress(stage, 0, len(passes))
         answers = []
         for request, of_request in zip(requests, batches, strict=True):
@@ -129,7 +120,8 @@ class Asking:
             # One for all batches of a request, because it keeps the masks of every length.
             running = nullcontext() if simulation is None else simulation.running(self.model)
             catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
-            with catching, running, self.pace.timing(request.timed_as, _tokens(prompts)):
+            timing = self.pace.timing(request.timed_as, count_tokens(prompts))
+            with catching, running, timing, counting_layers(self.model, progress.tell_part):
                 for rows in of_request:
                     parts.append(read_answers(self.model, rows))
                     done += 1
@@ -158,9 +150,10 @@ def answer_tasks(
     `RotationZooError` for prompts that do not fit the memory."""
     first, *later = plan.settings.rounds
     series = [each.part(0, first) for each in plan.series]
-    requests = [Request(prompts) for each in series for prompts in (each.prompts, each.blind)]
+    # The long prompts last, because the last ones set the pace.
+    requests = [Request(prompts) for each in series for prompts in (each.blind, each.prompts)]
     replies = asking.ask("answering with the exact cache", requests)
-    exact = [ExactAnswers(*each) for each in zip(series, replies[::2], replies[1::2], strict=True)]
+    exact = [ExactAnswers(*each) for each in zip(series, replies[1::2], replies[::2], strict=True)]
     able = [each.series for each in exact if each.can_do]
     counts = {arm.name: first for arm in trial.arms}
     answers = TaskAnswers(plan, first, exact, _ask_arms(asking, trial, able), counts)
@@ -183,11 +176,12 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
     pairs = list(zip(answers.plan.series, answers.exact, strict=True))
     able = [series for series, each in pairs if each.can_do]
     added = [series.part(answers.questions, questions) for series in able]
-    rounds = answers.plan.settings.rounds
-    number = rounds.index(questions) + 1
-    ending = f", round {number} of at most {len(rounds)}"
     deciding = [arm.name for arm in trial.arms]
-    asking.pace.tell(describe_rounds(asking.pace, able, rounds, deciding, number))
+    ending = f", questions {answers.questions + 1} to {questions} of each task"
+    if not answers.plan.settings.minutes:
+        seconds = asking.pace.estimate(sum(count_tokens(each.prompts) for each in added), deciding)
+        more = f"{questions - answers.questions} more questions of each task"
+        asking.pace.tell(f"not decided yet: {more}{finish(seconds)}")
     requests = [Request(series.prompts) for series in added]
     replies = iter(asking.ask(f"answering with the exact cache{ending}", requests))
     arms = dict(answers.arms)
@@ -226,27 +220,8 @@ def _ask_arms(
     return given
 
 
-def describe_rounds(
-    pace: Pace,
-    series: Sequence[Series],
-    rounds: Sequence[int],
-    deciding: Collection[str],
-    number: int = 1,
-) -> str:
-    """How long the round of this number takes by the `pace`, and how long all do that may follow.
-    Only the arms named in `deciding` are asked in later rounds than the first."""
-    seconds = []
-    for start, stop in pairwise((0, *rounds)):
-        tokens = sum(_tokens(each.part(start, stop).prompts) for each in series)
-        seconds.append(pace.estimate(tokens, deciding if start else None))
-    this, rest = seconds[number - 1], sum(seconds[number:])
-    if len(rounds) == 1:
-        return f"the questions take about {duration(this)}"
-    words = f"questions, round {number} of at most {len(rounds)}: about {duration(this)}"
-    return f"{words}; all rounds: at most {duration(this + rest)}" if rest else words
-
-
-def _tokens(prompts: Sequence[Prompt]) -> int:
+def count_tokens(prompts: Sequence[Prompt]) -> int:
+    """The tokens of all prompts."""
     return sum(len(prompt.ids) for prompt in prompts)
 
 

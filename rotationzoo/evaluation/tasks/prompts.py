@@ -22,6 +22,7 @@ SHORTEST = 2  # tokens of a prompt
 MOST_QUESTIONS = 100_000
 LOOKS = 16, 32, 64, 128, 256, 512
 """Questions per task and length after which `auto` looks whether the decision is made."""
+STEP = 8  # questions per task and length, after which a timed evaluation looks at the clock
 _LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
 _LEAD = 256  # tokens, at most, before the questions of a blind prompt
 
@@ -39,15 +40,21 @@ class TaskSettings:
     is made, and at most the last of `LOOKS`."""
     first: int = MOST_QUESTIONS
     """Of these, those that every arm is asked, at most those of the first look; others decide."""
+    minutes: float | None = None
+    """In which all is done: time decides how many are asked, and one look at the end is enough."""
 
     @property
     def looks(self) -> tuple[int, ...]:
         """Questions per task and length after which the answers are looked at."""
-        return LOOKS if self.questions == "auto" else (self.questions,)
+        if self.questions != "auto":
+            return (self.questions,)
+        return LOOKS[-1:] if self.minutes else LOOKS
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """Questions per task and length after which fewer arms are asked."""
+        """Questions per task and length after which fewer arms are asked, or none."""
+        if self.minutes:
+            return (*range(STEP, self.looks[-1], STEP), self.looks[-1])
         return tuple(sorted({min(self.first, self.looks[0]), *self.looks}))
 
     def most_tokens(self, length: int) -> int:

@@ -21,12 +21,13 @@ _LIMIT = 1 << 28  # bytes; 100,000 questions of seven tasks have 6 MB for each w
 
 
 class SavedAnswers:
-    """Answers in the file `path`, or nowhere if that is None. `conditions`: what decides them
-    beside the prompts and who answers."""
+    """Answers in the file `path`, or in memory alone if that is None. `conditions`: what decides
+    them beside the prompts and who answers."""
 
     def __init__(self, path: Path | None = None, conditions: str = ""):
         self.path, self._conditions = path, conditions
         self._tensors: dict[str, torch.Tensor] = {}
+        self.was_left = False
         self.notes: list[str] = []
         """What became of a file that was not used."""
         self._digest = ""
@@ -51,10 +52,9 @@ class SavedAnswers:
 
     def save(self, reader: object, prompts: list[Prompt], answers: Answers) -> None:
         """Save answers. Raises `RotationZooError` where the disk refuses."""
+        parts = answers.correct, answers.log_probability
+        self._tensors.update(zip(self._names(reader, prompts), parts, strict=True))
         if self.path is not None:
-            names = self._names(reader, prompts)
-            parts = answers.correct, answers.log_probability
-            self._tensors.update(zip(names, parts, strict=True))
             data, before = save(self._tensors), self._digest
             remember(digest := files.digest(data))
             folders.replace_file(self.path, data)
@@ -63,7 +63,7 @@ class SavedAnswers:
 
     def leave(self) -> str:
         """Keep the file for the next evaluation; how to go on, after a semicolon."""
-        path, self.path = self.path, None
+        path, self.path, self.was_left = self.path, None, True
         return "" if path is None else "; the same command goes on"
 
     def remove(self) -> None:

@@ -1,0 +1,130 @@
+"""How long an evaluation takes by the pace of its first tokens, and what of it fits into the time
+that there is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo.artifact.scores import Decision
+from rotationzoo.evaluation.decision import SIMPLEST
+from rotationzoo.evaluation.forward import Pace, Trial, token_losses
+from rotationzoo.evaluation.prepare import Prepared
+from rotationzoo.evaluation.probes import TOKENS
+from rotationzoo.evaluation.tasks.answering import count_tokens
+from rotationzoo.figures import duration, finish
+from rotationzoo.model.loading import input_device
+from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.words import counted
+
+LEAST = 32
+"""Questions of each task that may decide. Where fewer would fit, other arms are left out."""
+_TOKENS, _SECONDS = 128, 5.0  # of a row; after so long, all other arms are guessed
+
+
+@torch.no_grad()
+def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pace) -> None:
+    """Set the pace of the exact model and of every arm by the first tokens of a row `[T]`. On a
+    slow machine, the last arms are taken to be as fast as the slowest."""
+    ids, begun = row[None, :_TOKENS].to(input_device(model)), perf_counter()
+    token_losses(model, ids[:, :8], 0)  # what runs first runs slower
+    with pace.timing(None, ids.numel()):
+        token_losses(model, ids, 0)
+    for cache, arm in product(trial.caches, trial.arms):
+        reader, all_of_it = (cache, arm.name), replace(cache, sink=0)  # so few would stay exact
+        simulation = Simulation(arm.codec, all_of_it, trial.geometry, set(trial.layers))
+        pace.seconds[reader] = max(pace.seconds.values())
+        if perf_counter() - begun < _SECONDS:
+            with simulation.running(model), pace.timing(reader, ids.numel()):
+                token_losses(model, ids, 0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What an evaluation has to do. The `judged` arms are asked most."""
+
+    ready: Prepared
+    trial: Trial
+    judged: Sequence[str]
+    pace: Pace
+
+    @property
+    def names(self) -> list[str]:
+        """Of all arms."""
+        return [arm.name for arm in self.trial.arms]
+
+    @property
+    def record(self) -> float:
+        """Seconds that it takes to record what servers answer."""
+        makes = self.ready.job.record and self.ready.scaling is None
+        return self.pace.estimate(TOKENS, self.judged[:1]) * len(self.ready.saved) * makes
+
+    def _round_tokens(self) -> list[int]:
+        plan, tokens = self.ready.plan, list[int]()
+        for ends in pairwise((0, *plan.settings.rounds)):
+            tokens.append(sum(count_tokens(each.part(*ends).prompts) for each in plan.series))
+        return tokens
+
+    def _ask(self, tokens: Sequence[int], is_first: bool) -> float:
+        """The seconds of rounds of so many tokens. All arms are asked in the first of all."""
+        first = self.pace.estimate(sum(tokens[:is_first]), self.names)
+        return first + self.pace.estimate(sum(tokens[is_first:]), self.judged)
+
+    def fitting(self, asked: int = 0) -> int:
+        """How many questions of each task, beside the `asked`, can be asked before the record and a
+        batch of texts take the rest of the time."""
+        job, rounds = self.ready.job, (0, *self.ready.plan.settings.rounds)
+        text = self.pace.estimate(job.batch * job.data.length, self.names)
+        done, tokens = rounds.index(asked), self._round_tokens()
+        for end in range(done + 1, len(rounds)):
+            if self._ask(tokens[done:end], done == 0) > self.pace.left - self.record - text:
+                return rounds[end - 1] - asked
+        return rounds[-1] - asked
+
+    def fit(self) -> "Schedule":
+        """What there is time for: other arms are left out, with a note, where too few questions
+        would fit that decide."""
+        settings, fitted = self.ready.plan.settings, self
+        own = [arm.name for arm in self.trial.arms if arm.about.kind == "artifact"] or self.names
+        for names in ([*own, *SIMPLEST], own):
+            if settings.minutes and fitted.fitting() < min(LEAST, settings.looks[-1]):
+                arms = [arm for arm in self.trial.arms if arm.name in names]
+                fitted = replace(self, trial=replace(self.trial, arms=arms))
+        if left_out := ", ".join(name for name in self.names if name not in fitted.names):
+            self.ready.plan.notes.append(f"left out for lack of time: {left_out}")
+        return fitted
+
+    def tell(self) -> None:
+        """Tell what will be done, how long it takes and when it ends."""
+        job, plan, pace, tokens = self.ready.job, self.ready.plan, self.pace, self._round_tokens()
+        questions, text = plan.settings.looks[0], counted(len(self.ready.text.rows), "text")
+        number = plan.settings.rounds.index(questions) + 1
+        first, more = self._ask(tokens[:number], True), self._ask(tokens[number:], False)
+        if job.rungs:
+            first = pace.estimate(tokens[0], self.judged[len(self.judged) // 2 :][:1])
+            more = pace.estimate(sum(tokens), self.judged) - first
+        seconds = first + pace.estimate(self.ready.text.tokens, self.names) + self.record
+        if plan.settings.minutes:
+            questions, text = max(self.fitting(), plan.settings.rounds[0]), "as much text as fits"
+            seconds, more = pace.left, 0
+        parts = [f"{questions} questions of each task"] * bool(plan.series) + [text]
+        parts += ["a record for servers"] * bool(self.record)
+        words = ["no rotations are named, so these are baselines alone"] * (not job.artifacts)
+        words.append(", ".join(parts) + finish(seconds))
+        if more:
+            words.append(f"more questions, unless these decide, take at most {duration(more)}")
+            words.append("Ctrl-C keeps what was asked")
+        pace.tell("; ".join(words))
+
+    def time_more(self, made: Decision, asked: int) -> Decision:
+        """The decision with the time of an evaluation that settles it, where so many questions of
+        each task are `asked` by now."""
+        if made.more_questions is None:
+            return made
+        tokens = sum(count_tokens(each.part(0, asked).prompts) for each in self.ready.plan.series)
+        tokens = tokens * made.more_questions // asked + self.ready.text.tokens
+        seconds = self.pace.estimate(tokens, self.names) + self.record
+        return made.model_copy(update={"more_seconds": seconds})

@@ -1,0 +1,82 @@
+"""What an evaluation does in the time there is, and what it says of that before it begins."""
+
+from dataclasses import replace
+
+import pytest
+
+from rotationzoo.api import evaluation_job
+from rotationzoo.artifact.measured import Measured
+from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.evaluate import evaluate
+from rotationzoo.evaluation.prepare import Evaluation, prepare
+from rotationzoo.evaluation.tasks.prompts import STEP, TaskSettings
+from rotationzoo.progress import silent
+from rotationzoo.recipe import Data
+
+pytestmark = pytest.mark.usefixtures("one_range")
+
+
+@pytest.fixture(scope="module")
+def job(induction, mine):
+    tasks = TaskSettings(("needles", "quote"), questions=3 * STEP)
+    options = dict(queries=0, baselines=("identity", "hadamard", "random"), device="cpu")
+    return Evaluation(str(induction), [mine], Data(tokens=1024, length=512), tasks, **options)
+
+
+def timed(job: Evaluation, minutes: float) -> tuple[Measured, list[tuple[str, str]]]:
+    """The report on a job in this time, and what was told, with the stage before it."""
+    stages, told = [""], []
+    settings = replace(job, tasks=replace(job.tasks, minutes=minutes))
+    tell = lambda words: told.append((stages[-1], words))  # noqa: E731
+    return evaluate(settings, lambda stage, *_: stages.append(stage), tell), told
+
+
+def test_with_enough_time_everything_is_asked_in_one_look(job):
+    report, ((stage, words),) = timed(job, minutes=600)
+    assert stage == "finding the pace", "before anything is measured"
+    assert words.startswith("24 questions of each task, as much text as fits take about 10.0 hours")
+    assert {"identity", "hadamard", "random"} < report.window.arms.keys()
+    counts = {name: arm.tasks["needles"].questions for name, arm in report.window.arms.items()}
+    assert counts == dict.fromkeys(counts, STEP) | {"mine+feedback": 24}
+    assert report.text.rows == 2
+    (decision,) = report.window.verdict.decisions
+    assert decision.level == 0.05
+
+
+def test_what_does_not_fit_is_left_out_and_said(job):
+    report, told = timed(job, minutes=1e-4)
+    assert "8 questions of each task" in told[0][1]
+    assert list(report.window.arms) == ["mine", "mine+feedback"]
+    assert any("left out for lack of time: identity, " in note for note in report.notes)
+    assert (report.tasks.questions, report.text.rows) == (STEP, 1)
+
+
+def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):
+    stages, told = [], []
+    report = evaluate(job, lambda stage, *_: stages.append(stage), told.append)
+    (decision,) = report.window.verdict.decisions
+    assert decision.action == "ask"
+    assert decision.more_seconds > 0
+    assert "24 questions of each task, 2 texts take about" in told[0]
+    assert stages.index("evaluating") > stages.index("answering with mine+feedback")
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({"questions": 8, "lengths": 1024}, 4096),
+        ({"questions": 1}, 5120),
+        ({"questions": 256}, 16384),
+        ({"questions": 8, "lengths": 1024, "tokens": 8192}, 8192),
+        ({"questions": 8, "tasks": ()}, 16384),
+        ({}, 16384),
+    ],
+)
+def test_few_questions_come_with_little_text(options, tokens):
+    assert evaluation_job("demo", **options).data.tokens == tokens
+
+
+def test_rungs_are_not_asked_by_the_clock(job):
+    timed = replace(job, tasks=replace(job.tasks, minutes=1.0), rungs=(None,))
+    with pytest.raises(UsageError, match="not found by the clock"):
+        prepare(timed, silent, print)
