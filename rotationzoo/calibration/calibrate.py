@@ -275,7 +275,9 @@ def _tell_time(
     model: PreTrainedModel, job: Job, row: torch.Tensor, tokens: int, note: Note
 ) -> None:
     """Tell how long the model takes for so many tokens, by the pace of the first of a row, and what
-    is asked after it, unless it is short."""
+    is asked after it, unless it is short. Weights that are spread would be fetched once more."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
     ids, begun = row[None, :_PACED_TOKENS], time.monotonic()
     read_row(model, ids)
     pace = (time.monotonic() - begun) / ids.numel()

@@ -200,8 +200,8 @@ def test_a_server_that_cannot_be_compared_is_an_error_of_one_sentence(
 
 def test_no_server_no_record_and_no_address(inside, recorded, calibrated):
     for artifact, address, said, next_command in (
-        (recorded, "http://127.0.0.1:9", "does not answer", "rotationzoo serve MODEL --rotations"),
-        (calibrated, "http://127.0.0.1:9", "has no record", "rotationzoo evaluate MODEL"),
+        (recorded, "http://127.0.0.1:9", "does not answer", f"tiny --rotations {recorded.folder}"),
+        (calibrated, "http://127.0.0.1:9", "has no record", "rotationzoo evaluate "),
         (recorded, "ftp://127.0.0.1", "is no address of a server", "--server http://"),
         (recorded, "http://[", "does not answer", "rotationzoo serve"),
     ):

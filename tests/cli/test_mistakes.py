@@ -55,7 +55,7 @@ MISTAKES = [
     ("plan demo --bits 2.1", 1, "less than codes of 2 bits take with their scales, 2.25"),
     ("push {made} zoo --dry-run", 2, "zoo is no repository"),
     ("push {made} a/b/c --dry-run", 2, "a/b/c is no repository"),
-    ("push {made} ../b --dry-run", 2, "../b is no repository"),
+    ("push {made} a//b --dry-run", 2, "a//b is no repository"),
     ("push {made} me/zoo --adopt-index", 2, "--adopt-index"),
     ("regenerate", 2, "regenerate --plan"),
 ]
