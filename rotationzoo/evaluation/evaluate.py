@@ -168,8 +168,7 @@ def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Tri
             return decide_all(answers, rung, trial.caches[0], [name], job.floor, share)[0]
 
         def open_arms(answers: TaskAnswers) -> Collection[str]:
-            goes_on = rungs.is_open(decide_rung(answers), answers.questions, name == judged[-1])
-            return [name] if goes_on else ()
+            return [name] if decide_rung(answers).action == "ask" else ()
 
         found[name] = answering.answer_tasks(asking, ready.plan, rung, open_arms)
         if asking.saved.was_left:

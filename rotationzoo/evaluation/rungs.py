@@ -17,13 +17,11 @@ from rotationzoo.budget import Budget
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.codec.bit_allocation import has_room, spend_bits
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.tasks.prompts import LOOKS
 from rotationzoo.figures import percent
 from rotationzoo.recipe.loading import with_budget
 
 RUNGS = (2.25, 2.5, 3.0, 3.5, 4.0)
 """Bits an element that are tried."""
-_TOO_MANY = 2048  # new questions of each task, for which nobody waits
 _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
 
 
@@ -53,15 +51,6 @@ def ask_rungs(names: Sequence[str], ask: Callable[[str], Decision]) -> list[Deci
         if made[names[middle]].action == "serve":
             break
     return [made[name] for name in names if name in made]
-
-
-def is_open(made: Decision, questions: int, is_last: bool) -> bool:
-    """Whether more than these `questions` of each task are asked about a rung. Those below the last
-    are given up where too many would be needed, because more bits are shown to keep enough by far
-    fewer. To give up allows no rung that its decision does not."""
-    if questions > LOOKS[1] and not is_last and (made.more_questions or 0) > _TOO_MANY:
-        return False
-    return made.action == "ask"
 
 
 def choose_rung(decisions: Sequence[Decision]) -> Decision:

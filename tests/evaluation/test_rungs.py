@@ -14,7 +14,7 @@ from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import decision as decisions
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.decision import Rule
-from rotationzoo.evaluation.rungs import ask_rungs, choose_rung, find_rungs, is_open
+from rotationzoo.evaluation.rungs import ask_rungs, choose_rung, find_rungs
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 
 pytestmark = pytest.mark.usefixtures("one_range")
@@ -69,7 +69,7 @@ def climb(seed: int, shares: tuple[float, ...]) -> Decision:
         for questions in LOOKS:
             digits = arms[int(name)][: 4 * questions]
             made = decide_on({name: digits}, Rule(level=auto(questions).level / 2))
-            if not is_open(made, questions, name == str(len(shares) - 1)):
+            if made.action != "ask":
                 break
         return made
 
@@ -81,10 +81,10 @@ def climb(seed: int, shares: tuple[float, ...]) -> Decision:
     ("shares", "fewest"),
     [
         # The first rung that keeps 90 %, or none. Of 100 seeds, none chose fewer bits; these chose:
-        ((0.6, 0.85, 0.89, 0.93, 0.97), 3),  # the fourth 59, the fifth 41
+        ((0.6, 0.85, 0.89, 0.93, 0.97), 3),  # the fourth 92, the fifth 8
         ((0.88, 0.885, 0.89, 0.89, 0.895), None),  # none 100
         ((0.7, 0.8, 0.85, 0.88, 0.89), None),  # none 100
-        ((0.95, 0.97, 0.98, 0.99, 0.99), 0),  # the first 95, the second 5
+        ((0.95, 0.97, 0.98, 0.99, 0.99), 0),  # the first 100
     ],
 )
 def test_what_is_chosen_keeps_as_much_in_19_of_20_seeds(shares, fewest):
