@@ -14,16 +14,19 @@ from support.vllm import CHUNK, TOKENS
 # measured where no code is that near to a half, and 1.4e-3 at most where one is. Rows that are read
 # exact instead of from codes make .045 on average, and 2 at most.
 CLOSE, FLIPPED = 1e-3, 0.1
+FLIPPED_EARLY = 5e-3
+"""On average, where all tokens read a code that flips: with AMX, 2.3e-3 was measured of pages that
+another server computed, and 3.6e-3 of states. Elsewhere, it was 1e-6 and 2e-6."""
 
 
 def differences(found: list[float], expected: list[float]) -> torch.Tensor:
     return (torch.tensor(found) - torch.tensor(expected)).abs()
 
 
-def assert_same(found: list[float], expected: list[float]) -> None:
+def assert_same(found: list[float], expected: list[float], close: float = CLOSE) -> None:
     difference = differences(found, expected)
     print(f"measured {difference.mean():.1e}, at most {difference.max():.1e}")
-    assert difference.mean() < CLOSE
+    assert difference.mean() < close
     assert difference.max() < FLIPPED
 
 
