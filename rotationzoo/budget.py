@@ -28,7 +28,7 @@ class Budget:
             is_number = isinstance(bits, int | float)
             if bits is not None and not (is_number and LEAST < bits <= MOST):
                 raise UsageError(
-                    f"{name} = {bits} is no budget of more than {LEAST:g} and at most {MOST:g} "
+                    f"{name} = {bits} is not a budget of more than {LEAST:g} and at most {MOST:g} "
                     "bits",
                     _HINT,
                 )

@@ -156,14 +156,14 @@ def check_replaceable(folder: Path) -> None:
     folders.check_name(folder)
     if files.size_of(folder / MANIFEST) is not None:
         if foreign := foreign_files(Artifact.open(folder).folder):
-            problem = f"{folder} also holds {foreign[0]}, which is no part of an artifact"
+            problem = f"{folder} also holds {foreign[0]}, which is not part of an artifact"
             hint = "choose another place with --output"
             raise RotationZooError(problem, hint)
         return
     empty_folder = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty_folder:
         hint = "choose another place with --output"
-        raise RotationZooError(f"{folder} exists and is no artifact", hint)
+        raise RotationZooError(f"{folder} exists and is not an artifact", hint)
 
 
 def library_versions() -> dict[str, str]:

@@ -117,7 +117,7 @@ def test_a_loaded_model_is_not_loaded_in_another_way(options, message):
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     with pytest.raises(UsageError, match=message):
         api.calibration_job(model, **options)
-    with pytest.raises(UsageError, match="a str is no model of transformers"):
+    with pytest.raises(UsageError, match="a str is not a transformers model"):
         api.calibration_job("demo", tokenizer="here")
 
 
@@ -188,6 +188,6 @@ def test_files_that_are_no_artifact_are_not_returned_as_one(monkeypatch, tmp_pat
     loaded = LoadedIndex(index.Index(), "an index")
     monkeypatch.setattr("rotationzoo.zoo.pull.find_index", lambda *_: loaded)
     monkeypatch.setattr("rotationzoo.zoo.pull.choose_entry", lambda *_: (entry, entry.copies, ""))
-    with pytest.raises(RotationZooError, match="are no artifact") as refusal:
+    with pytest.raises(RotationZooError, match="are not an artifact") as refusal:
         pull(entry.model)
     assert refusal.value.hint.startswith("make one of them: rotationzoo import ")

@@ -174,7 +174,7 @@ def test_a_command_fetches_the_entry_that_it_stands_beside(table):
 def test_nothing_of_an_index_becomes_markup_or_another_address(table):
     hostile = entry("local", note=HOSTILE, signer={"identity": HOSTILE, "issuer": HOSTILE})
     hostile["copies"][0] |= {"path": "größe/+", "revision": "zweig+1"}
-    with pytest.raises(ValueError, match="is no path inside a folder"):
+    with pytest.raises(ValueError, match="is not a path inside a folder"):
         index.Index.model_validate({"entries": [hostile]})
     hostile["copies"][0]["path"] = "größe/a+"
     content = index.Index.model_validate({"entries": [hostile]})

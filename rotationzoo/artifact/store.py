@@ -184,7 +184,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if files.size_of(path) is None:
         if files.size_of(folder / EXPORT) is not None:
-            problem = f"{folder} holds files for an engine, which export wrote, and is no artifact"
+            problem = (
+                f"{folder} holds files for an engine, which export wrote, and is not an artifact"
+            )
             hint = "name the artifact that they were exported from"
             raise RotationZooError(problem, hint)
         if files.size_of(folder / "config.json") is not None:
@@ -198,5 +200,5 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             meant = nearest(folder.name, beside)
             reason = f"there is no such folder{meant}"
             hint = "name the folder that calibrate wrote" if meant else hint
-        raise RotationZooError(f"{folder} is no artifact: {reason}", hint=hint)
+        raise RotationZooError(f"{folder} is not an artifact: {reason}", hint=hint)
     return manifests.read_manifest(path)

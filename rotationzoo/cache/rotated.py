@@ -252,7 +252,7 @@ def check_model(model: object) -> None:
     """Raise `UsageError` for what is no transformers model."""
     if not isinstance(model, PreTrainedModel):
         hint = "give what from_pretrained returns; of a PEFT model, model.get_base_model()"
-        raise UsageError(f"a {type(model).__name__} is no model of transformers", hint)
+        raise UsageError(f"a {type(model).__name__} is not a transformers model", hint)
 
 
 def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:

@@ -135,7 +135,7 @@ class Server:
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.address):
             hint = "--server http://127.0.0.1:8000"
-            raise UsageError(f"{self.address} is no address of a server", hint)
+            raise UsageError(f"{self.address} is not the address of a server", hint)
 
     def read(self) -> ServerCheck:
         """Let it continue the recorded prompts, and compare what it answers. Raises

@@ -102,7 +102,7 @@ def parse_questions(text: str) -> int | Literal["auto"]:
     """Parse a number, or `auto`. Raises `UsageError`."""
     if text != "auto" and not text.removeprefix("-").isdecimal():
         hint = "write it as: --questions 64, or auto"
-        raise UsageError(f"--questions {text!r} is no number", hint)
+        raise UsageError(f"--questions {text!r} is not a number", hint)
     return "auto" if text == "auto" else int(text)
 
 

@@ -234,7 +234,7 @@ def _checked(content: bytes, name: str) -> str:
     if not content.strip():
         raise UsageError(f"{name} is empty", hint=_HINT)
     if b"\0" in content:
-        raise UsageError(f"{name} is no text: it holds zero bytes", hint=_HINT)
+        raise UsageError(f"{name} is not text: it holds zero bytes", hint=_HINT)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -61,7 +61,7 @@ def parse_clip(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         ratios = []
     if len(ratios) not in (1, 2) or not all(0 < ratio <= 1 for ratio in ratios):
-        words = f"--clip {text} is no clip ratio above 0 and at most 1"
+        words = f"--clip {text} is not a clip ratio above 0 and at most 1"
         raise UsageError(words, hint="write it as: --clip 0.96/0.92")
     return ratios[0], ratios[-1]
 
@@ -80,7 +80,7 @@ def parse_lengths(lengths: str | None) -> list[int] | None:
         return None
     parts = [part.strip() for part in lengths.split(",")]
     if not all(part.isdecimal() and part.isascii() for part in parts):
-        words = f"--lengths {lengths} is no list of numbers of tokens"
+        words = f"--lengths {lengths} is not a list of numbers of tokens"
         raise UsageError(words, hint="write it as: --lengths 2048,8192")
     return list(dict.fromkeys(map(int, parts)))
 

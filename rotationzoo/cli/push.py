@@ -42,7 +42,7 @@ def choose_signer(signing: options.Signing) -> "IndexSigner | None":
     key = None if sign == KEYLESS else Path(sign).expanduser()
     if key is not None and not key.is_file():
         hint = "write: --sign key.pem, or --sign keyless"
-        raise UsageError(f"--sign {sign} is no file of a key", hint)
+        raise UsageError(f"--sign {sign} is not the file of a key", hint)
     return IndexSigner(SigningTool(key, signing.trust_config, why), signing.adopt_index)
 
 

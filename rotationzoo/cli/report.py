@@ -40,7 +40,7 @@ def report_command(
         beside = Path(os.path.relpath(folder.parent), beside.name)
     if beside and beside.is_file() and FOOTER.encode() not in files.read(beside, 1 << 24):
         hint = "choose another place with --output"
-        raise RotationZooError(f"{beside} exists and is no page of report", hint)
+        raise RotationZooError(f"{beside} exists and is not a page that report wrote", hint)
     opened = Artifact.open(artifact)
     report = _draw_report(out, opened, context)
     if beside:

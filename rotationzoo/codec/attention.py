@@ -153,7 +153,7 @@ def attend_rows(
     infinity. Computed as `attend` is."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
-    # 0 times a value that is not finite is no number: instead, its readers learn of it by its key.
+    # 0 times a value that is not finite is NaN: instead, its readers learn of it by its key.
     is_bad = ~value.isfinite().all(-1, keepdim=True)
     key, value = key.masked_fill(is_bad, torch.nan), value.masked_fill(is_bad, 0)
     key = key.to(dtype).repeat_interleave(group, 1)

@@ -123,12 +123,12 @@ def _problems(
     """What is wrong with the matrix `[D, D]` or `[H, D, D]` of a layer, or with what is beside it.
     Each check relies on those before it."""
     if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2] or not matrix.numel():
-        yield f"is no square matrix, but {list(matrix.shape)}"
+        yield f"is not a square matrix, but {list(matrix.shape)}"
     if not torch.isfinite(matrix).all():
         yield "is not finite: its calibration failed"
     error = orthogonality.orthogonality_error(matrix)
     if not error <= orthogonality.ORTHOGONAL_IMPORTED:
-        yield f"is no orthogonal matrix (largest |R R^T - I| {error:.1e})"
+        yield f"is not an orthogonal matrix (largest |R R^T - I| {error:.1e})"
     if eigenvalues is not None:
         if eigenvalues.shape != matrix.shape[:-1] or not torch.isfinite(eigenvalues).all():
             yield "has eigenvalues that are not finite or not of its shape"

@@ -29,7 +29,7 @@ _END = 256  # bytes
 # An adapter and a distributed checkpoint, which transformers loads on top of weights or in place.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-*-model-*-of-*.safetensors")
 ORIGINAL = "give the model that it was converted from"
-_NO_MODEL = "do not use it: this is no config of a model"
+_NO_MODEL = "do not use it: this is not the config of a model"
 
 
 def check_configs(folder: Path, name: str) -> None:
@@ -165,7 +165,7 @@ def read_headers(paths: Iterable[Path]) -> dict[str, Stored]:
                 end, dtype = begin + int(each.n_bytes), each.tensor_type.name
                 tensors[each.name] = Stored(path, begin, end, dtype, shape)
             continue
-        broken = as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again")
+        broken = as_unavailable(f"{path} is not a safetensors file", hint="fetch the weights again")
         with broken, path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(path.stat().st_size, _HEADER_LIMIT):
@@ -195,7 +195,7 @@ def tensor_ends(paths: Iterable[Path]) -> dict[str, bytes]:
 
 
 def _named_shards(index: Path) -> list[str]:
-    """The shards that an index names; none where there is no index."""
+    """The shards that an index names; none where there is not an index."""
     weight_map = read_json(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     try:

@@ -97,7 +97,7 @@ def find(model: str, revision: str | None = None) -> Source:
             if only := _only_gguf(names, f"{model.rstrip('/')}/"):
                 return Source(model, _stand_in(folder / only, model), None)
             raise ModelUnavailable(
-                f"{model} is no model: the folder has no config.json",
+                f"{model} is not a model: the folder has no config.json",
                 hint="give the folder that save_pretrained wrote, a GGUF file, a hub id such as "
                 "Qwen/Qwen3-8B, or demo",
             )
@@ -299,7 +299,7 @@ def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, s
             hint = "give a branch, a tag or a commit of the repository"
             return f"{model} has no revision {revision}", hint
         case client.EntryNotFoundError():
-            says = f"{model} is no transformers model: it has no config.json"
+            says = f"{model} is not a transformers model: it has no config.json"
             says = f"{repository} has no file {file}" if file else says
             return says, "give the repository of the original weights"
     hint = "check the network and the disk of HF_HOME, then run the same command again"

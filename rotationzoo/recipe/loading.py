@@ -55,7 +55,7 @@ def load(recipe: str) -> Recipe:
         raise RotationZooError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):
         hint = "see configs/ for examples"
-        raise RotationZooError(f"{path} is no recipe: it holds no keys", hint)
+        raise RotationZooError(f"{path} is not a recipe: it holds no keys", hint)
     return from_dict(content, str(path))
 
 

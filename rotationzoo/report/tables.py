@@ -117,7 +117,7 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
         about.append(f"{ALL_ELSE}: a Hadamard matrix in place of the rotations, all else the same")
     if "kivi" in baselines:
         about.append(
-            "kivi is no rotation, and always simulated: in every format, 32 tokens of a key "
+            "kivi is not a rotation, and always simulated: in every format, 32 tokens of a key "
             "channel share a float16 scale, and 32 channels of a value (arXiv 2402.02750)"
         )
     if rivals := [name for name in baselines if name not in _OWN_BASELINES]:

@@ -42,6 +42,6 @@ def check_regular(path: Path) -> None:
     if not path.exists():
         raise RotationZooError(f"there is no file {path}", hint="check the path")
     if not path.is_file():
-        raise RotationZooError(f"{path} is no regular file", hint="give a file")
+        raise RotationZooError(f"{path} is not a regular file", hint="give a file")
     if not os.access(path, os.R_OK):
         raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")

@@ -33,7 +33,7 @@ def plain(name: str) -> str:
     """The name itself. Raises `ValueError` for one that is absolute, is hidden, leaves its folder,
     or is not made of letters, digits and `_.+-`."""
     if not _PLAIN.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is no path inside a folder")
+        raise ValueError(f"{name[:80]!r} is not a path inside a folder")
     return name
 
 

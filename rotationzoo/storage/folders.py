@@ -113,7 +113,7 @@ def check_name(folder: Path) -> None:
     check_utf8(folder)
     if folder.name in ("", ".."):
         hint = "name a new folder with --output"
-        raise UsageError(f"{folder} is no folder that can be replaced", hint)
+        raise UsageError(f"{folder} is not a folder that can be replaced", hint)
     if folder.is_symlink():
         problem = f"{folder} is a symbolic link, which nothing is written through"
         hint = f"remove it, or name the folder that it leads to: {os.path.realpath(folder)}"

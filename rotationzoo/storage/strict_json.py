@@ -74,7 +74,7 @@ def check_schema(content: Any, known: int, origin: str, problem: str, hint: str)
     schema = content.get("schema") if isinstance(content, dict) else None
     # In Python a bool is an int, and `true` is no schema.
     if not isinstance(schema, int) or isinstance(schema, bool):
-        raise RotationZooError(f"{problem}: it is no table with a schema", hint=hint)
+        raise RotationZooError(f"{problem}: it is not a table with a schema", hint=hint)
     if schema != known:
         raise RotationZooError(
             f"{origin} has schema {schema}; this rotationzoo reads schema {known}",
@@ -101,7 +101,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _finite(digits: str) -> float:

@@ -151,7 +151,9 @@ def _records(data: Data) -> Iterator[_Record | bytes]:
         raise RotationZooError(f"there is no file {data.source}", hint="check the path of --data")
     if path.exists() and suffix not in FILES:
         hint = "give such a file, or a data set id of the hub, with --data"
-        raise RotationZooError(f"{data.source} is no file that ends with {', '.join(FILES)}", hint)
+        raise RotationZooError(
+            f"{data.source} is not a file that ends with {', '.join(FILES)}", hint
+        )
     if suffix == ".parquet":
         return _table_rows(data, path)
     if suffix not in FILES:

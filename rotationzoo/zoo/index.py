@@ -256,7 +256,9 @@ def parse(text: str | bytes, origin: str) -> Index:
     """Parse and validate the text of an index. Raises `RotationZooError`, which names `origin`, if
     it is none or has a schema other than `SCHEMA`."""
     content = strict_json.parse(text, origin, _OTHER_INDEX_HINT)
-    strict_json.check_schema(content, SCHEMA, origin, f"{origin} is no index", _OTHER_INDEX_HINT)
+    strict_json.check_schema(
+        content, SCHEMA, origin, f"{origin} is not an index", _OTHER_INDEX_HINT
+    )
     return strict_json.validate(Index, content, origin, _OTHER_INDEX_HINT)
 
 

@@ -40,7 +40,7 @@ def listed_name(model: Model) -> str:
     if model.revision is not None:
         if not re.fullmatch(REPOSITORY, model.id):
             hint = "calibrate the model again"
-            raise RotationZooError(f"{model.id!r} is no name of a model on a hub", hint)
+            raise RotationZooError(f"{model.id!r} is not the name of a model on a hub", hint)
         return model.id
     name = folder_name(Path(model.id).name)
     if name.lower() != DEMO_NAME:

@@ -91,7 +91,7 @@ def pull(
     # Files that OSCAR's makers published have no manifest, so they are not an artifact yet.
     if pulled.artifact is None:
         raise RotationZooError(
-            f"the rotations of {entry.model} in {pulled.copy.repo} are no artifact: {pulled.path}",
+            f"rotations of {entry.model} in {pulled.copy.repo} are not an artifact: {pulled.path}",
             hint=f"make one of them: rotationzoo import {pulled.path} --model {entry.model}",
         )
     return pulled.artifact

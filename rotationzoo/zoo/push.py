@@ -94,7 +94,7 @@ def prepare_upload(
     repo = index.listed_as(repo)
     if repo != "." and not re.fullmatch(index.REPOSITORY, repo):
         hint = "write it as: owner/name, or a folder as: ./zoo"
-        raise UsageError(f"{repo} is no repository", hint)
+        raise UsageError(f"{repo} is not a repository", hint)
     if problems := verify(artifact).problems:
         hint = f"see: rotationzoo verify {artifact.folder}"
         raise not_published(artifact, problems[0], hint)

@@ -173,7 +173,7 @@ OUTSIDE = (
 @pytest.mark.hostile("path")
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_no_name_leads_out_of_its_folder(tmp_path, name):
-    with pytest.raises(RotationZooError, match="is no path inside a folder"):
+    with pytest.raises(RotationZooError, match="is not a path inside a folder"):
         files.child(tmp_path, name)
     assert files.child(tmp_path, "Qwen__Qwen3-8B/oscar-0123/k_rotation.pt").is_relative_to(tmp_path)
 
@@ -224,7 +224,7 @@ def test_restart_replaces_no_file_that_is_no_part_of_an_artifact(inside, folder)
     """Whatever the manifest says, which somebody else may have written."""
     put_file(folder, "thesis.tex", b"years of work")
     says = refused(inside("calibrate", "demo", "--recipe", "hadamard", "-o", folder, "--restart"))
-    assert "also holds thesis.tex, which is no part of an artifact" in says
+    assert "also holds thesis.tex, which is not part of an artifact" in says
     assert (folder / "thesis.tex").read_text() == "years of work"
 
 

@@ -94,7 +94,7 @@ def test_what_no_cache_can_have_is_refused(demo, options, message):
 
 
 def test_what_is_no_model_and_no_rotations_is_refused(demo, made):
-    with pytest.raises(UsageError, match="a str is no model of transformers"):
+    with pytest.raises(UsageError, match="a str is not a transformers model"):
         RotatedCache(made, "demo")
     with pytest.raises(UsageError, match="an object of type int holds no rotations"):
         RotatedCache(3, demo)

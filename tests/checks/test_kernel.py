@@ -71,7 +71,7 @@ def test_the_command_line(inside, folder):
     assert "Not validated on a GPU" in inside(*words, "--device", "cpu").stdout
     missing = inside("validate", "nowhere")
     assert missing.returncode == 1
-    assert "is no artifact" in missing.stderr
+    assert "is not an artifact" in missing.stderr
 
 
 @pytest.fixture

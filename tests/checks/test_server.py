@@ -202,7 +202,7 @@ def test_no_server_no_record_and_no_address(inside, recorded, calibrated):
     for artifact, address, said, next_command in (
         (recorded, "http://127.0.0.1:9", "does not answer", f"tiny --rotations {recorded.folder}"),
         (calibrated, "http://127.0.0.1:9", "has no record", "rotationzoo evaluate "),
-        (recorded, "ftp://127.0.0.1", "is no address of a server", "--server http://"),
+        (recorded, "ftp://127.0.0.1", "is not the address of a server", "--server http://"),
         (recorded, "http://[", "does not answer", "rotationzoo serve"),
     ):
         done = inside("verify", artifact.folder, "--server", address)

@@ -83,7 +83,9 @@ def test_a_full_standard_output_is_one_sentence(command):
         with open("/dev/full", "w") as full:
             done = command(*words, stdout=full, alone=True)
         assert done.returncode == 1
-        says = "x is no artifact" if "x" in words else "No space left on device\nHint: make room"
+        says = (
+            "x is not an artifact" if "x" in words else "No space left on device\nHint: make room"
+        )
         assert f"Error: {says}" in done.stderr
         assert done.stderr.count("No space") == ("x" not in words)
         assert "Traceback" not in done.stderr

@@ -134,7 +134,7 @@ def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
     [
         (b"", "is empty"),
         (b" \n", "is empty"),
-        (b"\x7fELF\0\0", "is no text: it holds zero bytes"),
+        (b"\x7fELF\0\0", "is not text: it holds zero bytes"),
         ("naïve".encode("latin1"), "is no UTF-8 text: byte 2 is wrong"),
     ],
     ids=["empty", "blank", "binary", "latin1"],

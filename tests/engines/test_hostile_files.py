@@ -87,11 +87,11 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
     else:
         path.symlink_to(tmp_path / "nothing")
     words = refused(import_, Import([path, path], tmp_path / "out", "demo"))
-    assert "there is no file" in words or "is no regular file" in words
+    assert "there is no file" in words or "is not a regular file" in words
     if suffix == ".gguf":
         artifact, options = made(head_dim=32), Options(base=path)
         words = refused(lambda: exported("llama.cpp", artifact, tmp_path / "x", options=options))
-        assert "there is no file" in words or "is no regular file" in words
+        assert "there is no file" in words or "is not a regular file" in words
 
 
 @pytest.fixture(scope="module")

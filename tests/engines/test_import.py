@@ -160,7 +160,7 @@ def test_nothing_that_is_no_artifact_is_replaced(pair, tmp_path):
     (tmp_path / "file").write_text("")
     for place in ("mine", "file", "pair"):
         for restart in (False, True):
-            with pytest.raises(RotationZooError, match="exists and is no artifact"):
+            with pytest.raises(RotationZooError, match="exists and is not an artifact"):
                 import_(Import([folder], tmp_path / place, "demo", restart=restart))
     assert (tmp_path / "mine" / "work").exists()
     assert (folder / KEY).exists()

@@ -155,10 +155,10 @@ def test_files_that_do_not_fit_are_refused(write, models, tmp_path):
     (folder / "layer_3.pt").rename(tmp_path / "layer_3.pt")
     assert "have no latent rotation for layer 3" in refused(read, folder, models)
     torch.save(2 * torch.eye(RANK), folder / "layer_3.pt")
-    with pytest.raises(RotationZooError, match=r"layer 3 of .* is no orthogonal matrix"):
+    with pytest.raises(RotationZooError, match=r"layer 3 of .* is not an orthogonal matrix"):
         read(folder, models)
     torch.save(torch.eye(RANK)[:8], folder / "layer_3.pt")  # a subspace that stays exact
-    with pytest.raises(RotationZooError, match=r"layer 3 of .* is no square matrix"):
+    with pytest.raises(RotationZooError, match=r"layer 3 of .* is not a square matrix"):
         read(folder, models)
     torch.save({"rotation": torch.eye(RANK), "mean": torch.zeros(RANK)}, folder / "layer_3.pt")
     assert "has no mean for layer 0" in refused(read, folder, models)

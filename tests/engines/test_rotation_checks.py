@@ -71,15 +71,15 @@ def come_of_two_runs(pair) -> None:
 BROKEN = {
     "v_rotation_sst_r_h_pbr.pt has no layer 5": lambda pair: pair.value["layers"].pop(5),
     "they have no key rotation for layer 5": lose_on_both_sides,
-    f"layer 3 of {KEY} is no orthogonal matrix": in_layer(3, "rotation", lambda m: m * 1.01),
+    f"layer 3 of {KEY} is not an orthogonal matrix": in_layer(3, "rotation", lambda m: m * 1.01),
     f"layer 3 of {KEY} is not finite": in_layer(3, "rotation", lambda m: m * float("nan")),
     "hold the same matrices": lambda pair: pair.value.update(layers=pair.key["layers"]),
     f"eigenvalues of layer 2 in {KEY} are in no order": in_layer(2, "eigenvalues", in_no_order),
-    f"the eigenvalues of layer 2 in {KEY} is no table of real numbers": in_layer(
+    f"the eigenvalues of layer 2 in {KEY} is not a table of real numbers": in_layer(
         2, "eigenvalues", lambda _: torch.tensor(3.0)
     ),
     "negative eigenvalues": in_layer(2, "eigenvalues", lambda values: values - values.mean()),
-    f"the rotation of layer 2 in {KEY} is no table of real numbers": in_layer(
+    f"the rotation of layer 2 in {KEY} is not a table of real numbers": in_layer(
         2, "rotation", lambda matrix: matrix.to(torch.complex64)
     ),
     "has layer 2 twice": lambda pair: pair.key["layers"].update({"2": pair.key["layers"][2]}),
@@ -87,7 +87,7 @@ BROKEN = {
         "eigenvalues"
     ),
     "the entry of layer 2 says that it is layer 3": in_layer(2, "layer_id", lambda _: 3),
-    "is no square matrix": in_layer(2, "rotation", lambda matrix: matrix[:32]),
+    "is not a square matrix": in_layer(2, "rotation", lambda matrix: matrix[:32]),
     "not orthogonal, with a second matrix": in_layer(0, "q_rotation", lambda _: torch.eye(DIM)),
     "do not belong together: their generation_id differs": come_of_two_runs,
     "it has no table of layers": lambda pair: pair.key.pop("layers"),

@@ -48,11 +48,11 @@ def test_a_file_that_was_cut_off_is_named(kept, copied_tiny, sharded):
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(whole[:kept])
         error, hint = refusal(folder)
-        assert f"{folder / name} is no safetensors file: " in error
+        assert f"{folder / name} is not a safetensors file: " in error
         assert hint == "fetch the weights again"
         (folder / name).write_bytes(whole[:-2])
         error, _ = refusal(folder)
-        assert error.endswith(f"{name} is no safetensors file: it was cut off before its end")
+        assert error.endswith(f"{name} is not a safetensors file: it was cut off before its end")
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_a_page_replaces_a_page_and_nothing_else(tmp_path, inside):
         assert inside(*words).returncode == 1
         assert (inside.folder / "report.html").read_bytes() == content
     (inside.folder / "report.html").write_text("mine")
-    assert "report.html exists and is no page of report" in inside(*words).stderr
+    assert "report.html exists and is not a page that report wrote" in inside(*words).stderr
 
 
 def test_the_page_goes_into_the_artifact_unless_that_is_signed(tmp_path, inside):
@@ -329,7 +329,7 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
     page = report.html()
     said = " ".join([*report.verdict.words, page[page.index('id="measured"') :]])
     for words in ("Not all layers were in 2 bits: 0 stayed exact",
-                  "Also evaluated, and not shown: windows 64/128", "kivi is no rotation",
+                  "Also evaluated, and not shown: windows 64/128", "kivi is not a rotation",
                   "+feedback: the same rotations", "+pooled: one rotation per layer",
                   "An engine needs the folded model"):  # fmt: skip
         assert words in said

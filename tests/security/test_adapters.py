@@ -143,7 +143,7 @@ def test_a_pipe_is_not_waited_for(inside, adapter, name):
     (adapter / name).unlink()
     os.mkfifo(adapter / name)
     error = refused(inside("evaluate", "demo", "--tasks", "none", "--adapter", adapter))
-    assert f"{WEIGHTS} is no regular file" in error or "holds no adapter" in error
+    assert f"{WEIGHTS} is not a regular file" in error or "holds no adapter" in error
 
 
 # ---- the base

@@ -147,7 +147,7 @@ def test_bad_sources(tmp_path, tokenizer):
     )
     assert "no file that ends with .jsonl, .txt, .parquet" in mistake("table.csv", "text\nhello\n")
     (tmp_path / "texts").mkdir()
-    with pytest.raises(RotationZooError, match="texts is no file that ends with"):
+    with pytest.raises(RotationZooError, match="texts is not a file that ends with"):
         read_corpus(small(tmp_path / "texts"), tokenizer)
     assert "line 2 of" in mistake("broken.jsonl", '{"text": "fine"}\n{"text": \n')
     with pytest.raises(RotationZooError, match="nobody/nothing could not be read"):

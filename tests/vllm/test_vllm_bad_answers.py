@@ -1,5 +1,4 @@
-"""A token that makes keys infinite, in a released vLLM: whose answer is no number then, and who is
-named.
+"""A token that makes keys infinite, in a released vLLM: whose answer is NaN then, and who is named.
 
 `make vllm` installs vLLM in an environment of its own; without it these tests are skipped.
 """

@@ -48,8 +48,8 @@ def compiled(monkeypatch, tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
     """Three requests, of which one begins, in windows and segments that end inside others. Two have
-    a value that is not finite, in codes and among new rows: kernels hand on a key that is no number
-    in its place, and values that are finite, also behind the last token."""
+    a value that is not finite, in codes and among new rows: kernels hand on a key of NaN in its
+    place, and values that are finite, also behind the last token."""
     server = Server(settings_of(format, "feedback", kernel=True), segment=7)
     for request in range(3):
         server.begin(request)

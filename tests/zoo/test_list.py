@@ -24,7 +24,7 @@ def test_what_is_not_there(zoo, tmp_path):
     assert "has no rotation for nobody/nothing" in refused(zoo.run("pull", "nobody/nothing"))
     assert "cannot be read" in refused(zoo.run("list", "--index", tmp_path / "missing.json"))
     (tmp_path / "bad.json").write_text("[]")
-    assert "is no index" in refused(zoo.run("list", "--index", tmp_path / "bad.json"))
+    assert "is not an index" in refused(zoo.run("list", "--index", tmp_path / "bad.json"))
     (tmp_path / "new.json").write_text('{"schema": 99, "entries": []}')
     assert "schema 99" in refused(zoo.run("list", "--index", tmp_path / "new.json"))
 

@@ -130,7 +130,7 @@ def test_files_that_hold_no_rotation_are_refused(zoo, tmp_path):
     bent = foreign("sst_r_h_pbr")
     bent["layers"][1]["rotation"] = bent["layers"][1]["rotation"] * 1.1
     publish_oscar_pair(zoo, tmp_path, v=bent)
-    assert "layer 1 of v_rotation_sst_r_h_pbr.pt is no orthogonal matrix" in refused(
+    assert "layer 1 of v_rotation_sst_r_h_pbr.pt is not an orthogonal matrix" in refused(
         zoo.run("pull", "Qwen/Qwen3-8B")
     )
     assert nothing_left(zoo)

@@ -91,7 +91,7 @@ def _problems(
     for name in filter(gguf_file.ROTATION_NAME.fullmatch, shapes):
         yield f"{base} has rotations already ({name})", "start from the file without them"
     for misfit in _misfits(shapes, payload):
-        yield f"{base} is no model of this artifact: {misfit}", _OF_THE_MODEL
+        yield f"{base} is not the model of this artifact: {misfit}", _OF_THE_MODEL
 
 
 def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:

@@ -195,7 +195,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _no_rotations(path: Path, reason: str, hint: str = "do not use it") -> RotationZooError:
-    return RotationZooError(f"{path.name} is no rotation file: {reason}", hint)
+    return RotationZooError(f"{path.name} is not a rotation file: {reason}", hint)
 
 
 def _check_sizes(path: Path, entries: _Entries) -> None:
@@ -263,7 +263,7 @@ def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]
             plain = tensor.layout == torch.strided and tensor.dtype in _REAL
             if not plain or not tensor.ndim or not tensor.numel():
                 label = f"the {name} of layer {layer} in {path.name}"
-                raise RotationZooError(f"{label} is no table of real numbers", "do not use it")
+                raise RotationZooError(f"{label} is not a table of real numbers", "do not use it")
     if not tables["rotation"]:
         raise _no_rotations(path, "it has no rotation")
     return tables

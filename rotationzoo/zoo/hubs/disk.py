@@ -37,7 +37,7 @@ class Disk(Hub):
         with disk_errors(root, "name another folder"), locked(root / ".lock", f"writing {root}"):
             taken = [name for name in ROOT_FILES if os.path.lexists(root / name)]
             if taken and NAME not in taken:
-                raise HubError(f"{repo} is no zoo and has a {taken[0]}", "name a new folder")
+                raise HubError(f"{repo} is not a zoo and has a {taken[0]}", "name a new folder")
             if taken and self.resolve(repo) != publication.parent:
                 raise StaleParent(f"{repo} has changed since it was looked at")
             for path, content in publication.files.items():  # the index after what it lists

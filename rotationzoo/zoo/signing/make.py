@@ -67,7 +67,7 @@ def _find_token() -> str | None:
 
     token = detect_credential()
     if token is None and not sys.stdin.isatty():
-        problem = "there is no identity to sign with: this is no CI job that has one"
+        problem = "there is no identity to sign with: this is not a CI job that has one"
         hint = "give the job `permissions: id-token: write`, or sign with: --sign key.pem"
         raise RotationZooError(problem, hint)
     return check_token(token, "the identity of this job")  # so that it is redacted

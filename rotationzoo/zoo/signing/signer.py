@@ -92,7 +92,7 @@ def read_key(path: Path, private: bool = False) -> Signer:
     except ValueError as error:
         raise RotationZooError(f"{path} holds no {kind} key in PEM", hint=hint) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
-        raise RotationZooError(f"{path} is no key of P-256, P-384 or P-521", hint=hint)
+        raise RotationZooError(f"{path} is not a key of P-256, P-384 or P-521", hint=hint)
     pem = key.public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )

@@ -49,7 +49,7 @@ def test_only_a_zoo_or_a_new_folder_is_written_to(zoo, made):
     folder = zoo.folder / "mine"
     folder.mkdir()
     (folder / "README.md").write_text("mine")
-    assert "./mine is no zoo and has a README.md" in refused(zoo.run("push", made, "./mine"))
+    assert "./mine is not a zoo and has a README.md" in refused(zoo.run("push", made, "./mine"))
     assert (folder / "README.md").read_text() == "mine"
     assert "or a folder as: ./zoo" in refused(zoo.run("push", made, "mine"), 2)
 

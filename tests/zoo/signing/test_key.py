@@ -189,11 +189,11 @@ def test_an_index_that_does_not_change_is_signed_again_near_the_end(zoo, signed,
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("none.pem", "is no file of a key"),
+        ("none.pem", "is not the file of a key"),
         ("words.pem", "holds no private key"),
         ("ours.pub.pem", "holds no private key"),
         ("encrypted.pem", "is encrypted"),
-        ("ed25519.pem", "is no key of P-256"),
+        ("ed25519.pem", "is not a key of P-256"),
     ],
 )
 def test_a_key_that_cannot_sign_is_refused_before_anything_is_read(zoo, keys, tmp_path, name, said):
