@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NEXT = "Next: "
+NEXT, FOLDER = "Next: ", "Folder: "
 SERVERS = {"serve", "push"}
 """Commands that do not end, or that publish: suggestions of these are printed and not run."""
 
@@ -76,23 +76,22 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="an empty one; else a new one is made")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="first-hour-"))
-    model = str(options.model.resolve())
-    made = f"rotations/{options.model.stem}-oscar"
+    model, begun = str(options.model.resolve()), time.perf_counter()
+    done = [run(["plan", model], folder), run(["calibrate", model], folder)]
+    (made,) = (line.removeprefix(FOLDER) for line in done[1].lines if line.startswith(FOLDER))
     commands = [
-        ["plan", model],
-        ["calibrate", model],
         ["evaluate", model, made, "--save", "--minutes", options.minutes],
         ["report", made],
         ["generate", model, "--prompt", "The key/value cache", "--max-new-tokens", "16"],
     ]
-    begun = time.perf_counter()
-    done = [run(words, folder) for words in commands]
+    done += [run(words, folder) for words in commands]
     took = time.perf_counter() - begun
+    first = len(done)
     asked = [words for ran in done for words in suggestions(ran)]
     for words in asked:
         if words not in [ran.words for ran in done] and words[0] not in SERVERS:
             done.append(run(words, folder))
-    print(f"\n{folder}: the first {len(commands)} commands took {took / 60:.1f} minutes")
+    print(f"\n{folder}: the first {first} commands took {took / 60:.1f} minutes")
     print(*done, sep="\n")
     decision = [line for line in done[2].lines if line.startswith(("Serve it", "Do not serve it"))]
     print(decision[0] if decision else "Nothing was decided.")
