@@ -108,8 +108,11 @@ def drop_one(file: Path) -> None:
     [
         (drop_one, "model.layers.1.self_attn.q_proj.weight is missing"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1000]), "it was cut off"),
-        (lambda file: file.write_text("version https://git-lfs.github.com"), "no safetensors file"),
-        (lambda file: file.write_bytes(b""), "no safetensors file"),
+        (
+            lambda file: file.write_text("version https://git-lfs.github.com"),
+            "not a safetensors file",
+        ),
+        (lambda file: file.write_bytes(b""), "not a safetensors file"),
         (Path.unlink, "no complete safetensors weights"),
     ],
     ids=["a tensor", "the end", "a pointer", "empty", "gone"],

@@ -20,7 +20,7 @@ MISTAKES = [
     ("calibrate demo --data other.jsonl --column bodi --dry-run", 1, "no column bodi: it has body"),
     ("calibrate demo --recipe groups.yaml", 1, "groups of 48 channels do not divide heads of 64"),
     ("calibrate demo --output occupied", 1, "occupied exists and is not an artifact"),
-    ("calibrate demo --output .", 2, "no folder that can be replaced"),
+    ("calibrate demo --output .", 2, "not a folder that can be replaced"),
     ("calibrate demo --device x", 2, "'--device': 'x' is not one of 'auto', 'cpu', 'cuda'"),
     ("calibrate demo --tokens 0", 2, "value for '--tokens': it must be greater than or equal to 1"),
     ("calibrate demo --bits 2", 2, "bits = 2.0 is not a budget of more than 2 and at most 4 bits"),

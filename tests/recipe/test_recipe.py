@@ -49,7 +49,7 @@ def test_every_setting_changes_the_hash():
         ("composition: r_h_bpr", "did you mean 'r_h_pbr'?"),
         ("extends: oskar", "did you mean 'oscar'?"),
         ("pooling: heads", "pooling = 'heads'"),
-        ("- a list", "is no recipe"),
+        ("- a list", "is not a recipe"),
         ("a: [", "not readable YAML"),
         ("data: 7", "data must hold keys"),
     ],

@@ -145,7 +145,9 @@ def test_bad_sources(tmp_path, tokenizer):
     assert re.fullmatch(
         r"short.txt has \d+ tokens, too few for a row of 64", mistake("short.txt", "a few words")
     )
-    assert "no file that ends with .jsonl, .txt, .parquet" in mistake("table.csv", "text\nhello\n")
+    assert "not a file that ends with .jsonl, .txt, .parquet" in mistake(
+        "table.csv", "text\nhello\n"
+    )
     (tmp_path / "texts").mkdir()
     with pytest.raises(RotationZooError, match="texts is not a file that ends with"):
         read_corpus(small(tmp_path / "texts"), tokenizer)
