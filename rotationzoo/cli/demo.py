@@ -11,7 +11,7 @@ from rotationzoo.cli.progress_bar import show_progress
 MODEL = "demo"
 BASELINES = ("identity", "hadamard")
 ASKED = ("needles", "key-value")
-PROMPTS, FIRST = 20, 4  # of each task, and those that caches are asked which decide nothing
+PROMPTS, FIRST = 10, 4  # of each task, and those that caches are asked which decide nothing
 LENGTH = 1024  # tokens of a prompt, and of each of two texts for perplexity with a standard error
 
 
