@@ -195,7 +195,7 @@ def tensor_ends(paths: Iterable[Path]) -> dict[str, bytes]:
 
 
 def _named_shards(index: Path) -> list[str]:
-    """The shards that an index names; none where there is not an index."""
+    """The shards that an index names; none where there is no index."""
     weight_map = read_json(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     try:
