@@ -9,6 +9,7 @@ page is old.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -22,24 +23,35 @@ from rotationzoo.cli.app import COMMANDS
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 BEGIN = "<!-- written by scripts/tools/write_cli_reference.py -->\n"
 END = "<!-- end of the commands -->\n"
+SHARED = 3
+"""From this number of commands on, an option is described once for all of them."""
 TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", datetime: "DAY"}
 
 
 def listing() -> str:
-    """Markdown: a table of the commands, and a section for each."""
-    lines = ["| command | what it does |", "|---|---|"]
+    """Markdown: what several commands share, and a section for each command."""
+    every = {name: parameters(command) for name, command in COMMANDS.items()}
+    counted = Counter(each.item for found in every.values() for each in found)
+    shared = {item: None for item, count in counted.items() if count >= SHARED}
+    of_all = {item for item, count in counted.items() if count == len(COMMANDS)}
+    parts = ["\n".join(["## Shared options\n", *shared]) + "\n"]
     for name, command in COMMANDS.items():
-        description = paragraphs(command)[0]
-        lines.append(f"| [`{name}`](#{name}) | {description} |")
-    sections = [section(name, command) for name, command in COMMANDS.items()]
-    return "\n".join(lines) + "\n\n" + "\n".join(sections)
+        own = [each for each in every[name] if each.item not in shared]
+        named = shared.keys() - of_all
+        others = [each for each in every[name] if each.item in named and not each.is_argument]
+        parts.append(section(name, command, own, others))
+    return "\n".join(parts)
 
 
-def section(name: str, command: Callable[..., None]) -> str:
-    """A command: what it does, how it is called, examples, arguments and options."""
-    every = parameters(command)
-    arguments = [each for each in every if isinstance(each.info, ArgumentInfo)]
-    options = [each for each in every if each not in arguments]
+def section(
+    name: str,
+    command: Callable[..., None],
+    own: list["Parameter"],
+    shared: list["Parameter"],
+) -> str:
+    """A command: what it does, how it is called, examples, its own parameters, and the names of
+    those that it shares with other commands."""
+    arguments = [each for each in parameters(command) if each.is_argument]
     usage = " ".join(["rotationzoo", name, *(each.usage for each in arguments), "[OPTIONS]"])
     told = paragraphs(command)
     examples = [text for text in told if text.startswith("rotationzoo ")]
@@ -47,10 +59,11 @@ def section(name: str, command: Callable[..., None]) -> str:
     parts.append(f"```text\n{usage}\n```")
     if examples:
         parts.append("\n".join(["```sh", *examples, "```"]))
-    for heading, rows in (("argument", arguments), ("option", options)):
-        if rows:
-            table = [f"| {heading} | what it is | default |", "|---|---|---|"]
-            parts.append("\n".join([*table, *(each.row for each in rows)]))
+    if own:
+        parts.append("\n".join(each.item for each in own))
+    if shared:
+        names = ", ".join(f"`{each.shortest}`" for each in shared)
+        parts.append(f"[Shared](#shared-options): {names}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -69,6 +82,15 @@ class Parameter:
         self.required = self.default is ...
 
     @property
+    def is_argument(self) -> bool:
+        return isinstance(self.info, ArgumentInfo)
+
+    @property
+    def shortest(self) -> str:
+        """The name alone, without what follows it."""
+        return self.item.split("`")[1].split(" ")[0]
+
+    @property
     def usage(self) -> str:
         """The argument in the line that shows how a command is called."""
         several = "..." if get_origin(_without_none(self.type)) is list else ""
@@ -76,14 +98,14 @@ class Parameter:
         return word if self.required else f"[{word}]"
 
     @property
-    def row(self) -> str:
-        """The row of a table in Markdown."""
-        if isinstance(self.info, ArgumentInfo):
+    def item(self) -> str:
+        """The item of a list in Markdown."""
+        if self.is_argument:
             named = f"`{self.info.metavar or self.name.upper()}`"
         else:
             named = ", ".join(f"`{each}`" for each in self.spellings)
-        told = (self.info.help or "").replace("|", "\\|")
-        return f"| {named} | {' '.join([told, *self.limits])} | {self.shown_default} |"
+        sentences = [self.info.help or "", *self.limits, *self.default_sentence]
+        return f"* {named}: {' '.join(sentences)}"
 
     @property
     def spellings(self) -> Iterator[str]:
@@ -122,12 +144,12 @@ class Parameter:
         return sentences
 
     @property
-    def shown_default(self) -> str:
+    def default_sentence(self) -> list[str]:
         """The signature's default; nothing where the command decides, or for a flag."""
         if self.required:
-            return "required"
+            return ["Required."] if not self.is_argument else []
         is_silent = self.default is None or self.default is False or self.default == []
-        return "" if is_silent else f"`{self.default}`"
+        return [] if is_silent else [f"Default: `{self.default}`."]
 
 
 def parameters(command: Callable[..., None]) -> list[Parameter]:
