@@ -47,13 +47,13 @@ html_copy_source = False
 html_domain_indices = False
 
 CONTENTS = {
-    "Start": ["quickstart", "words", "which-bits", "idea", "troubleshooting"],
+    "Start": ["quickstart", "words", "idea", "troubleshooting"],
     "Use": [
         *("cache", "plan", "report", "vllm", "production", "engines", "zoo", "scale", "tasks"),
         "python",
     ],
     "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
-    "Evidence": ["quality", "ablation", "measurements", "security"],
+    "Evidence": ["results", "history", "security"],
     "The project": ["architecture", "contributing", "changelog"],
 }
 FROM_ROOT = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}

@@ -36,7 +36,7 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
     attention outputs for values. Stored rows are `y = (x - mean) @ T`, so an error e of y is the
     error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; T is the rotation where nothing is whitened.
     For keys, `e M e^T` is the mean square of the change of a score. For values, C_S is what OSCAR
-    weights errors with; docs/ablation.md measured it against the metric of the output projection.
+    weights errors with; docs/history.md measured it against the metric of the output projection.
     """
     inverse = rotation.inverse.double()
     return inverse @ moment.double().cpu() @ inverse.mT

@@ -26,7 +26,7 @@ TEXT = Data(tokens=4096, length=1024)
 _TRANSPARENCY_TOKENS = 32
 _FLOOR = 1e-6  # relative to the largest eigenvalue: smaller ones are only rounding
 # A model's own rotations measured 0.25 to 0.93, after any calibration text, and those
-# of other weights at most 0.06. docs/measurements.md shows the distribution.
+# of other weights at most 0.06. docs/history.md shows the distribution.
 _LOWEST_OF_RELATIVES = 0.2
 
 

@@ -42,7 +42,7 @@ def whitening(moment: torch.Tensor) -> torch.Tensor:
     Rows times W are half way from rows whose second moment is S to white ones. Codes share a step,
     so their errors grow with the arithmetic mean of the rows' spectrum, and codes of white rows by
     error feedback err like its geometric mean (as `factorize` says of M). But white rows have their
-    peaks where the calibration text has none; half way loses least on `dev` (docs/ablation.md).
+    peaks where the calibration text has none; half way loses least on `dev` (docs/history.md).
     """
     values, vectors = eigenbasis(moment)
     level = values.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

@@ -11,7 +11,7 @@ al. 2021, Khattak and Mikaitis 2025). No order of additions loses more than 2^-2
 magnitudes in each of them, so an entry is off by at most `RUN * 2^-23 * sum |x_i x_j|`, which is
 1.5e-5 of `sqrt(C_ii C_jj)`, and 5e-7 more for the sums of a group. Because this bound follows the
 scale of the channels, it also bounds the relative error of every eigenvalue, by that of the
-correlation matrix (Demmel and Veselic 1992). docs/scale.md has the measurements of both.
+correlation matrix (Demmel and Veselic 1992). docs/results.md has the measurements of both.
 """
 
 import torch

@@ -14,7 +14,7 @@ from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
 
 _BITS = 3.0
-"""Two real models kept 93 % and 95 % of their answers with them (docs/quality.md)."""
+"""Two real models kept 93 % and 95 % of their answers with them (docs/results.md)."""
 _LENGTH = 8192
 """The mean of keys moves with RoPE, so that of short rows is not that of long contexts."""
 _RECIPES = (
