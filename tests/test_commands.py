@@ -61,9 +61,9 @@ OF_OTHERS = {
     "--enable-sleep-mode", "--hf-config-path", "--hf-overrides", "--kv-bits", "--kv-cache-dtype",
     "--kv-cache-dtype-skip-layers", "--kv-mean-center", "--kv-offloading-size",
     "--kv-transfer-config", "--load-format",
-    "--mamba-radix-cache-strategy", "--max-num-seqs", "--models", "--prefix-match-unit",
-    "--quantization", "--quantized-kv-start", "--speculative-config", "--start-token",
-    "--tokenizer", "--weight-transfer-config", "--worker-cls", "--write-docs",
+    "--mamba-radix-cache-strategy", "--max-num-seqs", "--prefix-match-unit",
+    "--quantization", "--quantized-kv-start", "--speculative-config", "--tokenizer",
+    "--weight-transfer-config", "--worker-cls", "--write-docs",
 }  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}
 WITH_COMMANDS = [page for page, text in TEXTS.items() if script_of(text, NOT_RUN).strip()]
