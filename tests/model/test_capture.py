@@ -1,4 +1,5 @@
 import logging
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -67,6 +68,14 @@ def test_capture_sees_every_layer_and_is_undone(name):
     assert all(torch.isfinite(tensor).all() for tensor in statistics.values())
 
 
+def _named(layers: Iterable[int]) -> str:
+    """Layers of a small model, in words."""
+    numbers = list(layers)
+    if len(numbers) == architectures.LAYERS:
+        return "all"
+    return ", ".join(map(str, numbers))
+
+
 def test_the_table_in_the_docs_is_what_the_probe_finds(request):
     """`pytest tests/model/test_capture.py --write-docs` writes it into docs/architectures.md."""
     rows = []
@@ -76,13 +85,13 @@ def test_the_table_in_the_docs_is_what_the_probe_finds(request):
             geometry = geometry_of(model)
             check_transparent(model, IDS)
         except RotationZooError as error:
-            rows.append(f"| {name} | refused | {error} |")
+            rows.append(f"| {name} | refused: {error} |")
             continue
         layers = cached_layers(geometry)
-        what = f"layers {', '.join(str(layer.index) for layer in layers)} of {architectures.LAYERS}"
+        what = _named(layer.index for layer in layers)
         if len(geometry) > len(layers):
-            sharing = [str(layer.index) for layer in geometry if layer.owner != layer.index]
-            what += f"; layers {', '.join(sharing)} share their caches"
+            sharing = [layer.index for layer in geometry if layer.owner != layer.index]
+            what += f"; {_named(sharing)} share their caches"
         dims = sorted({(layer.key_dim, layer.value_dim) for layer in layers})
         if len(dims) > 1:
             what += f"; head dimensions {', '.join(str(key) for key, _ in dims)}"
@@ -92,11 +101,11 @@ def test_the_table_in_the_docs_is_what_the_probe_finds(request):
             what += f"; latents of {layers[0].key_dim}"
             what += f", beside keys with RoPE of {layers[0].rope_dim}"
         if moved := shifted_layers(geometry):
-            what += f"; keys keep their mean (layers {', '.join(map(str, moved))})"
-        rows.append(f"| {name} | calibrated | {what} |")
+            what += f"; keys keep their mean ({_named(moved)})"
+        rows.append(f"| {name} | {what} |")
     text = TABLE.read_text(encoding="utf-8")
     head, _ = text.split("| architecture |")
-    body = "| architecture | | what is found |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    body = "| architecture | layers that are calibrated |\n|---|---|\n" + "\n".join(rows) + "\n"
     if len(rows) < len(NAMES) or architectures.CACHES_HEADS:
         pytest.skip("this transformers lacks some of the architectures")
     if architectures.IS_OLD:
