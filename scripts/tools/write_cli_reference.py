@@ -23,7 +23,7 @@ from rotationzoo.cli.app import COMMANDS
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 BEGIN = "<!-- written by scripts/tools/write_cli_reference.py -->\n"
 END = "<!-- end of the commands -->\n"
-SHARED = 3
+SHARED = 2
 """From this number of commands on, an option is described once for all of them."""
 TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", datetime: "DAY"}
 
