@@ -52,7 +52,7 @@ CONTENTS = {
         *("cache", "plan", "report", "vllm", "production", "engines", "zoo", "scale", "tasks"),
         "python",
     ],
-    "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
+    "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec"],
     "Evidence": ["results", "history", "security"],
     "The project": ["architecture", "contributing", "changelog"],
 }
