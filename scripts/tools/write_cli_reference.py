@@ -10,7 +10,7 @@ page is old.
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import UnionType
@@ -108,15 +108,14 @@ class Parameter:
         return f"* {named}: {' '.join(sentences)}"
 
     @property
-    def spellings(self) -> Iterator[str]:
-        """The option as it is typed, with what follows it; a short form comes last."""
+    def spellings(self) -> list[str]:
+        """The option as it is typed; a short form comes last, and then what follows all of them."""
         words = list(self.info.param_decls or [])
         if not any(word.startswith("--") for word in words):
             words.insert(0, f"--{self.name.replace('_', '-')}")
-        value = self.value
-        for word in words:
-            for spelling in word.split("/"):
-                yield f"{spelling} {value}".strip()
+        names = [spelling for word in words for spelling in word.split("/")]
+        names[-1] = f"{names[-1]} {self.value}".strip()
+        return names
 
     @property
     def value(self) -> str:
@@ -128,15 +127,12 @@ class Parameter:
             kind = get_args(kind)[0]
         if self.info.metavar:
             return str(self.info.metavar)
-        return "CHOICE" if get_origin(kind) is Literal else TYPES[kind]
+        return "|".join(get_args(kind)) if get_origin(kind) is Literal else TYPES[kind]
 
     @property
     def limits(self) -> list[str]:
         """Sentences about what an option accepts."""
-        kind, sentences = _without_none(self.type), []
-        if get_origin(kind) is Literal:
-            choices = ", ".join(f"`{choice}`" for choice in get_args(kind))
-            sentences.append(f"One of {choices}.")
+        sentences = []
         if self.info.min is not None:
             sentences.append(f"At least {self.info.min}.")
         if self.info.max is not None:
