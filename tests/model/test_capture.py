@@ -99,7 +99,7 @@ def test_the_table_in_the_docs_is_what_the_probe_finds(request):
             what += f"; keys of {dims[0][0]} and values of {dims[0][1]}"
         if layers[0].rope_dim is not None:
             what += f"; latents of {layers[0].key_dim}"
-            what += f", beside keys with RoPE of {layers[0].rope_dim}"
+            what += f", and keys with RoPE of {layers[0].rope_dim}"
         if moved := shifted_layers(geometry):
             what += f"; keys keep their mean ({_named(moved)})"
         rows.append(f"| {name} | {what} |")
