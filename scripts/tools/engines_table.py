@@ -3,7 +3,7 @@ about engines here.
 
     python scripts/tools/engines_table.py
 
-Rewrites the tables where they are out of date. `tests/engines/test_registry.py` fails until that
+Rewrites the tables where they are out of date. `tests/engines/test_engine_rows.py` fails until that
 was done.
 """
 
