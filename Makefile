@@ -60,7 +60,7 @@ gpu: $(VENV)/.ready-dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 vllm: $(VENV)/.ready-dev .venv-vllm/.ready  ## the tests that start a real vLLM (CPU), which takes an environment of 3.5 GB of its own
-	$(BIN)/python -m pytest -m vllm $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m vllm $(ARGS)
 
 .venv-vllm/.ready: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm

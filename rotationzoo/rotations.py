@@ -35,13 +35,13 @@ class Rotation:
     as `codec.feedback` takes it; one per KV head, even where heads share a matrix. None where the
     recipe leaves it out: codes are then rounded to the nearest."""
     whitening: torch.Tensor | None = None
-    """The symmetric matrix `[KV heads, D, D]`, float32, after which the channels of a row vary
-    alike. None where the recipe does not whiten."""
+    """The symmetric matrix `[KV heads, D, D]`, float32, that gives the channels of a row equal
+    variance. None where the recipe does not whiten."""
 
     sensitivity: torch.Tensor | None = None
-    """Nats a predicted token that the model loses, at answers to recall questions (or at the last
-    tokens of rows too short for them), while this side of this layer alone is stored in codes of 2
-    bits: float64 `[]`. None where the recipe has no budget of bits."""
+    """The model's loss in nats per predicted token, at answers to recall questions (or at the last
+    tokens of rows too short for them), while only this side of this layer is stored in 2-bit codes:
+    float64 `[]`. None where the recipe has no budget of bits."""
     fine_channels: torch.Tensor | None = None
     """Bits of a row beyond 2 a channel, in a format without an offset: int64 `[]`. Up to one a
     channel they are `Format.fine_channels`; beyond, channels get as many. None: the format's."""

@@ -11,7 +11,7 @@ class CachedRows:
     sides: tuple[str, ...]
     """Those that are rotated and stored in few bits."""
     beside: tuple[str, ...]
-    """Those that are cached beside them, and stay exact."""
+    """Those that are cached next to them, and stay exact."""
     words: str
     """What people call them ..."""
     name: str
@@ -30,7 +30,7 @@ HEADS = CachedRows(
     ("key", "value"), (), "keys and values", "keys and values", "keys and values of heads"
 )
 LATENTS = CachedRows((LATENT,), ("rope",), "latents", "latents (MLA)", "latents (MLA)")
-"""MLA: one row for all heads, and beside it a key with RoPE (`model.latent`)."""
+"""MLA: one row for all heads, and a key with RoPE (`model.latent`)."""
 SIDES = HEADS.sides
 EVERY_SIDE = *HEADS.sides, *LATENTS.sides
 

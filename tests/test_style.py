@@ -2,6 +2,7 @@
 be, how much a statement may do, and who prints."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,6 +167,33 @@ def test_a_statement_has_one_comprehension_or_one_conditional_expression():
                     crowded.append(f"{path.relative_to(ROOT)}:{statement.lineno} has {dense}")
     report = "\n".join(sorted(crowded))
     assert not crowded, f"name an intermediate result in these:\n{report}"
+
+
+# `owner.name` in a docstring or a comment, and the endings of files, which look like it.
+MENTION = re.compile(r"`(?:\w+\.)*(\w+)\.(\w+)(?:\(\))?`")
+ENDINGS = {"json", "jinja", "safetensors", "sig", "py", "pt", "txt"}
+
+
+def test_names_in_backticks_exist():
+    """A name of a module, class or package of ours that docstrings, comments and kernels mention
+    stands in its file. Names of other libraries are not resolved."""
+    texts = {path: path.read_text("utf-8") for path in PACKAGE.rglob("*.[pc][yu]")}
+    bare = {path: re.sub(r"`[^`\n]*`", "", text) for path, text in texts.items()}
+    owned = {path: set(re.findall(r"\w+", text)) for path, text in bare.items()}
+    places = dict[str, list[Path]]()
+    for path, text in bare.items():
+        names = {path.stem, *re.findall(r"^class (\w+)", text, re.MULTILINE)}
+        for name in names | set(path.relative_to(PACKAGE).parts[:-1]):
+            places.setdefault(name, []).append(path)
+    gone = []
+    for path, text in texts.items():
+        for owner, name in MENTION.findall(text):
+            files = places.get(owner, [])
+            known = any(name in owned[file] or name == file.stem for file in files)
+            known |= f"{owner}.{name}" in bare[path] or name in ENDINGS
+            if files and not known:
+                gone.append(f"{path.relative_to(ROOT)} mentions {owner}.{name}")
+    assert not gone, "\n".join(gone)
 
 
 @pytest.mark.thorough

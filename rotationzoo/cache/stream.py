@@ -37,11 +37,11 @@ class Reach:
 
 class Stream:
     """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
-    computed them, and those between quantized. Or a side alone (`rotationzoo.sides`), and rows
-    that are cached beside it: those all stay exact.
+    computed them, and those between quantized. Or one side alone (`rotationzoo.sides`), with rows
+    that are cached next to it and stay exact.
 
-    All rows begin at the same token, and tokens are counted from there, without padding. Until a
-    token is quantized for the first time, all of them are in the tail, and `head` is empty.
+    All rows begin at the same token, and tokens are counted from there, without padding. Until the
+    first token is quantized, all tokens are in the tail, and `head` is empty.
     """
 
     def __init__(self, settings: CacheSettings, layer: int, key: torch.Tensor, value: torch.Tensor):

@@ -274,8 +274,8 @@ def run_model(
 def _tell_time(
     model: PreTrainedModel, job: Job, row: torch.Tensor, tokens: int, note: Note
 ) -> None:
-    """Tell how long the model takes for so many tokens, by the pace of the first of a row, and what
-    is asked after it, unless it is short. Weights that are spread would be fetched once more."""
+    """Tell how long the model takes for `tokens` tokens and for the questions after them, by the
+    pace of a row's first tokens, unless it is short. Spread weights would be fetched once more."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return
     ids, begun = row[None, :_PACED_TOKENS], time.monotonic()

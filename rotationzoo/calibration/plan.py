@@ -49,8 +49,8 @@ class Job(RunSettings):
     """Whether rows longer than the model's positions are shortened instead of refused. True if the
     length is the recipe's default and not the user's choice."""
     fit_budget: bool = False
-    """Whether a budget of bits that the model allows no room for is left out instead of refused:
-    True if it is the recipe's default."""
+    """Whether a budget of bits that does not fit the model is left out instead of refused: true if
+    it is the recipe's default."""
     source: Source | None = None
     """The model that the caller loaded."""
     asked_tokens: tuple[float, float] = (0, 0)

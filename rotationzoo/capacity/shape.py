@@ -86,8 +86,8 @@ class Shape:
         return math.ceil(bits / 8) + self.state_bytes
 
     def server_bytes(self, storage: "Storage", requests: int) -> int:
-        """Bytes that our backend for vLLM takes beside pages for `requests` requests: exact copies,
-        and once the matrices of rotations and memory to read prompts in."""
+        """Bytes that our backend for vLLM takes in addition to pages for `requests` requests: exact
+        copies, rotation matrices, and memory to read prompts in."""
         layers, total = [each for each in self.layers if storage.has_pages(each)], 0
         for layer in layers:
             matrices = _MATRICES * layer.kv_heads * 4 + layer.query_heads * 2
@@ -169,7 +169,7 @@ class Storage(CacheLayout):
         return dim * (self.bits or bits_per_element(dim, None, self.format))
 
     def copied_tokens(self, requests: int) -> int:
-        """Tokens whose exact copies a server keeps for `requests` requests, beside their codes."""
+        """Tokens whose exact copies a server keeps for `requests` requests, next to their codes."""
         return _PAGE * count_slots(self, _PAGE, requests)
 
 

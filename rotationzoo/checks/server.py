@@ -158,8 +158,9 @@ class Server:
         return replace(reading, metrics=metrics, artifact=named and named[1])
 
     def watch(self, every: float | None, tell: Callable[[str], None]) -> ServerCheck:
-        """What it reads, or with `every` so many seconds the first of many readings that is not of
-        the record: each is told in a line. Raises as `read`, later for `UNANSWERED` in a row."""
+        """One reading, or a reading every `every` seconds until one differs from the record. Tells
+        each in a line. Raises as `read` does at first, later after `UNANSWERED` failures in a row.
+        """
         reading, unanswered = self.read(), 0
         words: object = reading.words
         while every and self.refusal(reading) is None:

@@ -161,9 +161,8 @@ def _extra_bits(places: Sequence[Place], bits: float, group_size: int | None) ->
 def budget_problems(
     rotations: Rotations, budget: Budget, group_size: int | None
 ) -> Iterator[tuple[str, int]]:
-    """Problems of layers: sensitivities that are no losses, and bits that rows have no room for or
-    that the budget does not buy. The tensors must have the shapes that the recipe asks for, and be
-    finite."""
+    """Problems of layers: negative sensitivities, and bits that do not fit into rows or that exceed
+    the budget. The tensors must be finite and have the shapes that the recipe asks for."""
     if not budget:
         return
     for layer, side, rotation in rotations.each():
@@ -182,8 +181,8 @@ def budget_problems(
 
 
 def choose_bits(places: Sequence[Place], extra: float) -> list[int]:
-    """How many bits more each row of a place gets, where `extra` bits more an element are spent on
-    average, or as many as they may get."""
+    """The extra bits that each row of a place gets, where on average `extra` more bits per element
+    are spent, or the most that rows may get."""
     # Most commands that read rotations spend nothing, and need not wait for scipy.
     from scipy.linalg import block_diag
     from scipy.optimize import Bounds, LinearConstraint, milp

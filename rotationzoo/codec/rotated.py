@@ -125,8 +125,8 @@ class RotatedCodec:
         return replace(quantized, codes=int2.pack(quantized.codes, stored))
 
     def stored_format(self, layer: int, side: str, format: int2.Format) -> int2.Format:
-        """The format that rows are stored in, where a cache asks for this one: with the bits that
-        the budget gives this side of this layer, if the format has room for them."""
+        """The format of the stored rows, given the format of the cache: with the bits that the
+        budget gives this side of this layer, if the format can hold them."""
         rotation = self.rotations[layer][side] if self.rotations.has_budget else None
         if format.offset != "none" or rotation is None or rotation.fine_channels is None:
             return format

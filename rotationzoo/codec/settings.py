@@ -133,8 +133,8 @@ def reduce_rotations(
 
 
 def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
-    """Raise `UsageError` for another budget where no rotations have one, and where rows of the
-    `format` have no room for it."""
+    """Raise `UsageError` for another budget if the rotations have none, or if rows of the `format`
+    cannot hold it."""
     if not budget:
         return
     if not has_budget:

@@ -50,8 +50,8 @@ def codec_bits(
     """Bits per element of a cache that holds `length` tokens, averaged over every element that the
     model caches.
 
-    Exact tokens count 16 bits, including tokens of a group that is not complete yet, and so does
-    what is cached beside the sides. Codecs with as many of these bits take equal bytes.
+    Exact tokens count 16 bits, including those of an incomplete group, and so do rows that are
+    cached exact next to the sides. Codecs with equal numbers take equal bytes.
     """
     grouped = replace(layout, token_group=codec.token_group)
     quantized = grouped.quantized_tokens(length) / length

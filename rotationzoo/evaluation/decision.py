@@ -70,9 +70,9 @@ _USUAL = Rule()
 
 
 def spend_level(questions: int, looks: Sequence[int]) -> float:
-    """The part of `LEVEL` that the look after so many questions spends: each look twice, three
-    times and so on what the first does (Bonferroni with weights), because late ones decide the
-    hard cases."""
+    """The part of `LEVEL` that the look after `questions` questions spends: the second look twice,
+    the third three times what the first does, and so on (Bonferroni with weights), because late
+    looks decide the hard cases."""
     return LEVEL * (1 + bisect_left(looks, questions)) / sum(range(1, len(looks) + 1))
 
 

@@ -137,14 +137,16 @@ def _measure(schedule: Schedule, asking: Asking, answers: TaskAnswers | None) ->
     def open_arms(answers: TaskAnswers) -> Collection[str]:
         settings = answers.plan.settings
         if settings.minutes:
-            return (judged or schedule.names) if schedule.fitting(answers.questions) else ()
+            fits = schedule.fitting(answers.plan.series, answers.questions)
+            return (judged or schedule.names) if fits else ()
         # The first pair of windows, whose figures are shown, ends the questions.
         decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
         is_open = any(decision.action == "ask" for decision in decisions)
         return judged if is_open or answers.questions < job.tasks.looks[0] else ()
 
     if answers is None:
-        answers = answering.answer_tasks(asking, ready.plan, trial, open_arms)
+        plan, is_short = ready.plan, schedule.is_short
+        answers = answering.answer_tasks(asking, plan, trial, open_arms, is_short=is_short)
     with loading.forward_errors(job.model, job.batch, job.data.length):
         batches, how = ready.text.batches(job.batch), (asking.progress, asking.pace)
         measured = run_models(asking.model, batches, trial, *how, schedule.record)
@@ -244,7 +246,7 @@ def _describe(schedule: Schedule, results: Results, notes: list[str]) -> Measure
     for cache in trial.caches:
         arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
         made = decide_all(answers, trial, cache, results.judged, job.floor)
-        decisions = [schedule.time_more(decision, answers.questions) for decision in made]
+        decisions = [schedule.time_more(decision, answers) for decision in made]
         words = [line for decision in decisions for line in decision.words]
         verdict = Verdict(texts=len(exact.text_tokens), words=words, decisions=decisions)
         window = Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict)

@@ -70,8 +70,8 @@ def describe_rungs(decisions: Sequence[Decision]) -> list[str]:
 
 
 def write_rung(artifact: Artifact, budget: Budget, name: str) -> Artifact:
-    """The artifact that a calibration with this budget makes, in a folder of this name beside the
-    given one, whose sensitivities share the bits out. Raises `RotationZooError` where it cannot be
+    """The artifact that a calibration with this budget makes, in a folder of this name next to the
+    given one, whose sensitivities allocate the bits. Raises `RotationZooError` if it cannot be
     written."""
     # An engine that gives all layers the same bits does so by itself.
     budget = Budget(**asdict(budget))

@@ -14,7 +14,8 @@ from rotationzoo.evaluation.decision import SIMPLEST
 from rotationzoo.evaluation.forward import Pace, Trial, token_losses
 from rotationzoo.evaluation.prepare import Prepared
 from rotationzoo.evaluation.probes import TOKENS
-from rotationzoo.evaluation.tasks.answering import count_tokens
+from rotationzoo.evaluation.tasks.answering import TaskAnswers, count_tokens
+from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.figures import duration, finish
 from rotationzoo.model.loading import input_device
 from rotationzoo.simulation.simulated import Simulation
@@ -62,10 +63,10 @@ class Schedule:
         makes = self.ready.job.record and self.ready.scaling is None
         return self.pace.estimate(TOKENS, self.judged[:1]) * len(self.ready.saved) * makes
 
-    def _round_tokens(self) -> list[int]:
-        plan, tokens = self.ready.plan, list[int]()
-        for ends in pairwise((0, *plan.settings.rounds)):
-            tokens.append(sum(count_tokens(each.part(*ends).prompts) for each in plan.series))
+    def _round_tokens(self, series: Sequence[Series]) -> list[int]:
+        tokens = list[int]()
+        for ends in pairwise((0, *self.ready.plan.settings.rounds)):
+            tokens.append(sum(count_tokens(each.part(*ends).prompts) for each in series))
         return tokens
 
     def _ask(self, tokens: Sequence[int], is_first: bool) -> float:
@@ -73,16 +74,38 @@ class Schedule:
         first = self.pace.estimate(sum(tokens[:is_first]), self.names)
         return first + self.pace.estimate(sum(tokens[is_first:]), self.judged)
 
-    def fitting(self, asked: int = 0) -> int:
-        """How many questions of each task, beside the `asked`, can be asked before the record and a
-        batch of texts take the rest of the time."""
+    def fitting(self, series: Sequence[Series], asked: int = 0) -> int:
+        """How many questions of each of the series, beside the `asked`, can be asked before the
+        record and a batch of texts take the rest of the time."""
         job, rounds = self.ready.job, (0, *self.ready.plan.settings.rounds)
         text = self.pace.estimate(job.batch * job.data.length, self.names)
-        done, tokens = rounds.index(asked), self._round_tokens()
+        done, tokens = rounds.index(asked), self._round_tokens(series)
+        left = self.pace.left - self.record - text - self._find_able() * (asked == 0)
         for end in range(done + 1, len(rounds)):
-            if self._ask(tokens[done:end], done == 0) > self.pace.left - self.record - text:
+            if self._ask(tokens[done:end], done == 0) > left:
                 return rounds[end - 1] - asked
         return rounds[-1] - asked
+
+    def _find_able(self) -> float:
+        """The seconds in which the exact model shows what it can do."""
+        plan = self.ready.plan
+        first = [each.part(0, plan.settings.rounds[0]) for each in plan.series]
+        return self.pace.estimate(sum(count_tokens(each.blind) for each in first), ())
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the time is too short to ask everything."""
+        plan = self.ready.plan
+        return bool(plan.settings.minutes) and self.fitting(plan.series) < plan.settings.looks[-1]
+
+    @property
+    def _likely(self) -> Sequence[Series]:
+        """What arms are likely asked, before the exact model's answers show it: if time is short,
+        as much as has the shortest prompts."""
+        plan = self.ready.plan
+        if not self.is_short:
+            return plan.series
+        return [each for each in plan.series if each.length == min(plan.lengths)]
 
     def fit(self) -> "Schedule":
         """What there is time for: other arms are left out, with a note, where too few questions
@@ -90,7 +113,8 @@ class Schedule:
         settings, fitted = self.ready.plan.settings, self
         own = [arm.name for arm in self.trial.arms if arm.about.kind == "artifact"] or self.names
         for names in ([*own, *SIMPLEST], own):
-            if settings.minutes and fitted.fitting() < min(LEAST, settings.looks[-1]):
+            too_few = fitted.fitting(fitted._likely) < min(LEAST, settings.looks[-1])
+            if settings.minutes and too_few:
                 arms = [arm for arm in self.trial.arms if arm.name in names]
                 fitted = replace(self, trial=replace(self.trial, arms=arms))
         if left_out := ", ".join(name for name in self.names if name not in fitted.names):
@@ -99,7 +123,8 @@ class Schedule:
 
     def tell(self) -> None:
         """Tell what will be done, how long it takes and when it ends."""
-        job, plan, pace, tokens = self.ready.job, self.ready.plan, self.pace, self._round_tokens()
+        job, plan, pace = self.ready.job, self.ready.plan, self.pace
+        tokens = self._round_tokens(plan.series)
         questions, text = plan.settings.looks[0], counted(len(self.ready.text.rows), "text")
         number = plan.settings.rounds.index(questions) + 1
         first, more = self._ask(tokens[:number], True), self._ask(tokens[number:], False)
@@ -108,9 +133,12 @@ class Schedule:
             more = pace.estimate(sum(tokens), self.judged) - first
         seconds = first + pace.estimate(self.ready.text.tokens, self.names) + self.record
         if plan.settings.minutes:
-            questions, text = max(self.fitting(), plan.settings.rounds[0]), "as much text as fits"
+            questions, text = plan.settings.looks[-1], "as much text as fits"
             seconds, more = pace.left, 0
-        parts = [f"{questions} questions of each task"] * bool(plan.series) + [text]
+        asked = f"{questions} questions of each task"
+        if self.is_short:
+            asked = "the questions whose answers cost least"
+        parts = [asked] * bool(plan.series) + [text]
         parts += ["a record for servers"] * bool(self.record)
         words = ["no rotations are named, so these are baselines alone"] * (not job.artifacts)
         words.append(", ".join(parts) + finish(seconds))
@@ -119,12 +147,11 @@ class Schedule:
             words.append("Ctrl-C keeps what was asked")
         pace.tell("; ".join(words))
 
-    def time_more(self, made: Decision, asked: int) -> Decision:
-        """The decision with the time of an evaluation that settles it, where so many questions of
-        each task are `asked` by now."""
+    def time_more(self, made: Decision, answers: TaskAnswers) -> Decision:
+        """The decision with the time of an evaluation that settles it, by what `answers` took."""
         if made.more_questions is None:
             return made
-        tokens = sum(count_tokens(each.part(0, asked).prompts) for each in self.ready.plan.series)
-        tokens = tokens * made.more_questions // asked + self.ready.text.tokens
+        tokens = sum(count_tokens(each.series.prompts) for each in answers.exact)
+        tokens = tokens * made.more_questions // answers.questions + self.ready.text.tokens
         seconds = self.pace.estimate(tokens, self.names) + self.record
         return made.model_copy(update={"more_seconds": seconds})

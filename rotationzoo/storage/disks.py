@@ -1,4 +1,4 @@
-"""What a disk refuses, in a sentence, and what helps: room, a permission, or another place."""
+"""Errors of a disk in one sentence, with what helps: space, a permission, or another place."""
 
 import errno
 import os

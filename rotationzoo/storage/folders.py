@@ -137,7 +137,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_room(folder: Path, needed: int, way_out: str = WAY_OUT) -> None:
-    """Raise `RotationZooError` if the disk of a folder lacks room for `needed` bytes."""
+    """Raise `RotationZooError` if the disk of a folder has less than `needed` bytes free."""
     free = shutil.disk_usage(existing_parent(folder)).free
     if free < needed:
         has = f"the disk of {folder} has {free / 1e6:,.0f} MB free"

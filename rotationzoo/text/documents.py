@@ -41,7 +41,7 @@ _Record = dict[str, Any]  # column -> value
 
 
 class Sample(NamedTuple):
-    """A document, with the number of its row and what that holds beside it."""
+    """A document, with the number of its row and the media in that row."""
 
     number: int
     document: Document

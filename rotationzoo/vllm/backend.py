@@ -1,5 +1,4 @@
-"""The attention backend of vLLM with keys and values in 2 bits, and the worker that sees to it that
-layers get it.
+"""vLLM's attention backend for keys and values in 2 bits, and the worker that gives it to layers.
 
 Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 """
@@ -321,7 +320,7 @@ def _known_of(common: Any, few: int, meets: bool) -> Known:
 
 
 def _page_tokens(block: int) -> int:
-    """The tokens of our pages in a block of vLLM's with so many: exact copies belong to a page, and
+    """Tokens per page of ours, given those per block of vLLM's. An exact copy belongs to one page,
     not to a whole block."""
     return math.gcd(block, 64)
 

@@ -1,7 +1,7 @@
 """vLLM's KV connectors, which say here which blocks they load: pages that come from elsewhere have
 no exact copies, and those of what a block held before are not theirs.
 
-vLLM takes its connectors from this module by their own names, as `server.name_connector` asks.
+vLLM takes its connectors from this module by their own names, as `refusals.name_connector` asks.
 """
 
 from functools import cache

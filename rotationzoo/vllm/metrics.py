@@ -1,8 +1,8 @@
-"""What a server says of its 2-bit cache at `/metrics`, beside vLLM's own metrics.
+"""What a server reports about its 2-bit cache at `/metrics`, next to vLLM's own metrics.
 
-Workers are other processes than the one that answers. So each keeps its numbers in files of
-prometheus_client's for several processes: where vLLM looks for them, or else in a folder of ours,
-whose name is in a variable of all processes that the answering one starts.
+Workers run in other processes than the API server. So each worker keeps its numbers in
+prometheus_client's multiprocess files: where vLLM looks for them, or in a folder of ours that the
+API server passes to its child processes in an environment variable.
 """
 
 import os

@@ -68,11 +68,11 @@ class LayerPages:
         dtype: torch.dtype,
         bad: torch.Tensor | None = None,
     ):
-        """For a tensor `[pages, H, P, ...]` of a server, whose pages are contiguous, and so many
-        slots of copies of this type. `settings` have the rotations on the tensor's device, and so
-        is `bad`, zeros int64 `[2, 2]`: of keys and of values, how many rows were not finite or too
-        large, and the place of the last one in tokens from page 0 on. Raises `RotationZooError` for
-        pages of other bytes than this layer's."""
+        """`cache`: the server's tensor `[pages, H, P, ...]`, with contiguous pages. `slots`: how
+        many exact copies of type `dtype` to keep. `settings` hold rotations on the tensor's device.
+        `bad`, int64 `[2, 2]` on that device: for keys and for values, how many rows were not finite
+        or too large, and the position of the last one, counted in tokens from page 0. Raises
+        `RotationZooError` if a page does not have this layer's size."""
         self.codec, self.format, self.layer = settings.codec, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
@@ -230,7 +230,7 @@ class LayerPages:
 
 @cache
 def _store_kernel(name: str, tokens: int, format: Format, device: torch.device) -> Any:
-    """A kernel of `store.cu` for pages of so many tokens in this format."""
+    """A kernel of `store.cu`, compiled for this format and for `tokens` tokens per page."""
     macros = ("TOKENS", str(tokens)), ("NUMBERS", str(format.metadata_numbers))
     kernel = build(_STORE.read_text(), macros, device).get_kernel(name)
     cuda.run_beside(kernel, device)

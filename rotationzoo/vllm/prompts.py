@@ -25,7 +25,7 @@ from rotationzoo.vllm.streams import find_stream
 _RESTORE = Path(__file__).with_name("restore.cu")
 """Continues `codec/int2.cu`: both are compiled as one program."""
 _BEHIND = 256
-"""So many tokens behind the last one may be in its tile, at most."""
+"""The most tokens after the last one that may share its tile."""
 
 Arguments = list[Argument]
 Size = tuple[tuple[int, ...], torch.dtype]
@@ -40,7 +40,7 @@ class Read:
     output: torch.Tensor
     """`[T, H_q, D]`."""
     totals: torch.Tensor
-    """float32 `[H_q, T]`: the log-sum-exp of the logits."""
+    """Float32 `[H_q, T]`: the log-sum-exp of the logits."""
 
 
 @dataclass(frozen=True)
@@ -50,34 +50,34 @@ class Packed:
     rows: Sequence[torch.Tensor]
     """Queries `[T, H_q, D]`, or keys and values, `[L, H, D]` each. Further ones may follow."""
     bounds: torch.Tensor
-    """int32 `[C + 1]`: where those of each begin."""
+    """Int32 `[C + 1]`: the first row of each prompt, and the end."""
     longest: int
-    """No prompt has more."""
+    """Rows of the longest prompt."""
 
 
 class Attention(Protocol):
     """How queries of C prompts read keys and values of C prompts."""
 
     segment: int
-    """So many tokens are read at a time."""
+    """Tokens that are read at a time."""
 
     def attend(
         self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
     ) -> Read:
-        """Let the queries of each prompt read its keys and values, and write to `output`
-        `[T, H_q, D]`. A query that reads nothing gets zeros and minus infinity. `causal`: the
-        queries are those of the last keys, and each reads the keys up to its own."""
+        """Let the queries of each prompt attend to its keys and values, and write to `output`
+        `[T, H_q, D]`. A query without keys gets zeros and minus infinity. `causal`: the queries
+        belong to the last keys, and each reads the keys up to its own."""
 
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
-        """What queries read from both, in `output`."""
+        """Combine what the queries read from both, in `output`."""
 
 
 class TorchAttention:
-    """The definition, in plain torch: it takes prompts one by one, and waits for a GPU."""
+    """The definition in plain torch. It takes prompts one by one, and waits for the GPU."""
 
     segment = SHORT
     queries = 512
-    """So many queries write down their weights at a time."""
+    """Queries whose attention weights are computed at a time."""
 
     def attend(
         self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
@@ -109,7 +109,7 @@ class TorchAttention:
 
 
 class Scratch:
-    """Memory that prompts take while they attend, from whoever lends it."""
+    """Borrowed memory for the attention of prompts."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         """Of tensors of these `sizes`."""
@@ -118,8 +118,8 @@ class Scratch:
 
     @staticmethod
     def sizes(queries: Sequence[int], heads: int, room: int, dtype: torch.dtype) -> list[Size]:
-        """For queries `[T, H_q, D]`: what they read exact, themselves in the frame of the codes,
-        and what they read from three parts of these; and for `room` keys and values."""
+        """For queries `[T, H_q, D]`: their exact output, the rotated queries, and three partial
+        outputs; and `room` rows of keys and of values."""
         return [((*queries,), dtype)] * 5 + [((room, heads, queries[-1]), dtype)] * 2
 
 

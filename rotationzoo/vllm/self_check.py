@@ -1,4 +1,4 @@
-"""What tokens read in a server's pages before its first request, beside the definition in torch."""
+"""The self-check before a server's first request: its pages against the definition in torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,12 +15,13 @@ from rotationzoo.vllm.pages import Rows
 from rotationzoo.vllm.plugin import OTHER_VERSION
 
 FURTHEST = 0.25
-"""So far from the definition may a step be, where 1 is what quantization changes. The demo model is
-less than .001 away in float32 and .05 in bfloat16; the rotations of another layer are 1.05."""
+"""The largest allowed distance of a step from the definition, where 1 is the change that
+quantization makes. The demo model is within 0.001 in float32 and 0.05 in bfloat16; another layer's
+rotations are 1.05 away."""
 MOST = 512
-"""A prompt has no more tokens than these, whatever the windows are."""
+"""The most tokens of a prompt, whatever the windows are."""
 LAYERS = 8
-"""So many layers are checked: in torch, the codes of one take 10 to 20 ms a side."""
+"""How many layers are checked. In torch, the codes of one take 10 to 20 ms a side."""
 CHUNK, FEW = 16, 3
 """New tokens of the last two steps. The last `CHUNK` queries of a step are compared."""
 
@@ -87,10 +88,10 @@ def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> fl
 
 
 def check_layer(run: LayerRun, layer: int, most: int) -> float:
-    """Let a request of one layer run: a prompt, of at most `most` tokens, then a token that reads
-    exact windows beside codes, then a chunk and a few tokens that have codes alone before them.
-    Leaves the pages as they were. Returns how far the furthest step is from the definition, which
-    is computed on the CPU. Raises `RotationZooError` where that is too far."""
+    """Run a request in one layer: a prompt of at most `most` tokens, then a token that reads exact
+    windows and codes, then a chunk and a few tokens that read only codes before them. Leaves the
+    pages unchanged. Returns the largest distance of a step from the definition, which is computed
+    on the CPU. Raises `RotationZooError` if that is too far."""
     random, later = torch.Generator().manual_seed(layer), 1 + CHUNK + FEW
     layout = run.settings.layout
     wanted = layout.sink + layout.recent + 2 * CHUNK

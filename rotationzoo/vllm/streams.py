@@ -1,5 +1,5 @@
-"""What runs beside what in a layer of a server's step: one object owns the second stream of a GPU,
-and the rule that what a step reads was written before."""
+"""Which work overlaps within a layer of a server's step. One object owns the GPU's second stream
+and the rule that whatever a step reads was written before."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -9,7 +9,7 @@ import torch
 
 
 class StoreStream:
-    """The stream on which the codes of a step are chosen and stored while its queries read.
+    """The stream that chooses and stores the codes of a step while its queries attend.
 
     Requests of one step may share pages. vLLM gives a block to its prefix cache when it schedules
     the request that will fill it, and may schedule one that reads this block in the same step. So:
@@ -17,11 +17,11 @@ class StoreStream:
     * Exact copies are written on the current stream, before anything is read.
     * Codes are stored from `start` on. The store begins after all that the current stream was given
       before, such as the keys and values, the plan, and pages that a connector has loaded.
-    * What reads copies, or the step's own keys and values, runs beside the store.
-    * What reads codes that the step stores comes after `wait`: those of another request, where the
+    * Reads of copies, or of the step's own keys and values, overlap with the store.
+    * Reads of codes that the step stores come after `wait`: those of another request, where the
       plan says that they `meet`, and those of a new token that has no copy.
-    * A layer ends with `wait`. So the next layer, the next step, a connector that saves pages and
-      whoever takes over memory find everything written.
+    * A layer ends with `wait`. So the next layer, the next step, a connector that saves pages, and
+      any new owner of the memory find everything written.
     """
 
     def __init__(self, device: torch.device):
@@ -32,8 +32,8 @@ class StoreStream:
         return torch.cuda.Stream(self.device)
 
     def start(self, beside: bool, store: Callable[..., None], *arguments: Any) -> None:
-        """Call `store` with these arguments: on the second stream, where it is to run `beside` what
-        follows, and else on the current one. A CPU has one."""
+        """Call `store` with these arguments, on the second stream if it may overlap with what
+        follows (`beside`), otherwise on the current one. A CPU has only one."""
         if self.device.type != "cuda" or not beside:
             store(*arguments)
             return
@@ -50,15 +50,15 @@ class StoreStream:
 
 
 find_stream = cache(StoreStream)
-"""The one of a device: a layer has ended when the next one starts."""
+"""One object per device is enough, because a layer ends before the next one starts."""
 
 
 def may_meet(scheduled: Any, block_tokens: Sequence[int]) -> bool:
-    """Whether a request may read blocks that another one fills in the same step, of which vLLM's
-    `SchedulerOutput` tells. The blocks of each group hold so many tokens.
+    """Whether a request may read blocks that another one fills in the same step, according to
+    vLLM's `SchedulerOutput`. `block_tokens`: tokens per block of each group.
 
-    Only a request that begins can: all others have read their blocks before. Those that go on may
-    fill any, since their blocks are not named again.
+    Only a new request can, because all others have read their blocks before. A running request may
+    fill any block, because the scheduler does not name its blocks again.
     """
     begin, go_on = scheduled.scheduled_new_reqs, scheduled.scheduled_cached_reqs
     has_hits = any(request.num_computed_tokens for request in begin)

@@ -32,7 +32,7 @@ Place = Annotated[str, AfterValidator(files.plain)]
 BITS_FORMAT = "sglang"
 """The format whose bits are stated, so that rotations in one list can be compared."""
 OTHER_QUESTIONS = "other questions"
-"""What stands in the place of a share that does not compare with those beside it."""
+"""Shown in place of a share that does not compare with the others in its table."""
 _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
 
 

@@ -268,7 +268,7 @@ def _downloaded(
 ) -> Iterator[tuple[Path, dict[str, str]]]:
     """Fetch the files of a copy into a folder that holds nothing else, for the block to check, and
     then move it to `target`; `sizes` are in bytes, by name. Yields the folder and name -> sha256.
-    Raises `RotationZooError` if the disk has no room for all of them."""
+    Raises `RotationZooError` if the disk cannot hold all of them."""
     with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         needed = sum(sizes.values())
         folders.check_room(work.parent, needed, _WAY_OUT)

@@ -47,7 +47,7 @@ class Split:
     turn: int
     """Its place among the two halves, to which documents are handed out in turn."""
     pool: str
-    """The words of its keys: a key of `exercises.POOLS`."""
+    """The words of its keys: a key of `questions.POOLS`."""
 
     @property
     def documents(self) -> list[str]:

@@ -3,14 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rotationzoo.api import evaluation_job
 from rotationzoo.artifact.measured import Measured
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation, prepare
-from rotationzoo.evaluation.tasks.prompts import STEP, TaskSettings
+from rotationzoo.evaluation.tasks import prompts
+from rotationzoo.evaluation.tasks.answering import ExactAnswers, choose_cheap
+from rotationzoo.evaluation.tasks.prompts import STEP, Series, TaskPlan, TaskSettings
 from rotationzoo.progress import silent
+from rotationzoo.recall.answers import Answers
+from rotationzoo.recall.prompts import Prompt
 from rotationzoo.recipe import Data
 
 pytestmark = pytest.mark.usefixtures("one_range")
@@ -45,10 +50,37 @@ def test_with_enough_time_everything_is_asked_in_one_look(job):
 
 def test_what_does_not_fit_is_left_out_and_said(job):
     report, told = timed(job, minutes=1e-4)
-    assert "8 questions of each task" in told[0][1]
+    assert "the questions whose answers cost least" in told[0][1]
     assert list(report.window.arms) == ["mine", "mine+feedback"]
     assert any("left out for lack of time: identity, " in note for note in report.notes)
     assert (report.tasks.questions, report.text.rows) == (STEP, 1)
+
+
+def test_short_time_goes_to_the_prompts_whose_answers_cost_least(job, monkeypatch):
+    monkeypatch.setattr(prompts, "SHORT", 256)
+    report, _ = timed(replace(job, data=Data(tokens=1024, length=1024)), minutes=1e-4)
+    assert report.tasks.lengths == [256, 1024]
+    (note,) = [note for note in report.notes if "a right answer takes more time" in note]
+    for name, task in report.exact.tasks.items():
+        assert task.by_length, "a task that no arm is asked has no score"
+        asked = {f"{name} in {score.length} tokens" for score in task.by_length}
+        assert not any(each in note for each in asked)
+    assert report.window.verdict.decisions[0].kept is not None
+
+
+def test_the_exact_model_alone_chooses_the_cheap_prompts():
+    ids, settings = torch.zeros(64, dtype=torch.long), TaskSettings(("needles",))
+    series, exact = [], []
+    for length, right in ((64, 4), (128, 8), (256, 7)):
+        prompt = Prompt(ids.repeat(length // 64), ())
+        series.append(Series("needles", length, [prompt], []))
+        correct = torch.arange(8) < right
+        blind = Answers(torch.zeros(8, dtype=torch.bool), torch.zeros(8))
+        exact.append(ExactAnswers(series[-1], Answers(correct, torch.zeros(8)), blind))
+    plan, chosen = choose_cheap(TaskPlan(settings, (64, 128, 256), series), exact)
+    assert chosen == exact[:2]
+    assert plan.series == series[:2]
+    assert plan.notes[0].endswith("a right answer takes more time there: needles in 256 tokens")
 
 
 def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):

@@ -1,9 +1,10 @@
 """Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import chain, compress, product
 
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from rotationzoo.simulation.simulated import Simulation
 # A model can do a task if the statements add at least this share to the questions that it answers,
 # or take at least half from the nats that the right answers lack.
 LEAST_ADDED, LEAST_TAKEN = 0.2, 0.5
+_LEAST_YIELD = 0.5  # of the best: right answers a token for which arms are asked in little time
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,6 @@ class TaskAnswers:
     arms: dict[tuple[CacheLayout, str], list[Answers]]
     """Keyed by cache and name of the arm: the answers to each series that the exact model can
     do. An arm that is not asked further has answered only the first questions."""
-    counts: Mapping[str, int]
-    """Questions that each arm was asked of each task and length, by its name."""
 
     @property
     def asked(self) -> list[ExactAnswers]:
@@ -143,10 +143,13 @@ def answer_tasks(
     plan: TaskPlan,
     trial: Trial,
     open_arms: Callable[[TaskAnswers], Collection[str]] = lambda answers: (),
+    *,
+    is_short: bool = False,
 ) -> TaskAnswers:
     """Ask the exact model, and every arm with every cache what the exact model can do, until no arm
     is open or all questions are asked. Blind prompts of the first round tell what the model can do.
-    Later rounds ask the `open_arms` alone, and an interrupt (Ctrl-C) ends them with a note. Raises
+    If time `is_short`, arms are asked only where its right answers cost few tokens. Later rounds
+    ask the `open_arms` alone, and an interrupt (Ctrl-C) ends them with a note. Raises
     `RotationZooError` for prompts that do not fit the memory."""
     first, *later = plan.settings.rounds
     series = [each.part(0, first) for each in plan.series]
@@ -154,9 +157,10 @@ def answer_tasks(
     requests = [Request(prompts) for each in series for prompts in (each.blind, each.prompts)]
     replies = asking.ask("answering with the exact cache", requests)
     exact = [ExactAnswers(*each) for each in zip(series, replies[1::2], replies[::2], strict=True)]
+    if is_short:
+        plan, exact = choose_cheap(plan, exact)
     able = [each.series for each in exact if each.can_do]
-    counts = {arm.name: first for arm in trial.arms}
-    answers = TaskAnswers(plan, first, exact, _ask_arms(asking, trial, able), counts)
+    answers = TaskAnswers(plan, first, exact, _ask_arms(asking, trial, able))
     for questions in later:
         names = open_arms(answers) if answers.asked else ()
         if not names:
@@ -169,6 +173,25 @@ def answer_tasks(
             plan.notes.append(f"interrupted: {kept}{asking.saved.leave()}")
             break
     return answers
+
+
+def choose_cheap(
+    plan: TaskPlan, exact: Sequence[ExactAnswers]
+) -> tuple[TaskPlan, list[ExactAnswers]]:
+    """The series in which a right answer of the exact model costs the fewest tokens, and a note on
+    the others. No arm has a say in the choice, so it favors none."""
+    yields = []
+    for each in exact:
+        right = each.answers.correct.sum().item() * each.can_do
+        yields.append(right / count_tokens(each.series.prompts))
+    chosen = [each >= _LEAST_YIELD * max(yields) for each in yields]
+    if not any(yields) or all(chosen):
+        return plan, list(exact)
+    others = compress(exact, map(operator.not_, chosen))
+    words = [f"{each.series.task} in {each.series.length:,} tokens" for each in others]
+    note = f"left out, because a right answer takes more time there: {', '.join(words)}"
+    series = list(compress(plan.series, chosen))
+    return replace(plan, series=series, notes=[*plan.notes, note]), list(compress(exact, chosen))
 
 
 def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int) -> TaskAnswers:
@@ -193,8 +216,7 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
             joined = join_answers([each.answers, next(replies)])
             each = replace(each, series=series.part(0, questions), answers=joined)
         exact.append(each)
-    counts = {**answers.counts, **dict.fromkeys(deciding, questions)}
-    return TaskAnswers(answers.plan, questions, exact, arms, counts)
+    return TaskAnswers(answers.plan, questions, exact, arms)
 
 
 def ask_also(asking: Asking, trial: Trial, answers: TaskAnswers) -> TaskAnswers:
@@ -202,8 +224,7 @@ def ask_also(asking: Asking, trial: Trial, answers: TaskAnswers) -> TaskAnswers:
     first = answers.plan.settings.rounds[0]
     series = [each.first(first).series for each in answers.asked]
     given = _ask_arms(asking, trial, series)
-    counts = {**answers.counts, **{arm.name: first for arm in trial.arms}}
-    return replace(answers, arms={**answers.arms, **given}, counts=counts)
+    return replace(answers, arms={**answers.arms, **given})
 
 
 def _ask_arms(

@@ -23,6 +23,8 @@ MOST_QUESTIONS = 100_000
 LOOKS = 16, 32, 64, 128, 256, 512
 """Questions per task and length after which `auto` looks whether the decision is made."""
 STEP = 8  # questions per task and length, after which a timed evaluation looks at the clock
+SHORT = 1024
+"""Tokens of the prompts that a timed evaluation also tries: an answer costs less in them."""
 _LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
 _LEAD = 256  # tokens, at most, before the questions of a blind prompt
 
@@ -34,7 +36,8 @@ class TaskSettings:
     names: tuple[str, ...] = tuple(TASKS)
     """Names of recall tasks; empty for none."""
     lengths: tuple[int, ...] = ()
-    """Tokens per prompt. If empty, the prompts are as long as the rows of the evaluated text."""
+    """Tokens per prompt. If empty, the prompts are as long as the rows of the evaluated text, and
+    where time is short, some are shorter."""
     questions: int | Literal["auto"] = "auto"
     """Questions per task and length, rounded up to whole prompts; `auto` asks until the decision
     is made, and at most the last of `LOOKS`."""
@@ -57,10 +60,16 @@ class TaskSettings:
             return (*range(STEP, self.looks[-1], STEP), self.looks[-1])
         return tuple(sorted({min(self.first, self.looks[0]), *self.looks}))
 
+    def find_lengths(self, length: int) -> tuple[int, ...]:
+        """The tokens per prompt where the rows of the evaluated text have `length` tokens."""
+        if self.lengths or not self.minutes or length <= SHORT:
+            return self.lengths or (length,)
+        return SHORT, length
+
     def most_tokens(self, length: int) -> int:
         """The tokens of all prompts, of this length unless `lengths` are given."""
         prompts = sum(-(-self.looks[-1] // TASKS[name]) for name in self.names)
-        return prompts * sum(self.lengths or (length,))
+        return prompts * sum(self.find_lengths(length))
 
     def check(self) -> None:
         """Raise `UsageError` for a task that does not exist, or a number that is out of range."""
@@ -140,7 +149,7 @@ def plan_tasks(
     Raises `RotationZooError` where the user's lengths leave nothing to ask."""
     if not settings.names:
         return TaskPlan(settings, ())
-    lengths = settings.lengths or (data.length,)
+    lengths = settings.find_lengths(data.length)
     first = max(cache.sink for cache in caches)
     recent = max(_LEAST_RECENT, *(cache.reach for cache in caches))
     plan = TaskPlan(settings, lengths, first=first, recent=recent)
