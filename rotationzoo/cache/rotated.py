@@ -16,7 +16,8 @@ from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSli
 from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.settings import CacheOptions, CacheSettings, Layout, Reading, Rounding
+from rotationzoo.codec.options import CacheOptions, Layout, Reading, Rounding
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
@@ -88,12 +89,21 @@ class RotatedCache(DynamicCache):
         group_size: int | None = None,
         rounding: Rounding | None = None,
         prefill_layout: Layout | None = None,
-        reading: Reading | None = None,
-        slack: int | None = None,
+        reading: Reading = "auto",
+        slack: int = 64,
     ) -> None:
-        given = locals()
-        names = [name for name in CacheOptions.__annotations__ if given[name] is not None]
-        options: Any = {name: given[name] for name in names}
+        options = CacheOptions(
+            engine=engine,
+            format=format,
+            bits=bits,
+            sink=sink,
+            recent=recent,
+            group_size=group_size,
+            rounding=rounding,
+            prefill_layout=prefill_layout,
+            reading=reading,
+            slack=slack,
+        )
         check_model(model)
         if isinstance(rotations, str | Path):
             rotations = Artifact.open(Path(rotations).expanduser())

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli import options
-from rotationzoo.cli.options import flag, option
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.codec.engine_needs import EngineName
 from rotationzoo.errors import UsageError
+from rotationzoo.options import flag, option
 
 if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
@@ -39,17 +39,16 @@ def export_command(
     from rotationzoo.artifact.store import Artifact
 
     opened, for_llama_cpp = Artifact.open(artifact), bool(base or model)
-    from rotationzoo.engines.base import Options
+    from rotationzoo.artifact.reductions import Options, Request
     from rotationzoo.engines.export import export
-    from rotationzoo.engines.payload import Request
 
     request = Request(
         engine=to,
         output=options.follow_link(output),
         pooled=pooled,
         uncentered=uncentered,
-        clip=options.parse_clip(clip),
-        windows=options.parse_window(windows),
+        clip=clip,
+        windows=windows,
         options=Options(base, model),
     )
     if to != "llama.cpp" and for_llama_cpp:

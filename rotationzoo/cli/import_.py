@@ -4,8 +4,9 @@ from pathlib import Path
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, show_artifact, suggest_step
-from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output
+from rotationzoo.options import argument, option
+from rotationzoo.settings import Revision
 
 
 def import_command(
@@ -15,7 +16,7 @@ def import_command(
     ),
     model: str = option("The model that they are for: a hub id or a folder.", default=...),
     output: Path | None = option("Artifact folder (rotations/NAME-imported).", "--output", "-o"),
-    revision: options.Revision = None,
+    revision: Revision = None,
     clip: options.Clip = None,
     windows: options.Windows = None,
     group_size: int | None = option("Channels that share a scale (the whole head).", min=1),
@@ -34,8 +35,8 @@ def import_command(
         output=options.follow_link(output) or default_output(model, "imported"),
         model=model,
         revision=revision,
-        clip=options.parse_clip(clip),
-        windows=options.parse_window(windows),
+        clip=clip,
+        windows=windows,
         group_size=group_size,
         restart=restart,
     )

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import suggest_text
-from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES, PullEngineName
+from rotationzoo.options import argument, option
 from rotationzoo.zoo.hubs.protocol import chosen_hubs
 
 if TYPE_CHECKING:
@@ -39,7 +39,12 @@ def pull_command(
     from rotationzoo.zoo.signed_index import check_index
     from rotationzoo.zoo.signing.check import make_demand
 
-    demand = make_demand(**vars(signatures))
+    demand = make_demand(
+        signatures.signers,
+        signatures.issuer,
+        signatures.require_signature,
+        signatures.trust_config,
+    )
     hubs = chosen_hubs(from_, repo)
     # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
@@ -57,9 +62,9 @@ def pull_command(
     if to is None:
         show_pull(out, pulled)
         return
+    from rotationzoo.artifact.reductions import Request
     from rotationzoo.cli.export import show_export
     from rotationzoo.engines.export import export
-    from rotationzoo.engines.payload import Request
 
     artifact = pulled.artifact
     if artifact is None:  # OSCAR's own files

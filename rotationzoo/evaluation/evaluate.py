@@ -17,7 +17,7 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
-from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
+from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader
 from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
@@ -28,7 +28,7 @@ from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.model import loading
-from rotationzoo.model.compatibility import add_adapter, check_weights
+from rotationzoo.model.compatibility import add_adapter, check_weights, rope_notes
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss

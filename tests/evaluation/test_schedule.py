@@ -12,6 +12,7 @@ from rotationzoo.evaluation.prepare import Evaluation, prepare
 from rotationzoo.evaluation.tasks.prompts import STEP, TaskSettings
 from rotationzoo.progress import silent
 from rotationzoo.recipe import Data
+from rotationzoo.settings import EvaluationSettings
 
 pytestmark = pytest.mark.usefixtures("one_range")
 
@@ -73,7 +74,7 @@ def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):
     ],
 )
 def test_few_questions_come_with_little_text(options, tokens):
-    assert evaluation_job("demo", **options).data.tokens == tokens
+    assert evaluation_job(EvaluationSettings("demo", **options)).data.tokens == tokens
 
 
 def test_rungs_are_not_asked_by_the_clock(job):
