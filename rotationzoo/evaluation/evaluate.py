@@ -23,6 +23,7 @@ from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.schedule import Schedule, find_pace
+from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
@@ -300,7 +301,8 @@ def decide_all(
         bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
         arms[arm.name], _ = score_arm(answers, cache, arm.name)
     rule = Rule(floor, share * spend_level(answers.questions, answers.plan.settings.looks))
-    return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
+    made = [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
+    return [put_into_words(decision, arms, exact, bits) for decision in made]
 
 
 def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:
