@@ -47,6 +47,28 @@ def parse_windows(text: str | None) -> list[tuple[int, int]] | None:
     return list(dict.fromkeys(windows)) or None
 
 
+def parse_window(text: str) -> tuple[int, int]:
+    """Parse `64/256` to one pair of sink and recent tokens. Raises `UsageError`."""
+    windows = parse_windows(text) or []
+    if len(windows) != 1:
+        words = f"--windows {text} is not one pair of sink/recent"
+        raise UsageError(words, hint="write it as: --windows 64/256")
+    return windows[0]
+
+
+def parse_clip(text: str) -> tuple[float, float]:
+    """Parse `0.96/0.92` to the clip ratios of keys and of values, or one for both. Raises
+    `UsageError`."""
+    try:
+        ratios = [float(part) for part in text.split("/")]
+    except ValueError:
+        ratios = []
+    if len(ratios) not in (1, 2) or not all(0 < ratio <= 1 for ratio in ratios):
+        words = f"--clip {text} is not a clip ratio above 0 and at most 1"
+        raise UsageError(words, hint="write it as: --clip 0.96/0.92")
+    return ratios[0], ratios[-1]
+
+
 def parse_tasks(tasks: str) -> list[str] | None:
     """Parse the names of recall tasks, such as `needles,copy`, `all` (None) or `none`."""
     if tasks == "all":
@@ -87,6 +109,19 @@ Anyway = Annotated[bool, option("Also take rotations of other weights.")]
 OutputFolder = Annotated[
     str | Path | None,
     option("Folder (rotations/MODEL-RECIPE).", "--output", "-o", kind=Path | None),
+]
+Clip = Annotated[
+    tuple[float, float] | None,
+    option("Clip ratios of keys and values, as 0.96/0.92, or one for both.", kind=parse_clip),
+]
+Windows = Annotated[
+    tuple[int, int] | None,
+    option("Sink and recent tokens kept exact, as 64/256.", kind=parse_window),
+]
+Restart = Annotated[bool, option("Replace an artifact that is there.")]
+TrustConfig = Annotated[
+    Path | None,
+    option("Keys of another Sigstore than the public one, as a JSON file."),
 ]
 TextLength = Annotated[int | None, option("Tokens per text (2048; more for windows).", min=2)]
 Tasks = Annotated[
@@ -257,3 +292,49 @@ class GenerationSettings(CacheOptions, RunSettings):
     def new_tokens(self) -> int:
         """Tokens to write at most."""
         return MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import(Settings):
+    """The settings of one import. What neither the files nor the user state, such as clip ratios,
+    is taken from the published fitter's recipe, `oscar-v1`."""
+
+    files: Sequence[Path] = field(
+        kw_only=False,
+        metadata=about(
+            "The two rotation files, their folder, or a GGUF file.",
+            argument=True,
+            kind=list[Path],
+            metavar="FILES",
+        ),
+    )
+    output: Path = field(
+        kw_only=False,
+        metadata=about(
+            "Artifact folder (rotations/NAME-imported).", "--output", "-o", kind=Path | None
+        ),
+    )
+    model: str = field(
+        kw_only=False, metadata=about("The model that they are for: a hub id or a folder.")
+    )
+    revision: Revision = None
+    clip: Clip = None
+    windows: Windows = None
+    group_size: int | None = option("Channels that share a scale (the whole head).", min=1)
+    restart: Restart = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signatures(Settings):
+    """Options on the signatures of what is read."""
+
+    signers: str | Sequence[str] | None = option(
+        "Accept only what this identity, or this public key (a .pem file), has signed. "
+        "May be repeated.",
+        "--signer",
+        kind=list[str] | None,
+        metavar="SIGNER",
+    )
+    issuer: str | None = option("Who vouches for the identity; not needed for workflows of GitHub.")
+    require_signature: bool = flag("Refuse what is not signed.")
+    trust_config: TrustConfig = None

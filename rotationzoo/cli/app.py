@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
@@ -147,10 +148,10 @@ def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> _Op
     names, typed, is_argument = about["names"], about["kind"], about["argument"]
     if default is False and not names:
         names = (f"--{name.replace('_', '-')}",)
-    if default in (MISSING, inspect.Parameter.empty, ()):
-        default = ... if is_argument and default != () else None
     parse = typed if inspect.isfunction(typed) else None
     kind = str | None if parse else typed or kind
+    if default in (MISSING, inspect.Parameter.empty, ()):
+        default = None if NoneType in get_args(kind) else ...
     make = typer.Argument if is_argument else typer.Option
     known = make(default, *names, help=about["help"], **about["more"])
     option = _Option(name, _Option.KEYWORD_ONLY, default=known, annotation=kind)

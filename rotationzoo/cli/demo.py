@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.cli.options import Restart, follow_link
+from rotationzoo.cli.options import follow_link
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.options import option
-from rotationzoo.settings import CalibrationSettings, EvaluationSettings
+from rotationzoo.settings import CalibrationSettings, EvaluationSettings, Restart
 
 MODEL = "demo"
 BASELINES = ("identity", "hadamard")

@@ -8,6 +8,7 @@ from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.codec.engine_needs import EngineName
 from rotationzoo.errors import UsageError
 from rotationzoo.options import flag, option
+from rotationzoo.settings import Clip, Windows
 
 if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
@@ -20,8 +21,8 @@ def export_command(
     output: Path | None = option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o"),
     pooled: bool = flag("One rotation per layer, fitted from the pooled statistics."),
     uncentered: bool = flag("Leave the means of keys and values out."),
-    clip: options.Clip = None,
-    windows: options.Windows = None,
+    clip: Clip = None,
+    windows: Windows = None,
     base: Path | None = option("llama.cpp: the GGUF file that is copied and added to."),
     model: str | None = option(
         "llama.cpp: the model that the base was converted from, to compare them."

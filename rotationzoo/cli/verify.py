@@ -9,7 +9,7 @@ from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, Undecided, UsageError
 from rotationzoo.options import flag, option
-from rotationzoo.settings import Machine, Revision
+from rotationzoo.settings import Machine, Revision, Signatures
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def verify_command(
     artifact: options.ArtifactFolder,
-    signatures: options.Signatures,
+    signatures: Signatures,
     machine: Machine,
     out: Output,
     model: str | None = option("Also check that it was made for this model."),
@@ -46,12 +46,7 @@ def verify_command(
     from rotationzoo.model.own_name import model_words
     from rotationzoo.zoo.signing.check import check_artifact, make_demand
 
-    demand = make_demand(
-        signatures.signers,
-        signatures.issuer,
-        signatures.require_signature,
-        signatures.trust_config,
-    )
+    demand = make_demand(signatures)
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     verification = verify(opened, model, revision)

@@ -20,8 +20,9 @@ from support.oscar_files import KEY, VALUE, entry, model_of, refused, torch_file
 from rotationzoo.artifact.reductions import Options
 from rotationzoo.engines.formats.gguf_file import read_gguf
 from rotationzoo.engines.formats.oscar_pt import read_pt
-from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
+from rotationzoo.settings import Import
 
 
 @pytest.mark.hostile("size")

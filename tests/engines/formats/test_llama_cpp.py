@@ -18,9 +18,10 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.engines import formats
 from rotationzoo.engines.export import export
-from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
+from rotationzoo.settings import Import
 
 
 def test_two_head_dimensions_in_a_gguf(made, tmp_path):
