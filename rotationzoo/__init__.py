@@ -9,7 +9,8 @@ Importing this package is cheap: torch and transformers load when one of these n
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from rotationzoo.version import __version__
+
 __all__ = [
     "Artifact",
     "RotatedCache",

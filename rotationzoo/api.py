@@ -1,43 +1,44 @@
-"""The functions that the command line and Python callers share. They take plain values, of which a
-`..._job` function makes the settings of one run.
+"""The functions that the command line and Python callers share. A `..._job` function settles what
+the settings of one run leave open."""
 
-An option that is None has the same default as one that is left out.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
+from rotationzoo.artifact.reductions import describe_choice
+from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.cache.rotated import check_model
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
-from rotationzoo.codec.engine_needs import DEFAULT, find_engine
-from rotationzoo.codec.settings import CacheOptions, Layout, Reading, Rounding
-from rotationzoo.engines.reductions import choose_measures
+from rotationzoo.codec.engine_needs import DEFAULT, choose_format, find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.generation.generate import MAX_NEW_TOKENS, Generation, Write
 from rotationzoo.generation.generate import generate as run_generation
 from rotationzoo.model.compatibility import take_loaded
-from rotationzoo.progress import Bars, Progress
-from rotationzoo.recipe import Recipe, loading
+from rotationzoo.model.loading import input_device
+from rotationzoo.model.source import Source
+from rotationzoo.options import as_tuple, takes
+from rotationzoo.progress import Bars
+from rotationzoo.recall.questions import TASKS
+from rotationzoo.recipe import loading
+from rotationzoo.settings import (
+    CalibrationSettings,
+    EvaluationSettings,
+    GenerationSettings,
+    RunSettings,
+)
 from rotationzoo.storage.folders import default_output
 
 QUESTION_LENGTH = 2048
 """Tokens of a row of an evaluation's text, and of its prompts."""
-_ON_DISK = str | Path | Artifact
-_TEXT = ("data", "tokens", "length", "seed", "subset", "split", "column")
-_SEVERAL = {"tasks", "lengths", "rivals", "baselines"}
-"""Options that take one value as well as several."""
+_TOKENS = 16384
+"""Tokens of its text, where the questions are not few."""
 
 
 class Evaluated(dict[str, Any]):
@@ -47,37 +48,8 @@ class Evaluated(dict[str, Any]):
         return "\n".join(self["verdict"]["words"]) or super().__repr__()
 
 
-def calibrate(
-    model: str | PreTrainedModel,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    output: str | Path | None = None,
-    recipe: str | Recipe | None = None,
-    engine: str | None = None,
-    bits: float | None = None,
-    key_bits: float | None = None,
-    value_bits: float | None = None,
-    quick: bool = False,
-    feedback: bool | None = None,
-    data: str | None = None,
-    tokens: int | None = None,
-    length: int | None = None,
-    seed: int | None = None,
-    subset: str | None = None,
-    split: str | None = None,
-    column: str | None = None,
-    images: str | None = None,
-    audio: str | None = None,
-    rope_scaling: str | None = None,
-    restart: bool = False,
-    batch: int | None = None,
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    device_map: str | None = None,
-    max_memory: str | None = None,
-    progress: Progress | None = None,
-) -> Artifact:
+@takes(CalibrationSettings)
+def calibrate(settings: CalibrationSettings) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
     * `model`: a hub id, a local folder, a GGUF file, or `demo`, a small model that ships with this
@@ -112,91 +84,56 @@ def calibrate(
     Raises `RotationZooError` for a model or recipe that cannot be calibrated. Where the config is
     enough to tell, it does so before the weights are read.
     """
-    options = locals()
-    return run_calibration(calibration_job(**options), progress or Bars())
+    return run_calibration(calibration_job(settings), settings.progress or Bars())
 
 
-def calibration_job(
-    model: str | PreTrainedModel,
-    output: str | Path | None = None,
-    recipe: str | Recipe | None = None,
-    **options: Any,
-) -> Job:
-    """The settings of one calibration, as `calibrate` takes them. Raises `RotationZooError` for
-    settings that no recipe allows."""
-    settings = _given(options)
-    if not isinstance(model, str) or "tokenizer" in settings:
-        check_model(model)
-    source = take_loaded(model, settings)
-    name = source.name if source else str(model)
-    engine = find_engine(settings.get("engine", DEFAULT))
-    recipe = engine.recipe if recipe is None else recipe
+def calibration_job(asked: CalibrationSettings) -> Job:
+    """The job of these settings. Raises `RotationZooError` for settings that no recipe allows."""
+    name, source, run = str(asked.model), None, asked.part(RunSettings)
+    if not isinstance(asked.model, str) or asked.tokenizer is not None:
+        check_model(asked.model)
+        source, run = _take_loaded(asked)
+        name = source.name
+    engine = find_engine(asked.engine or DEFAULT)
+    recipe = engine.recipe if asked.recipe is None else asked.recipe
     chosen = loading.load(recipe) if isinstance(recipe, str) else recipe
     # The user chose neither a preset's row length nor the default budget, which may not fit.
-    fit_length = isinstance(recipe, str) and recipe in loading.PRESETS and "length" not in settings
-    budget = Budget(**_take(settings, ("bits", "key_bits", "value_bits")))
+    fit_length = isinstance(recipe, str) and recipe in loading.PRESETS and asked.length is None
+    budget = asked.budget
     fit_budget = not budget and chosen.budget == loading.load("oscar").budget
-    is_quick = settings.pop("quick", False)
-    if is_quick and budget:
+    if asked.quick and budget:
         raise UsageError("a quick calibration has no budget of bits", "leave out --quick or --bits")
-    if is_quick or (fit_budget and not engine.budget):
+    if asked.quick or (fit_budget and not engine.budget):
         chosen = loading.quicken(chosen)
-    chosen = loading.override(chosen, **_take_data(settings, "images", "audio", "positions"))
-    if "feedback" in settings:
-        chosen = loading.with_feedback(chosen, settings.pop("feedback"))
+    chosen = loading.override(chosen, **asked.text, images=asked.images, audio=asked.audio)
+    if asked.feedback is not None:
+        chosen = loading.with_feedback(chosen, asked.feedback)
     if budget:
         chosen = loading.with_budget(chosen, budget)
-    if "rope_scaling" in settings:
-        chosen = loading.with_rope_scaling(chosen, settings.pop("rope_scaling"))
+    if asked.rope_scaling is not None:
+        chosen = loading.with_rope_scaling(chosen, asked.rope_scaling)
     if source and chosen.rope_scaling:
         hint = "load it with such rope_parameters, and leave out rope_scaling"
         raise UsageError("a loaded model takes no rope_scaling", hint)
-    folder = default_output(name, chosen.name) if output is None else Path(output).expanduser()
+    output = default_output(name, chosen.name) if asked.output is None else Path(asked.output)
     # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
-    settings.setdefault("batch", SIZED if settings.get("device_map") else chosen.data.usual_batch)
-    settings |= {"fit_length": fit_length, "fit_budget": fit_budget, "source": source}
-    return Job(name, chosen, folder, **settings)
+    usual = chosen.data.usual_batch if asked.device_map is None else SIZED
+    return Job(
+        model=name,
+        recipe=chosen,
+        output=output.expanduser(),
+        batch=usual if asked.batch is None else asked.batch,
+        engine=asked.engine or DEFAULT,
+        restart=asked.restart,
+        fit_length=fit_length,
+        fit_budget=fit_budget,
+        source=source,
+        **run,
+    )
 
 
-def evaluate(
-    model: str,
-    artifacts: _ON_DISK | Sequence[_ON_DISK] = (),
-    *,
-    save: bool = False,
-    engine: str | None = None,
-    tasks: str | Sequence[str] | None = None,
-    lengths: int | Sequence[int] | None = None,
-    questions: int | Literal["auto"] = "auto",
-    minutes: float | None = None,
-    keep: float = 90,
-    fewest_bits: bool = False,
-    baselines: str | Sequence[str] = BASELINES,
-    rivals: str | Sequence[str] = (),
-    windows: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
-    bits: float | None = None,
-    format: str | None = None,
-    rounding: Rounding | None = None,
-    pooled: bool | None = None,
-    anyway: bool = False,
-    prefill_chunk: int | None = None,
-    prefill_layout: Layout | None = None,
-    data: str | None = None,
-    tokens: int | None = None,
-    length: int | None = None,
-    seed: int | None = None,
-    subset: str | None = None,
-    split: str | None = None,
-    column: str | None = None,
-    rope_scaling: str | None = None,
-    adapter: str | Path | None = None,
-    batch: int = 1,
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    device_map: str | None = None,
-    max_memory: str | None = None,
-    progress: Progress | None = None,
-) -> Evaluated:
+@takes(EvaluationSettings)
+def evaluate(settings: EvaluationSettings) -> Evaluated:
     """Measure what a 2-bit cache costs a model, for each of several rotations.
 
     * `model`: a hub id, a local folder, a GGUF file, or `demo`;
@@ -211,7 +148,8 @@ def evaluate(
     * `questions`: how many per task and length; `auto` asks until the decision is made;
     * `minutes`: end after about this time. As many questions are asked as fit, in one look, and
       other arms and text that do not fit are left out, with a note;
-    * `keep`: percent of the exact model's answers that artifacts must keep to be served;
+    * `keep`: percent of the exact model's answers that artifacts must keep to be served, by default
+      90;
     * `fewest_bits`: find the fewest bits with which the one artifact, which has a budget, keeps as
       much, and evaluate these alone, without `baselines`. With `save`, they become an artifact
       beside it;
@@ -227,102 +165,112 @@ def evaluate(
     * `anyway`: measure artifacts that were made for other weights, too;
     * `prefill_chunk`: tokens of a prompt that are read at a time, and not one by one;
     * `prefill_layout`: which earlier tokens such a chunk reads exact, as in `RotatedCache`;
-    * `data` to `column`: the held-out text, as in `calibrate`. Rows have a `length` of 2,048, of
-      more where the windows leave nothing of these, and of no more than the model has positions;
+    * `data`, `subset`, `split`, `column`, `tokens`, `length`, `seed`: the held-out text, as in
+      `calibrate`. Rows have a `length` of 2,048, of more where the windows leave nothing of these,
+      and of no more than the model has positions;
     * `adapter`: the folder of a LoRA adapter of peft's, with which the model computes;
-    * `rope_scaling` to `progress`: as in `calibrate`.
+    * `batch`: texts per forward pass;
+    * `rope_scaling`, `revision` to `max_memory`, `progress`: as in `calibrate`.
 
     Returns the report that `rotationzoo evaluate --json` prints; its `repr` is what is decided on
     each artifact, in words. `exact` is the exact model's perplexity and answers; `arms` holds
     `tasks`, `perplexity_increase`, `attention_kl` and `output_error` of each rotation. Raises
     `RotationZooError` where the model, the artifacts and the options do not fit together.
     """
-    options = locals()
-    return Evaluated(run_evaluation(evaluation_job(**options), progress or Bars()).report())
+    report = run_evaluation(evaluation_job(settings), settings.progress or Bars())
+    return Evaluated(report.report())
 
 
-def evaluation_job(
-    model: str, artifacts: _ON_DISK | Sequence[_ON_DISK] = (), save: bool = False, **options: Any
-) -> Evaluation:
-    """The settings of one evaluation, as `evaluate` takes them."""
-    settings = _given(options)
-    several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts or ()
-    folders = [_folder_of(artifact) for artifact in several]
-    if "engine" in settings:
-        opened = [Artifact.open(folder) for folder in folders]
-        settings = choose_measures(settings.pop("engine"), opened, settings) | settings
-    settings["fit_length"] = "length" not in settings
+def evaluation_job(asked: EvaluationSettings) -> Evaluation:
+    """The job of these settings. Raises `RotationZooError` for an engine whose cache is not
+    simulated, and where the fewest bits cannot be found."""
+    folders = [_folder_of(each) for each in as_tuple(asked.artifacts)]
+    uncentered, leaves_windows, notes = tuple[str, ...](), False, list[str]()
+    if asked.engine is not None:
+        engine, opened = find_engine(asked.engine), [Artifact.open(folder) for folder in folders]
+        uncentered, leaves_windows = engine.uncentered, not engine.sliding
+        notes = [describe_choice(asked.engine, opened, asked.given)]
+        asked = _as_engine(asked, opened)
+    asked = asked.complete(baselines=BASELINES, tasks=TASKS)
+    tasks = TaskSettings(
+        as_tuple(asked.tasks), as_tuple(asked.lengths), asked.questions, minutes=asked.minutes
+    )
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
-    text = {"length": QUESTION_LENGTH, **_take_data(settings)}
-    if "adapter" in settings:
-        settings["adapter"] = Path(settings["adapter"])
-    if "bits" in settings:
-        settings["budget"] = Budget(settings.pop("bits"))
-    for name in _SEVERAL & settings.keys():
-        given = settings[name]
-        settings[name] = (given,) if isinstance(given, str | int) else tuple(given)
-    if isinstance(next(iter(settings.get("windows", ())), None), int):
-        settings["windows"] = [settings["windows"]]
-    if rivals := settings.pop("rivals", ()):
-        settings["baselines"] = (*settings.get("baselines", BASELINES), *rivals)
-    if settings.pop("fewest_bits", False):
-        settings |= {"rungs": find_rungs(folders), "baselines": ()}
-    asked = _take(settings, ("lengths", "questions", "minutes"))
-    if "tasks" in settings:
-        asked["names"] = settings.pop("tasks")
-    tasks, save_to = TaskSettings(**asked), folders if save else []
-    if "tokens" not in text:
-        text["tokens"] = 16384
-        if isinstance(tasks.questions, int) and tasks.names:  # half as much as they read
-            half = tasks.most_tokens(text["length"]) // 2
-            text["tokens"] = min(16384, max(text["length"], half))
-    settings["data"] = loading.override(loading.load("oscar"), **text).data
-    settings |= {"tasks": tasks, "save_to": save_to, "record": True}
-    return Evaluation(model, folders, **settings)
+    text = {"length": QUESTION_LENGTH, "tokens": _TOKENS, **asked.text}
+    if asked.tokens is None and isinstance(tasks.questions, int) and tasks.names:
+        half = tasks.most_tokens(text["length"]) // 2  # of what they read
+        text["tokens"] = min(_TOKENS, max(text["length"], half))
+    baselines, windows = as_tuple(asked.baselines), as_tuple(asked.windows)
+    baselines += as_tuple(asked.rivals)
+    rungs: tuple[Budget, ...] = ()
+    keep = 100 * FLOOR if asked.keep is None else asked.keep
+    if windows and isinstance(windows[0], int):
+        windows = (windows,)
+    if asked.fewest_bits:
+        baselines, rungs = (), find_rungs(folders)
+    return Evaluation(
+        asked.model,
+        folders,
+        loading.override(loading.load("oscar"), **text).data,
+        tasks,
+        list(windows),
+        asked.format,
+        Budget(asked.bits) or None,
+        rungs,
+        asked.anyway,
+        prefill_chunk=asked.prefill_chunk,
+        prefill_layout=asked.prefill_layout,
+        rope_scaling=asked.rope_scaling,
+        adapter=Path(asked.adapter) if asked.adapter else None,
+        baselines=baselines,
+        pooled=bool(asked.pooled),
+        rounding=asked.rounding,
+        uncentered=uncentered,
+        engine=asked.engine,
+        leaves_windows=leaves_windows,
+        notes=notes,
+        batch=asked.batch,
+        save_to=folders * asked.save,
+        record=True,
+        fit_length=asked.length is None,
+        keep=keep,
+        **asked.part(RunSettings),
+    )
 
 
-def generate(
-    model: str,
-    prompt: str,
-    *,
-    rotations: str | Path | Artifact | None,
-    chat: bool = False,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    write: Write | None = None,
-    compare: bool = False,
-    anyway: bool = False,
-    prefill_chunk: int = 2048,
-    engine: str | None = None,
-    format: str | None = None,
-    bits: float | None = None,
-    sink: int | None = None,
-    recent: int | None = None,
-    group_size: int | None = None,
-    rounding: Rounding | None = None,
-    prefill_layout: Layout | None = None,
-    reading: Reading | None = None,
-    slack: int | None = None,
-    rope_scaling: str | None = None,
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    device_map: str | None = None,
-    max_memory: str | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+def _as_engine(asked: EvaluationSettings, artifacts: list[Artifact]) -> EvaluationSettings:
+    """The settings with which is measured what the engine serves of the artifacts. Raises
+    `UsageError` for an engine whose codec is not simulated."""
+    engine = find_engine(asked.engine or DEFAULT)
+    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
+    chosen: dict[str, Any] = {
+        "format": choose_format(asked.engine or DEFAULT, has_budget),
+        "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
+    }
+    if not engine.feedback:
+        chosen["rounding"] = "nearest"
+    if not engine.windows:
+        chosen["windows"] = (0, 0)
+    if asked.prefill_chunk:
+        chosen["prefill_layout"] = engine.prefill_layout
+    return asked.complete(**chosen)
+
+
+@takes(GenerationSettings)
+def generate(settings: GenerationSettings) -> dict[str, Any]:
     """Load a model and let it continue a prompt through a cache that stores 2 bits.
 
     * `model`: a hub id, a local folder, or `demo`;
     * `prompt`: the text to continue;
     * `rotations`: an artifact or its folder, or None for no rotation;
     * `chat`: put the prompt into the tokenizer's chat template, as a user's message;
-    * `max_new_tokens`: how many tokens to write at most;
+    * `max_new_tokens`: how many tokens to write at most, by default 256;
     * `write`: called with each piece of the text as soon as it is written;
     * `compare`: let the exact model continue the prompt, too;
     * `anyway`: use rotations that were made for other weights, too;
     * `prefill_chunk`: tokens of the prompt that are read at a time;
     * `engine` to `slack`: options of the cache, as in `RotatedCache`;
-    * `rope_scaling` to `progress`: as in `calibrate`.
+    * `rope_scaling`, `revision` to `max_memory`, `progress`: as in `calibrate`.
 
     Returns the report that `rotationzoo generate --json` prints: `text`, `tokens_per_second`,
     `cache_bytes` and `bf16_cache_bytes`, and with `compare` also `exact_text` and `parted_at`.
@@ -330,40 +278,26 @@ def generate(
     its own `generate`. Raises `RotationZooError` where model, rotations and prompt do not fit
     together.
     """
-    options = locals()
-    if not isinstance(prompt, str):
+    if not isinstance(settings.prompt, str):
         hint = "for token ids, give the model's own generate a RotatedCache"
-        raise UsageError(f"a prompt is a text, and not of type {type(prompt).__name__}", hint)
-    return run_generation(generation_job(**options), progress or Bars(), write)
+        kind = type(settings.prompt).__name__
+        raise UsageError(f"a prompt is a text, and not of type {kind}", hint)
+    return run_generation(settings, settings.progress or Bars(), settings.write)
 
 
-def generation_job(
-    model: str, prompt: str, rotations: str | Path | Artifact | None, **options: Any
-) -> Generation:
-    """The settings of one text, as `generate` takes them."""
-    settings = _given(options)
-    cache: Any = _take(settings, CacheOptions.__annotations__)
-    return Generation(model, prompt, rotations, cache=cache, **settings)
+def _take_loaded(asked: CalibrationSettings) -> tuple[Source, dict[str, Any]]:
+    """The source of a loaded model, and the settings of its run. Raises `UsageError` for a model
+    without a tokenizer, and for settings that only loading heeds."""
+    if asked.tokenizer is None:
+        raise UsageError("a loaded model needs its tokenizer", hint="add: tokenizer=...")
+    for name, value in asked.part(RunSettings).items():
+        if value not in (None, "auto"):
+            raise UsageError(f"a loaded model takes no {name}", hint=f"leave out {name}")
+    model: Any = asked.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    run = {"device": input_device(model).type, "dtype": dtype}
+    return take_loaded(model, asked.tokenizer), run
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a job that are given: None stands for the default, and callbacks are called by
-    whoever runs the job."""
-    settings = options.keys() - {"progress", "write"}
-    return {name: options[name] for name in settings if options[name] is not None}
-
-
-def _folder_of(artifact: _ON_DISK) -> Path:
+def _folder_of(artifact: str | Path | Artifact) -> Path:
     return artifact.folder if isinstance(artifact, Artifact) else Path(artifact).expanduser()
-
-
-def _take_data(settings: dict[str, Any], *further: str) -> dict[str, Any]:
-    """Take the settings of a recipe's `data` out of `settings`; the option `data` is `source`
-    there."""
-    text = _take(settings, (*_TEXT, *further))
-    return {"source": text.pop("data", None), **text}
-
-
-def _take(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Take the settings with some names out of `settings`."""
-    return {name: settings.pop(name) for name in names if name in settings}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rotationzoo import __version__
 from rotationzoo.artifact.layout import rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
 from rotationzoo.artifact.statistics_layout import statistics_tensors
@@ -23,6 +22,7 @@ from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.storage.disks import disk_errors
 from rotationzoo.storage.files import digest, sha256
 from rotationzoo.storage.folders import install, temporary_sibling
+from rotationzoo.version import __version__
 
 
 def write_artifact(

@@ -1,5 +1,7 @@
 """The public API: seven names, of which none is imported before it is asked for."""
 
+from dataclasses import fields
+from functools import partial
 from inspect import Parameter, signature
 
 import pytest
@@ -13,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rotationzoo
 from rotationzoo import Artifact, RotatedCache, Rotations, api, calibrate, evaluate, generate, pull
 from rotationzoo.artifact.scores import ALL_ELSE
-from rotationzoo.codec.settings import CacheOptions
+from rotationzoo.codec.options import CacheOptions
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES
-from rotationzoo.generation.generate import MAX_NEW_TOKENS
 from rotationzoo.model.source import DEMO
 from rotationzoo.progress import silent
+from rotationzoo.settings import CalibrationSettings, EvaluationSettings, GenerationSettings
 from rotationzoo.zoo import index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import Pulled
@@ -116,9 +118,9 @@ def test_a_loaded_model_is_calibrated_as_it_is(tmp_path):
 def test_a_loaded_model_is_not_loaded_in_another_way(options, message):
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     with pytest.raises(UsageError, match=message):
-        api.calibration_job(model, **options)
+        api.calibration_job(CalibrationSettings(model, **options))
     with pytest.raises(UsageError, match="a str is not a transformers model"):
-        api.calibration_job("demo", tokenizer="here")
+        api.calibration_job(CalibrationSettings("demo", tokenizer="here"))
 
 
 def test_what_people_call_shows_every_option_and_says_what_it_is():
@@ -133,32 +135,43 @@ def test_what_people_call_shows_every_option_and_says_what_it_is():
 
 
 def test_the_defaults_that_people_see_and_none_make_the_same_job():
-    callbacks = {"progress": lambda *_: None, "write": print}
-    for public, make, words in (
-        (calibrate, api.calibration_job, ["demo"]),
-        (evaluate, api.evaluation_job, ["demo"]),
-        (generate, api.generation_job, ["demo", "def", None]),
+    for public, settings, words in (
+        (calibrate, CalibrationSettings, ["demo"]),
+        (evaluate, EvaluationSettings, ["demo"]),
+        (generate, partial(GenerationSettings, rotations=None), ["demo", "def"]),
     ):
-        names = [*signature(public).parameters][len(words) :]
-        shown = {name: signature(public).parameters[name].default for name in names} | callbacks
-        usual = {"max_new_tokens": MAX_NEW_TOKENS} if public is generate else {}
-        assert make(*words, **shown) == make(*words, **usual)
-        assert make(*words, **dict.fromkeys(shown)) == make(*words)
+        parameters = list(signature(public).parameters.values())[len(words) :]
+        shown = {each.name: each.default for each in parameters if each.default is not each.empty}
+        assert settings(*words, **shown) == settings(*words)
+        assert settings(*words, **dict.fromkeys(shown)) == settings(*words)
 
 
 def test_one_value_counts_as_a_list_of_one():
     one = dict(tasks="copy", lengths=2048, rivals="fp8", windows=(4, 16))
-    job = api.evaluation_job("demo", **one)
-    assert job == api.evaluation_job("demo", **{name: [value] for name, value in one.items()})
+    several = {name: [value] for name, value in one.items()}
+    job = api.evaluation_job(EvaluationSettings("demo", **one))
+    assert job == api.evaluation_job(EvaluationSettings("demo", **several))
     assert (job.tasks.names, job.tasks.lengths) == (("copy",), (2048,))
     assert (job.baselines, job.windows) == ((*BASELINES, "fp8"), [(4, 16)])
 
 
 def test_generate_takes_every_option_of_the_cache():
+    options = {each.name: each.default for each in fields(CacheOptions)}
     for public in (generate, RotatedCache):
-        assert CacheOptions.__annotations__.keys() <= signature(public).parameters.keys()
-    job = api.generation_job("demo", "def", None, sink=4, rounding="nearest", chat=True)
-    assert (job.cache, job.chat) == ({"sink": 4, "rounding": "nearest"}, True)
+        assert options.keys() <= signature(public).parameters.keys()
+        shown = {name: signature(public).parameters[name].default for name in options}
+        assert CacheOptions(**shown) == CacheOptions()
+
+
+@pytest.mark.parametrize("public", [calibrate, evaluate, generate])
+def test_what_is_no_option_is_refused_by_name(public):
+    needed = {"prompt": "def", "rotations": None} if public is generate else {}
+    with pytest.raises(TypeError, match=rf"{public.__name__}\(\) got an unexpected .* 'device'"):
+        public("demo", devise="cpu", **needed)
+    with pytest.raises(TypeError, match=rf"{public.__name__}\(\) missing .* argument: 'model'"):
+        public(**needed)
+    with pytest.raises(UsageError, match=r"there is no device 'cupid'"):
+        public("demo", device="cupid", **needed)
 
 
 def test_the_description_of_evaluate_names_the_baselines():

@@ -15,9 +15,11 @@ PACKAGE = ROOT / "rotationzoo"
 # A package or a top-level module imports only from those before it; inside a package, modules
 # import without a cycle. docs/architecture.md is written from this order: `make docs`.
 ORDER = [
+    "version",
     "errors",
     "progress",
     "words",
+    "options",
     "figures",
     "sides",
     "budget",
@@ -34,6 +36,7 @@ ORDER = [
     "cache",
     "text",
     "recall",
+    "settings",
     "simulation",
     "report",
     "writer",

@@ -2,10 +2,11 @@
 
 import logging
 from functools import cache
+from inspect import Signature, signature
 from pathlib import Path
 from statistics import mean
 from types import MethodType
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
@@ -16,7 +17,8 @@ from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSli
 from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.settings import CacheOptions, CacheSettings, Layout, Reading, Rounding
+from rotationzoo.codec.options import CacheOptions, Layout, Reading, Rounding
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import centering
@@ -75,6 +77,13 @@ class RotatedCache(DynamicCache):
     """Whether layers are added one by one, when they are first updated: a cache class of a model's
     own takes the number of layers for that of its states."""
 
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        # A few models accept only a cache of their own class. A copy is made without arguments.
+        model = given[1] if len(given) > 1 else options.get("model")
+        kind = _own_class(model) if isinstance(model, PreTrainedModel) else None
+        of: Any = cls
+        return cast(Self, super().__new__(_combine(of, kind) if kind else of))
+
     def __init__(
         self,
         rotations: Given | CacheSettings,
@@ -88,21 +97,27 @@ class RotatedCache(DynamicCache):
         group_size: int | None = None,
         rounding: Rounding | None = None,
         prefill_layout: Layout | None = None,
-        reading: Reading | None = None,
-        slack: int | None = None,
+        reading: Reading = "auto",
+        slack: int = 64,
     ) -> None:
-        given = locals()
-        names = [name for name in CacheOptions.__annotations__ if given[name] is not None]
-        options: Any = {name: given[name] for name in names}
+        options = CacheOptions(
+            engine=engine,
+            format=format,
+            bits=bits,
+            sink=sink,
+            recent=recent,
+            group_size=group_size,
+            rounding=rounding,
+            prefill_layout=prefill_layout,
+            reading=reading,
+            slack=slack,
+        )
         check_model(model)
         if isinstance(rotations, str | Path):
             rotations = Artifact.open(Path(rotations).expanduser())
         settings = build_settings(rotations, model, options)
         if rotations is not settings and input_device(model).type == "cpu":
             _say_once(_SLOW)
-        if kind := _own_class(model):  # a few models accept only a cache of their own class
-            cls = type(self)
-            self.__class__ = type(cls.__name__, (cls, kind), {"_adds_layers": True})
         super().__init__()
         self.settings = settings
         (self._name,) = cache_argument(model, None)
@@ -236,6 +251,15 @@ class RotatedCache(DynamicCache):
                 problem = f"layer {index} of {name} stores no keys and values"
                 raise RotationZooError(f"{problem}, and there are rotations for it", hint)
         return layers
+
+
+_given = [*signature(RotatedCache.__init__).parameters.values()][1:]
+RotatedCache.__signature__ = Signature(_given)  # type: ignore[attr-defined]
+
+
+@cache
+def _combine(cls: Any, kind: type) -> type:
+    return type(cls.__name__, (cls, kind), {"_adds_layers": True})
 
 
 def _own_class(model: PreTrainedModel) -> type | None:

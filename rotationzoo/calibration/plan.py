@@ -21,12 +21,12 @@ from rotationzoo.geometry import Geometry, shifted_layers
 from rotationzoo.model import loading
 from rotationzoo.model.files import check_engine, is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find, has_weights
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import without_budget
+from rotationzoo.settings import RunSettings
 from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.text.media import media_tokens
 
@@ -124,7 +124,7 @@ def plan(job: Job) -> Plan:
     Raises `ModelUnavailable` if there is no such model, and `RotationZooError` if the job cannot be
     done as asked. A model that cannot be calibrated raises nothing: the plan's `refusal` says why.
     """
-    job.check_memory_limits()
+    memory_limits(job.device_map, job.max_memory)
     source = job.source or find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)

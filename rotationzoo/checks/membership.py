@@ -14,12 +14,12 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.compatibility import check_artifacts
 from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.model.loading import RunSettings
-from rotationzoo.model.placement import place_weights
+from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
+from rotationzoo.settings import RunSettings
 from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=1024)
@@ -72,7 +72,7 @@ def check_membership(
 ) -> Agreement:
     """Run a model on the bundled text and compare its statistics with an artifact's rotations.
     Raises `RotationZooError` for rotations without an eigenbasis."""
-    candidate.check_memory_limits()
+    memory_limits(candidate.device_map, candidate.max_memory)
     recipe = artifact.recipe
     if not recipe.has_eigenbasis:
         problem = f"{artifact.folder} holds no eigenbasis to look for in a model"

@@ -9,20 +9,19 @@ import keyword
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
-from typer.models import OptionInfo
 
-from rotationzoo import __version__
 from rotationzoo.cli import output
 from rotationzoo.cli.next_steps import remember_words
-from rotationzoo.cli.options import flag
 from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
+from rotationzoo.version import __version__
 
 _GROUPS = {
     "Text": "chat max_new_tokens data subset split column tokens length lengths seed tasks "
@@ -120,21 +119,44 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _options_of(group: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a command or a group, each with its option as the default: its own, or that
-    of a shared type, which is required where the parameter has no default. Groups of options stay
-    as they are. Flags are named as their parameters, or Typer would give each a `--no-...`, too."""
-    spread = []
-    for parameter in inspect.signature(group).parameters.values():
-        kind, known = parameter.annotation, copy(parameter.default)
+class _Option(inspect.Parameter):
+    """An option as Typer takes it: a parameter whose default is Typer's own description."""
+
+    parse: Callable[[str], Any] | None = None
+    """What reads the text that is typed; None leaves it to Typer."""
+
+
+def _options_of(group: Callable[..., Any]) -> Iterator[_Option]:
+    """The options of a command or of a group: its parameters or its fields. What has no help is for
+    Python callers alone."""
+    if isinstance(group, type) and is_dataclass(group):
+        members = [(each.name, each.type, each) for each in fields(group)]
+    else:
+        parameters = inspect.signature(group).parameters.values()
+        members = [(each.name, each.annotation, each.default) for each in parameters]
+    for name, kind, known in members:
+        default = known.default if isinstance(known, Field) else known
         if get_origin(kind) is Annotated:
-            kind, shared = get_args(kind)
-            known = copy(shared)
-            known.default = ... if parameter.default is parameter.empty else parameter.default
-        if isinstance(known, OptionInfo) and known.default is False and not known.param_decls:
-            known.param_decls = (f"--{parameter.name.replace('_', '-')}",)
-        spread.append(parameter.replace(annotation=kind, default=known))
-    return spread
+            kind, known = get_args(kind)
+        if isinstance(known, Field) and known.metadata:
+            yield _option(name, kind, known.metadata, default)
+
+
+def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> _Option:
+    """The option of a field or a parameter. Flags are named as these, or Typer would give each a
+    `--no-...`, too."""
+    names, typed, is_argument = about["names"], about["kind"], about["argument"]
+    if default is False and not names:
+        names = (f"--{name.replace('_', '-')}",)
+    parse = typed if inspect.isfunction(typed) else None
+    kind = str | None if parse else typed or kind
+    if default in (MISSING, inspect.Parameter.empty, ()):
+        default = None if NoneType in get_args(kind) else ...
+    make = typer.Argument if is_argument else typer.Option
+    known = make(default, *names, help=about["help"], **about["more"])
+    option = _Option(name, _Option.KEYWORD_ONLY, default=known, annotation=kind)
+    option.parse = parse
+    return option
 
 
 def _runnable(command: Callable[..., None]) -> Callable[..., None]:
@@ -144,14 +166,17 @@ def _runnable(command: Callable[..., None]) -> Callable[..., None]:
     Ctrl-C raises `Interrupted`, before Typer makes an exit code of it. Typer itself ends a command
     quietly whose reader, such as `head`, has read enough.
     """
-    declared = _options_of(command)
-    spread = [parameter for parameter in declared if parameter.default is not parameter.empty]
-    groups = {each.name: each.annotation for each in declared if each not in spread}
+    spread = [*_options_of(command)]
+    parameters, single = inspect.signature(command).parameters, [each.name for each in spread]
+    groups = {name: parameters[name].annotation for name in parameters if name not in single}
     for group in sorted(groups.values(), key=lambda each: each is output.Output):
         spread += _options_of(group)
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        for each in spread:
+            if each.parse and values[each.name] is not None:
+                values[each.name] = each.parse(values[each.name])
         for name, group in groups.items():
             own = {each.name: values.pop(each.name) for each in _options_of(group)}
             values[name] = group(**own)
@@ -166,9 +191,8 @@ def _runnable(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt as error:
             raise Interrupted("interrupted") from error
 
-    only = inspect.Parameter.KEYWORD_ONLY
-    named = [parameter.replace(kind=only) for parameter in spread]
-    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in spread}
     return run
 
 
@@ -183,7 +207,8 @@ for _name in _NAMES.split():
 
 @app.callback()
 def _common_options(
-    context: typer.Context, show_version: bool = flag("Print the version.", "--version")
+    context: typer.Context,
+    show_version: bool = typer.Option(False, "--version", help="Print the version."),
 ) -> None:
     """Options that stand before the command. Without a command, show what there is to do."""
     if show_version:

@@ -2,56 +2,40 @@
 
 import shlex
 import signal
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rotationzoo.budget import Budget
-from rotationzoo.cli import next_steps, options
+from rotationzoo.cli import next_steps
 from rotationzoo.cli.next_steps import named, served, shell_line, typed_words
-from rotationzoo.cli.options import Loading, flag, option
+from rotationzoo.cli.options import follow_link
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 from rotationzoo.figures import finish
+from rotationzoo.options import as_tuple, flag, option
+from rotationzoo.settings import (
+    RECIPES,
+    CalibrationSettings,
+    EvaluationSettings,
+    Lengths,
+    RunSettings,
+)
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.plan import Job
 
-
-RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
-"""The names in `recipe.PRESETS`, the default first."""
-
-
 _SLOWER = 4  # times as long as the exact model alone take this and a simulated cache, on a CPU
 
 
-@dataclass(frozen=True)
-class Settings(options.Text):
-    """Options on the job, by the names of `api.calibrate`."""
-
-    feedback: bool | None = option("Store what error feedback needs.", "--feedback/--no-feedback")
-    bits: float | None = option("Budget: bits an element; layers that lose more get more.")
-    key_bits: float | None = option("The same for keys alone.")
-    value_bits: float | None = option("The same for values alone.")
-    quick: bool = flag("No budget: 2-bit codes, with scales 2.25 to 3 bits an element.")
-    images: str | None = option("Column of images (vision models).")
-    audio: str | None = option("Column of audio, as WAV.")
-    batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
-    rope_scaling: options.RopeScaling = None
-    restart: bool = flag("Drop a checkpoint and replace rotations.")
-
-
 def calibrate_command(
-    model: options.ModelName,
-    settings: Settings,
+    settings: CalibrationSettings,
     out: Output,
-    recipe: str | None = option(f"{', '.join(RECIPES)}, or a YAML file (the engine's)."),
-    output: options.OutputFolder = None,
     keep: float | None = option("Find the fewest bits that keep N percent of answers."),
-    lengths: options.Lengths = None,
+    lengths: Lengths = None,
     dry_run: bool = flag("Say what would be done; read no weights."),
 ) -> None:
     """Compute the rotations of a causal language model.
@@ -62,31 +46,30 @@ def calibrate_command(
 
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
-    asked = options.parse_lengths(lengths)
-    if asked and keep is None:
+    if lengths and keep is None:
         raise UsageError("--lengths are of the questions for --keep", "add: --keep 90")
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.recipe.loading import load
 
-    if recipe is not None:
-        load(recipe)  # raises, and so does the next, before torch is imported
-    Budget(settings.bits, settings.key_bits, settings.value_bits)
+    if isinstance(settings.recipe, str):
+        load(settings.recipe)  # raises, and so does the next, before torch is imported
+    _ = settings.budget
     from rotationzoo.api import QUESTION_LENGTH, calibration_job
     from rotationzoo.cli.calibrate_view import show_plan
     from rotationzoo.evaluation.prepare import check_keep
     from rotationzoo.evaluation.rungs import RUNGS
     from rotationzoo.evaluation.tasks.prompts import TaskSettings
 
-    job = calibration_job(model, options.follow_link(output), recipe, **vars(settings))
-    engine = settings.engine
-    if engine and recipe is None and job.recipe.name != RECIPES[0]:  # which needs no words
+    job = calibration_job(replace(settings, output=follow_link(settings.output)))
+    model, engine = str(settings.model), settings.engine
+    if engine and settings.recipe is None and job.recipe.name != RECIPES[0]:  # which needs no words
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
     question_tokens = 0
     if keep is not None:
         check_keep(keep)
-        tasks, caches = TaskSettings(lengths=tuple(asked or ())), 1 + len(RUNGS)
+        tasks, caches = TaskSettings(lengths=as_tuple(lengths)), 1 + len(RUNGS)
         tokens = tasks.most_tokens(QUESTION_LENGTH)
         question_tokens, least = caches * tokens, tokens * tasks.looks[0] / tasks.looks[-1]
         job = replace(job, asked_tokens=(_SLOWER * least, _SLOWER * question_tokens))
@@ -97,7 +80,7 @@ def calibrate_command(
     before = _last_change(job.output)
     artifact = run_job(out, job)
     if keep is not None:
-        _find_bits(out, model, artifact, settings, {"keep": keep, "lengths": asked})
+        _find_bits(out, artifact, settings, keep, lengths)
         return
     is_new = _last_change(job.output) != before
     if not is_new:
@@ -107,20 +90,35 @@ def calibrate_command(
 
 
 def _find_bits(
-    out: Output, model: str, artifact: "Artifact", settings: Settings, asked: dict[str, Any]
+    out: Output,
+    artifact: "Artifact",
+    settings: CalibrationSettings,
+    keep: float,
+    lengths: int | Sequence[int] | None,
 ) -> None:
-    """Ask for the fewest bits that keep what is `asked`, unless the user chose the bits, and show
-    them with the command that serves them. Raises `RotationZooError` where none are shown to."""
+    """Ask for the fewest bits that keep so many percent of the answers, unless the user chose the
+    bits, and show them with the command that serves them. Raises `RotationZooError` where none are
+    shown to."""
     from rotationzoo.api import evaluation_job
     from rotationzoo.artifact.scores import plain_name
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.evaluate import evaluate
     from rotationzoo.report.commands import usual_engine
 
-    names = ["rope_scaling", *(each.name for each in fields(Loading))]
-    how = asked | {name: getattr(settings, name) for name in names}
-    is_open = settings.bits is None and settings.key_bits is None
-    job = evaluation_job(model, artifact, True, fewest_bits=is_open, baselines=(), **how)
+    model = str(settings.model)
+    asked = EvaluationSettings(
+        model,
+        artifact,
+        save=True,
+        keep=keep,
+        lengths=lengths,
+        fewest_bits=not settings.budget,
+        baselines=(),
+        engine=settings.engine,
+        rope_scaling=settings.rope_scaling,
+        **settings.part(RunSettings),
+    )
+    job = evaluation_job(asked)
     with show_progress(out) as progress:
         report = evaluate(job, progress, out.tell)
     out.notes(report.notes)
@@ -135,7 +133,6 @@ def _find_bits(
             use = [command, *words, "--rotations", folder]
         out.suggest(*use)
         return
-    keep = asked["keep"]
     hint = f"serve it with fp8: {shlex.join(['vllm', 'serve', model])} --kv-cache-dtype fp8"
     if decision.action == "nothing":
         hint = "ask what it can do: other --lengths, or evaluate with other --tasks"

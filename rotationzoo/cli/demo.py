@@ -4,9 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.cli.options import Restart, follow_link, option
+from rotationzoo.cli.options import follow_link
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
+from rotationzoo.options import option
+from rotationzoo.settings import CalibrationSettings, EvaluationSettings, Restart
 
 MODEL = "demo"
 BASELINES = ("identity", "hadamard")
@@ -42,10 +44,19 @@ def demo_command(
     from rotationzoo.report.page import EXACT, label_arms
 
     folder = follow_link(output) or Path("rotations") / MODEL
-    job = calibration_job(MODEL, folder, restart=restart)
+    job = calibration_job(CalibrationSettings(MODEL, output=folder, restart=restart))
     of_prompt = min(TASKS[task] for task in ASKED)
-    asked = {"tasks": ASKED, "questions": PROMPTS * of_prompt, "baselines": BASELINES}
-    evaluation = evaluation_job(MODEL, folder, True, tokens=2 * LENGTH, length=LENGTH, **asked)
+    asked = EvaluationSettings(
+        MODEL,
+        folder,
+        save=True,
+        tokens=2 * LENGTH,
+        length=LENGTH,
+        tasks=ASKED,
+        questions=PROMPTS * of_prompt,
+        baselines=BASELINES,
+    )
+    evaluation = evaluation_job(asked)
     tasks = replace(evaluation.tasks, first=FIRST * of_prompt)
     with show_progress(out) as progress:
         calibrate(job, progress)

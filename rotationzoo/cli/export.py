@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli import options
-from rotationzoo.cli.options import flag, option
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.codec.engine_needs import EngineName
 from rotationzoo.errors import UsageError
+from rotationzoo.options import flag, option
+from rotationzoo.settings import Clip, Windows
 
 if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
@@ -20,8 +21,8 @@ def export_command(
     output: Path | None = option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o"),
     pooled: bool = flag("One rotation per layer, fitted from the pooled statistics."),
     uncentered: bool = flag("Leave the means of keys and values out."),
-    clip: options.Clip = None,
-    windows: options.Windows = None,
+    clip: Clip = None,
+    windows: Windows = None,
     base: Path | None = option("llama.cpp: the GGUF file that is copied and added to."),
     model: str | None = option(
         "llama.cpp: the model that the base was converted from, to compare them."
@@ -39,17 +40,16 @@ def export_command(
     from rotationzoo.artifact.store import Artifact
 
     opened, for_llama_cpp = Artifact.open(artifact), bool(base or model)
-    from rotationzoo.engines.base import Options
+    from rotationzoo.artifact.reductions import Options, Request
     from rotationzoo.engines.export import export
-    from rotationzoo.engines.payload import Request
 
     request = Request(
         engine=to,
         output=options.follow_link(output),
         pooled=pooled,
         uncentered=uncentered,
-        clip=options.parse_clip(clip),
-        windows=options.parse_window(windows),
+        clip=clip,
+        windows=windows,
         options=Options(base, model),
     )
     if to != "llama.cpp" and for_llama_cpp:

@@ -7,18 +7,18 @@ import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import check_is_model, served, suggest_step
-from rotationzoo.cli.options import flag, option
 from rotationzoo.cli.output import Output, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 from rotationzoo.figures import byte_count
+from rotationzoo.options import option
+from rotationzoo.settings import GenerationSettings
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -33,35 +33,9 @@ _HINT = 'give a text with --prompt "TEXT" or --file FILE, or pipe it into the co
 _ANSWER = 19  # tokens of the line that the demo's own prompt begins
 
 
-@dataclass(frozen=True)
-class Settings(options.Loading):
-    """Options on the text and its cache, by the names of `api.generate`."""
-
-    chat: bool = flag("The text is a user's message to a chat model.")
-    max_new_tokens: int | None = option("Tokens to write at most (256).", min=1)
-    bits: options.Budget = None
-    format: options.Format | None = option("The 2-bit format.")
-    rounding: options.Rounding = None
-    sink: options.Sink = None
-    recent: int | None = option("Last tokens kept exact (the recipe's).", min=0)
-    prefill_chunk: int = option(
-        "Tokens of the prompt that are read at a time.", min=1, default=2048
-    )
-    prefill_layout: options.PrefillLayout = None
-    rope_scaling: options.RopeScaling = None
-    compare: bool = flag("Also show what the exact model writes.")
-    anyway: options.Anyway = False
-
-
 def generate_command(
-    model: options.ModelName,
-    settings: Settings,
+    settings: GenerationSettings,
     out: Output,
-    rotations: str | None = option(
-        "Their folder, or none. By default the newest of the model in the folder rotations "
-        "that you calibrated or pulled on this machine."
-    ),
-    prompt: str | None = option("The text to continue.", "--prompt", "-p"),
     file: Path | None = option("A file with that text, or - for a pipe.", "--file", "-f"),
 ) -> None:
     """Write text with a model whose cache is stored in 2 bits.
@@ -74,10 +48,10 @@ def generate_command(
     """
     if out.mode == "quiet" and settings.compare:
         raise UsageError("--quiet prints one text, and --compare makes two", "--json prints both")
-    text, new = _read_prompt(prompt, file, out.note), settings.max_new_tokens
-    from rotationzoo.api import generation_job
+    text, new = _read_prompt(settings.prompt, file, out.note), settings.max_new_tokens
+    model, rotations = settings.model, settings.rotations
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.generation.generate import generate
+    from rotationzoo.generation.generate import check_settings, generate
     from rotationzoo.model.source import DEMO, find
 
     if rotations is None:
@@ -88,8 +62,8 @@ def generate_command(
     if text is None:
         raise UsageError("there is no prompt", _HINT)
     named = None if rotations == NO_ROTATION else rotations
-    job = generation_job(model, text, named, **{**vars(settings), "max_new_tokens": new})
-    job.check()  # before rotations are looked for
+    job = replace(settings, prompt=text, rotations=named, max_new_tokens=new)
+    check_settings(job)  # before rotations are looked for
     if rotations is None:
         source = find(model, settings.revision)
         artifact = find_rotations(out, source)

@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any, Literal
 
 from rotationzoo.cli.next_steps import named, retyped, shell_line
-from rotationzoo.cli.options import ModelName, Revision, RopeScaling, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.figures import size_words
 from rotationzoo.model.files import is_gguf
+from rotationzoo.options import option
+from rotationzoo.settings import CalibrationSettings, ModelName, Revision, RopeScaling
 from rotationzoo.sides import HEADS
 from rotationzoo.words import counted
 
@@ -43,11 +44,13 @@ def plan_command(
     from rotationzoo.api import calibration_job
     from rotationzoo.budget import Budget
     from rotationzoo.capacity import cards, plan, shape
-    from rotationzoo.codec.settings import check_budget
+    from rotationzoo.codec.options import check_budget
 
     check_budget(Budget(bits), True, format)
     card = cards.parse_card(gpu or "24GiB")
-    job = calibration_job(model, bits=bits, quick=format != BUDGETED, rope_scaling=rope_scaling)
+    is_quick = format != BUDGETED
+    asked = CalibrationSettings(model, bits=bits, quick=is_quick, rope_scaling=rope_scaling)
+    job = calibration_job(asked)
     recipe, scaling = job.recipe, job.recipe.rope_scaling
     storage = shape.Storage(SIMULATED[format], recipe.sink, recipe.recent, bits=recipe.bits)
     wish = plan.Wish(model, context, requests, card, storage, revision, scaling)

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import suggest_text
-from rotationzoo.cli.options import argument, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES, PullEngineName
+from rotationzoo.options import argument, option
+from rotationzoo.settings import Import, Signatures
 from rotationzoo.zoo.hubs.protocol import chosen_hubs
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pull_command(
-    signatures: options.Signatures,
+    signatures: Signatures,
     out: Output,
     model: str = argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B."),
     from_: options.HubOrAny = option("Which hub.", "--from", default="any"),
@@ -39,7 +40,7 @@ def pull_command(
     from rotationzoo.zoo.signed_index import check_index
     from rotationzoo.zoo.signing.check import make_demand
 
-    demand = make_demand(**vars(signatures))
+    demand = make_demand(signatures)
     hubs = chosen_hubs(from_, repo)
     # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
@@ -57,13 +58,13 @@ def pull_command(
     if to is None:
         show_pull(out, pulled)
         return
+    from rotationzoo.artifact.reductions import Request
     from rotationzoo.cli.export import show_export
     from rotationzoo.engines.export import export
-    from rotationzoo.engines.payload import Request
 
     artifact = pulled.artifact
     if artifact is None:  # OSCAR's own files
-        from rotationzoo.engines.import_ import Import, import_
+        from rotationzoo.engines.import_ import import_
         from rotationzoo.storage.folders import default_output
 
         folder = default_output(entry.model, "imported")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import shell_line, typed_words
-from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.options import argument, flag, option
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, chosen_hubs, is_folder
 
 if TYPE_CHECKING:

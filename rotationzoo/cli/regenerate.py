@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any
 from rotationzoo.cli import options
 from rotationzoo.cli.list import place_options
 from rotationzoo.cli.next_steps import shell_line, typed_words
-from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
 from rotationzoo.errors import PartlyDone, RotationZooError, UsageError
+from rotationzoo.options import argument, flag, option
+from rotationzoo.settings import (
+    CalibrationSettings,
+    EvaluationSettings,
+    Lengths,
+    Machine,
+    OutputFolder,
+    Tasks,
+    TextLength,
+)
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, chosen_hubs
 
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
 
 def regenerate_command(
     signing: options.Signing,
-    machine: options.Machine,
+    machine: Machine,
     out: Output,
     model: str | None = argument(
         "A hub id or a folder, as a recipe has it; none with --plan.", None
@@ -30,12 +39,12 @@ def regenerate_command(
     plan: bool = flag("Only list what is due."),
     configs: Path = option("Folder of recipe files, or one.", default=Path("configs")),
     revision: str | None = option("The model's revision."),
-    output: options.OutputFolder = None,
+    output: OutputFolder = None,
     data: str = option("Text to evaluate on.", default="bundled"),
     tokens: int = option("Tokens to evaluate on.", min=1, default=16384),
-    length: options.TextLength = None,
-    tasks: options.Tasks = "all",
-    lengths: options.Lengths = None,
+    length: TextLength = None,
+    tasks: Tasks = None,
+    lengths: Lengths = None,
     questions: int = option("Questions per task and length.", min=1, default=64),
     batch: int | None = option("Rows per forward pass.", min=1),
     to: options.HubOrBoth | None = option("Publish to this hub."),
@@ -78,17 +87,24 @@ def regenerate_command(
     from rotationzoo.cli.report import add_report
     from rotationzoo.zoo.regenerate import regenerate
 
-    run = vars(machine) | {"batch": batch, "revision": revision}
-    job = calibration_job(model, options.follow_link(output), str(recipe_file), **run)
-    evaluation = evaluation_job(
+    asked = CalibrationSettings(
+        model,
+        recipe=str(recipe_file),
+        output=options.follow_link(output),
+        batch=batch,
+        revision=revision,
+        **machine.part(Machine),
+    )
+    judged = EvaluationSettings(
         model,
         data=data,
         tokens=tokens,
         length=length,
-        tasks=options.parse_tasks(tasks),
-        lengths=options.parse_lengths(lengths),
+        tasks=tasks,
+        lengths=lengths,
         questions=questions,
     )
+    job, evaluation = calibration_job(asked), evaluation_job(judged)
     publishing = ["push", str(job.output), repo or "OWNER/REPO", *signing.words]
     publishing += ["--create-pr", "--to", str(to)] if to else []
     with show_progress(out) as progress:

@@ -7,11 +7,12 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, shell_line, typed_words
-from rotationzoo.cli.options import argument, flag, option
 from rotationzoo.cli.output import SHELL, Output, show_lines
+from rotationzoo.codec.options import Bits, HowRounded, Sink
 from rotationzoo.errors import HubError, RotationZooError, UsageError
+from rotationzoo.options import argument, flag, option
+from rotationzoo.settings import CalibrationSettings, ModelName, Revision, RopeScaling
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -21,7 +22,7 @@ ENGINE = "vllm"
 
 
 def serve_command(
-    model: options.ModelName,
+    model: ModelName,
     out: Output,
     rotations: Path | None = option(
         "The folder of rotations (found in rotations/, pulled, or calibrated)."
@@ -30,13 +31,13 @@ def serve_command(
     format: Literal["sglang", "vllm", "fine"] | None = option(
         "How rows are stored (fine for a budget of bits, else vllm)."
     ),
-    bits: options.Budget = None,
-    rounding: options.Rounding = None,
-    sink: options.Sink = None,
+    bits: Bits = None,
+    rounding: HowRounded = None,
+    sink: Sink = None,
     recent: int | None = option("Last tokens kept exact (the recipe's).", min=1),
     anyway: bool = flag("Also take rotations of other weights, and try a newer vLLM."),
-    revision: options.Revision = None,
-    rope_scaling: options.RopeScaling = None,
+    revision: Revision = None,
+    rope_scaling: RopeScaling = None,
     dry_run: bool = flag("Check everything, and print the line alone."),
 ) -> None:
     """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
@@ -149,8 +150,10 @@ def _find_rotations(
         return artifact
     if dry_run:
         raise no_rotations(source)
-    options = {"revision": source.revision, "rope_scaling": scaling}
-    job = calibration_job(source.name, engine=ENGINE, **options)
+    asked = CalibrationSettings(
+        source.name, engine=ENGINE, revision=source.revision, rope_scaling=scaling
+    )
+    job = calibration_job(asked)
     out.note(f"Rotations: none here and none published; calibrating to {job.output}")
     return run_job(out, job)
 

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
-from rotationzoo.cli.options import flag, option
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, Undecided, UsageError
+from rotationzoo.options import flag, option
+from rotationzoo.settings import Machine, Revision, Signatures
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 def verify_command(
     artifact: options.ArtifactFolder,
-    signatures: options.Signatures,
-    machine: options.Machine,
+    signatures: Signatures,
+    machine: Machine,
     out: Output,
     model: str | None = option("Also check that it was made for this model."),
     run: bool = flag("Also run the model, and look for the rotations in what it computes."),
@@ -32,7 +33,7 @@ def verify_command(
     every: float | None = option(
         "Ask it again after so many seconds, until it reads something else.", min=1
     ),
-    revision: options.Revision = None,
+    revision: Revision = None,
 ) -> None:
     """Check that an artifact is whole, orthogonal and of its model."""
     if run and model is None:
@@ -45,7 +46,7 @@ def verify_command(
     from rotationzoo.model.own_name import model_words
     from rotationzoo.zoo.signing.check import check_artifact, make_demand
 
-    demand = make_demand(**vars(signatures))
+    demand = make_demand(signatures)
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     verification = verify(opened, model, revision)
@@ -60,7 +61,7 @@ def verify_command(
         from rotationzoo.checks.membership import Candidate, check_membership
 
         with show_progress(out) as progress:
-            candidate = Candidate(model, revision=revision, **vars(machine))
+            candidate = Candidate(model, revision=revision, **machine.part(Machine))
             agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
             verification = verification.with_misfits(

@@ -1,26 +1,20 @@
-"""The settings of a cache that stores codes, the same for all its layers, the options that make
-them, and what the cache takes of rotations: which means, and whether a budget of bits."""
+"""The settings of a cache that stores codes, the same for all its layers, and what it takes of
+rotations: which means, and whether a budget of bits."""
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, TypedDict
 
 import torch
 
 from rotationzoo.budget import Budget, EvenBudget
-from rotationzoo.codec.engine_needs import DEFAULT, choose_format, find_engine
-from rotationzoo.codec.formats import BUDGETED, SIMULATED
+from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.options import CacheOptions, Reading, Rounding
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
-
-Rounding = Literal["nearest", "feedback"]
-Layout = Literal["server", "window"]
-Reading = Literal["auto", "rows", "pages"]
-"""Restored `rows`, or the `pages` themselves. `auto` reads pages where there is a kernel for it."""
 
 
 @dataclass(frozen=True)
@@ -58,55 +52,24 @@ class CacheSettings:
         return self  # copies of a cache share its rotations
 
 
-class CacheOptions(TypedDict, total=False):
-    """The options of `RotatedCache`, which says what each of them is."""
-
-    engine: str
-    format: str
-    bits: float
-    sink: int
-    recent: int
-    group_size: int
-    rounding: Rounding
-    prefill_layout: Layout
-    reading: Reading
-    slack: int
-
-
-def as_engine(options: CacheOptions, has_budget: bool = False) -> CacheOptions:
-    """The options with all that the engine decides for rotations that may have a budget of bits.
-    Raises `UsageError` for an engine whose codec is not simulated, and as `Budget` and
-    `check_budget` do."""
-    name = options.get("engine", DEFAULT)
-    engine = find_engine(name)
-    chosen: CacheOptions = {
-        "engine": name,
-        "format": choose_format(name, has_budget),
-        "prefill_layout": engine.prefill_layout,
-    }
-    if not engine.feedback:
-        chosen["rounding"] = "nearest"
-    if not engine.windows:
-        chosen |= {"sink": 0, "recent": 0}
-    chosen |= options
-    check_budget(Budget(chosen.get("bits")), has_budget, chosen["format"])
-    return chosen
-
-
 def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:
-    """The settings that options make, with all that the engine decides in them, and a recipe."""
-    layout = CacheLayout(
-        SIMULATED[options["format"]],
-        options.get("sink", recipe.sink),
-        options.get("recent", recipe.recent),
-        prefill_layout=options["prefill_layout"],
-        group_size=options.get("group_size", recipe.group_size),
-    )
+    """The settings of a cache with these options, and otherwise as its engine has them, or else as
+    the recipe says. Raises `UsageError` as `CacheOptions.as_engine` does."""
+    known = options.as_engine(rotations.has_budget)
+    assert known.format is not None
+    assert known.prefill_layout is not None
     default: Rounding = "feedback" if rotations.has_feedback else "nearest"
-    codec = RotatedCodec(rotations, layout.group_size, options.get("rounding", default))
-    slack = options.get("slack", CacheSettings.slack)
-    reading = options.get("reading", CacheSettings.reading)
-    return CacheSettings(codec, layout, slack, reading=reading)
+    group_size = known.group_size or recipe.group_size
+    sink, recent = known.windows(recipe)
+    layout = CacheLayout(
+        SIMULATED[known.format],
+        sink,
+        recent,
+        prefill_layout=known.prefill_layout,
+        group_size=group_size,
+    )
+    codec = RotatedCodec(rotations, group_size, known.rounding or default)
+    return CacheSettings(codec, layout, known.slack, reading=known.reading)
 
 
 # ---- rotations as a cache takes them
@@ -130,19 +93,6 @@ def reduce_rotations(
         return replace(rotation, mean=None) if side in uncentered else rotation
 
     return rotations.replace(reduce)
-
-
-def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
-    """Raise `UsageError` for another budget if the rotations have none, or if rows of the `format`
-    cannot hold it."""
-    if not budget:
-        return
-    if not has_budget:
-        hint = "leave it out, or make some with: rotationzoo calibrate MODEL --bits 2.5"
-        raise UsageError("--bits is for rotations that have a budget of bits, and none have", hint)
-    if SIMULATED[format].offset != "none":
-        hint = f"leave out --bits, or add: --format {BUDGETED}"
-        raise UsageError(f"rows of the format {format} have the same bits in all layers", hint)
 
 
 def budget_beside_others(budget: Budget | None, own: Budget, has_others: bool) -> Budget | None:

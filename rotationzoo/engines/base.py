@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rotationzoo.artifact.reductions import Options
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers, head_dims
 
@@ -79,17 +80,6 @@ class Launch:
     """One or more lines."""
     environment: dict[str, str]
     notes: list[str]
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options that only some engines need."""
-
-    base: Path | None = None
-    """The GGUF file to copy."""
-    model: str | None = None
-    """The model that the base was converted from, to compare the two. By default it is the
-    artifact's own model, if that is in the hub's cache."""
 
 
 class Engine(Protocol):

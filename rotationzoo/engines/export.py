@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from rotationzoo.artifact.reductions import Request, Settled, list_reductions, settle_request
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engine_needs import find_engine
 from rotationzoo.engines.base import Engine, Launch
-from rotationzoo.engines.payload import PLACEHOLDER, Request, Settled, assemble_payload
-from rotationzoo.engines.reductions import list_reductions, settle_request
+from rotationzoo.engines.payload import PLACEHOLDER, assemble_payload
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.own_name import model_words
 from rotationzoo.storage import folders, strict_json

@@ -2,8 +2,7 @@
 statistics that can be recovered from them."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from rotationzoo.model.source import has_weights, weights_fingerprint
 from rotationzoo.recipe import Recipe, name_of
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.settings import Import
 from rotationzoo.sides import LATENT
 from rotationzoo.storage.files import digest, sha256
 from rotationzoo.storage.folders import check_writable
@@ -36,24 +36,6 @@ _PUBLISHED = "oscar-v1"
 # Rotations of latents, by the name that the index has for them. Their server clips none.
 _OF_LATENTS = {"name": "oscar-latent", "pooling": "head", "key_clip": 1.0, "value_clip": 1.0}
 _OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
-
-
-@dataclass(frozen=True)
-class Import:
-    """The settings of one import, as the user gave them. What neither the files nor the user state,
-    such as clip ratios, is taken from the published fitter's recipe, `oscar-v1`."""
-
-    files: Sequence[Path]
-    output: Path
-    model: str
-    """The model that they are for."""
-    revision: str | None = None
-    clip: tuple[float, float] | None = None
-    """Clip ratios of keys and of values."""
-    windows: tuple[int, int] | None = None
-    """Sink and recent tokens."""
-    group_size: int | None = None
-    restart: bool = False
 
 
 def import_(job: Import) -> Artifact:

@@ -1,17 +1,14 @@
 """Assembling an engine's payload: an artifact's matrices and serving parameters, reduced as the
 user asked, and what the files state about the origin of their rotations."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
-
 from rotationzoo.artifact.pooling import reduced_rotations
+from rotationzoo.artifact.reductions import Settled, dropped_means
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.engine_needs import find_engine
-from rotationzoo.engines.base import Options, Payload, SideMatrices
+from rotationzoo.engines.base import Payload, SideMatrices
 from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.model.own_name import find_model
 from rotationzoo.rotations import SIDES, Rotations
-from rotationzoo.sides import EVERY_SIDE, rows_of
+from rotationzoo.sides import rows_of
 from rotationzoo.storage.files import digest
 
 # OSCAR has no word for the exact `output` statistic. Files that rotationzoo writes state it under
@@ -61,48 +58,6 @@ def provenance(artifact: Artifact, pools: bool, uncentered: bool, served: Proven
         "accumulator_dtype": "float64",
     }
     return {name: value for name, value in entries.items() if value is not None} | served
-
-
-@dataclass(frozen=True)
-class Request:
-    """The settings of one export, as the user gave them, including what may be left out."""
-
-    engine: str
-    output: Path | None = None
-    pooled: bool = False
-    """One rotation per layer instead of one per KV head."""
-    uncentered: bool = False
-    """Leave out the means: keys and values are rotated as they are."""
-    clip: tuple[float, float] | None = None
-    """Clip ratios of keys and of values, instead of the artifact's own."""
-    windows: tuple[int, int] | None = None
-    """Sink and recent tokens, instead of the artifact's own."""
-    options: Options = field(default_factory=Options)
-
-
-@dataclass(frozen=True)
-class Settled(Request):
-    """A request that leaves nothing open."""
-
-    clip: tuple[float, float] = (1.0, 1.0)
-    windows: tuple[int, int] = (0, 0)
-
-
-def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
-    """The distinct clip ratios of all that is read as keys, and as values, ascending."""
-    ratios: dict[str, set[float]] = {side: set() for side in SIDES}
-    for layer in rotations.values():
-        for side in SIDES:
-            ratios[side].update(layer[side].clip.tolist())
-    return tuple(sorted(ratios[side]) for side in SIDES)
-
-
-def dropped_means(artifact: Artifact, request: Request) -> list[str]:
-    """The sides whose means are left out: the engine does not subtract them, or the user does not
-    want them."""
-    kept = () if request.uncentered else find_engine(request.engine).means
-    mine = [side for side in EVERY_SIDE if side in artifact.rotations.sides]
-    return [side for side in mine if artifact.recipe.centers(side) and side not in kept]
 
 
 def assemble_payload(artifact: Artifact, request: Settled) -> Payload:

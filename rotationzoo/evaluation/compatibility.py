@@ -19,16 +19,6 @@ from rotationzoo.text.rows import Corpus
 from rotationzoo.words import counted
 
 
-def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
-    """Notes on the scaling of RoPE that the model runs with, and on artifacts that were calibrated
-    without."""
-    if scaling is None:
-        return []
-    plain = [each.folder.resolve().name for each in artifacts if each.recipe.rope_scaling is None]
-    notes = [f"{name} was calibrated without that scaling" for name in plain]
-    return [f"the model's RoPE is scaled by {scaling}", *notes]
-
-
 def notes_for_reader(
     text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
 ) -> list[str]:

@@ -14,11 +14,9 @@ import torch
 from scipy.special import betaincinv, ndtri, stdtrit
 
 from rotationzoo.artifact import scores
-from rotationzoo.artifact.scores import ALL_ELSE, Decision, ExactTaskRecall, plain_name
+from rotationzoo.artifact.scores import ALL_ELSE, Decision, ExactTaskRecall
 from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
-from rotationzoo.figures import percent
 from rotationzoo.linalg.paired import holm, sign_flip, weighted_mean
-from rotationzoo.words import counted
 
 LEVEL = 0.05
 """The family-wise error rate: the chance that any of several tests finds what is not there."""
@@ -35,7 +33,6 @@ SIMPLEST: dict[scores.DataFree, str] = {
 """The rotations that need no data, the simplest first, in plain words."""
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
 _POWER = 0.8
-_WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
 _ROOTS = (torch.arange(40, dtype=torch.float64) + 0.5) / 40
 _CORRELATIONS = _ROOTS.square()  # of answers in a prompt, the small ones closer together
 _SHARES = torch.linspace(-6, 6, 50, dtype=torch.float64).sigmoid()[:, None]  # even in log odds
@@ -43,17 +40,6 @@ _LIKELY = 8  # the prior of a correlation c is (1 - c)^8, Beta(1, 9), whose mean
 _SURE = torch.tensor([0.92, 0.6], dtype=torch.float64)
 """That the correlation is no larger than the bound that decides, and than the one that plans."""
 _PACE = 16  # questions, to a multiple of which more are asked
-_NAMES: dict[str, str] = {"random": "a random matrix rounded one by one", **dict(SIMPLEST.items())}
-_VARIANTS = {
-    "": "the same rounded one by one",
-    "+feedback": "the same with error feedback",
-    "+pooled": "the same with one rotation per layer",
-}
-_PHRASES: dict[scores.Outlook, str] = {
-    "better": "clearly better than",
-    "worse": "clearly worse than",
-    "same": "within 3 points of",
-}
 
 
 @dataclass(frozen=True)
@@ -124,7 +110,8 @@ def decide(
     bits: Mapping[str, float] | None = None,
 ) -> Decision:
     """The decision on one of the `arms`, by the answers of all to the same questions, and of the
-    `exact` model to every task. Other arms may have been asked only the first questions.
+    `exact` model to every task. Other arms may have been asked only the first questions. Its words
+    are left to `sentences`.
 
     - `questions`: how many each task and length asks.
     - `rule`: what must be shown.
@@ -133,15 +120,16 @@ def decide(
     asked = {task: exact[task] for task in arms[arm]}
     right, mine = read_correct(asked), read_correct(arms[arm])
     if not right.any():
-        return _undecided(arm, rule, was_asked=bool(exact))
+        action: scores.Action = "nothing" if exact else "ask"
+        return Decision(arm=arm, floor=rule.floor, action=action, level=rule.level, words=[])
     sizes = [size for recall in asked.values() for size in recall.prompts]
     tasks = [len(recall.prompts) for recall in asked.values()]
     kept = _measure_kept(_add_up(right & mine, sizes), _add_up(right, sizes), tasks)
     # What calibration adds to error feedback is judged by the matrix with all else the same.
     unfair = "hadamard" if arm.endswith("+feedback") and ALL_ELSE in arms else ALL_ELSE
     others = {name: arms[name] for name in SIMPLEST if name in arms and name != unfair}
-    action, bits = kept.act(rule), bits or {}
-    made = Decision(
+    action = kept.act(rule)
+    return Decision(
         arm=arm,
         kept=kept.share,
         interval=kept.interval(rule.level),
@@ -149,17 +137,10 @@ def decide(
         action=action,
         more_questions=_count_more(kept, questions, rule.floor) if action == "ask" else None,
         level=rule.level,
-        bits=bits.get(arm),
+        bits=(bits or {}).get(arm),
         rivals=_compare_rivals(arms[arm], others, sizes, tasks),
         words=[],
     )
-    shares = {name: scores.kept_share(asked, answered) for name, answered in arms.items()}
-    words = [
-        _say_outcome(made, kept.answers),
-        _say_tasks(asked, arms[arm]),
-        _say_others(made, shares, bits),
-    ]
-    return made.model_copy(update={"words": [line for line in words if line]})
 
 
 def read_correct(answered: Answered) -> torch.Tensor:
@@ -171,17 +152,6 @@ def read_correct(answered: Answered) -> torch.Tensor:
 def _count_asked(answered: Answered) -> list[int]:
     """The questions of each task and length."""
     return [length.questions for recall in answered.values() for length in recall.by_length]
-
-
-def _undecided(arm: str, rule: Rule, was_asked: bool) -> Decision:
-    """The decision where no answer of the exact model can be kept."""
-    reason, advice = "no question was asked", "Ask some: leave out --tasks none."
-    action: scores.Action = "ask"
-    if was_asked:
-        reason, action = "the model itself can do none of the tasks", "nothing"
-        advice = "Ask what it can do: other --tasks, or shorter --lengths."
-    words = [f"Undecided: {reason}, so nothing shows what {plain_name(arm)} keeps.", advice]
-    return Decision(arm=arm, floor=rule.floor, action=action, level=rule.level, words=words)
 
 
 def _count_more(kept: _Kept, questions: int, floor: float) -> int:
@@ -282,64 +252,3 @@ def _interval_of(
     assert error is not None, "there are at least three"
     reach = float(stdtrit(max(1, len(asked) - len(tasks)), 1 - level / 2)) * error
     return [center - reach, center + reach]
-
-
-def _say_outcome(made: Decision, answers: int) -> str:
-    """What to do, and the share that is kept of the exact model's right `answers`."""
-    assert made.interval is not None
-    # One more digit, where a rounded end would seem to lie on the floor.
-    digits = int(any(percent(end) == percent(made.floor) for end in made.interval))
-    low, high = (percent(end, digits) for end in made.interval)
-    name, share, number = plain_name(made.arm), percent(made.kept), counted(answers, "answer")
-    keeps = (
-        f"{name} keeps {share} of {number} that the model gives (95% sure: {low} to {high}); "
-        f"at least {100 * made.floor:g}% were to be kept"
-    )
-    if made.action == "serve":
-        return f"Serve it: {keeps}."
-    if made.action == "refuse":
-        return f"Do not serve it: {keeps}. More bits keep more."
-    if made.interval[0] >= made.floor:
-        keeps += f", of {FEWEST_ANSWERS} answers or more"
-    more = f"{made.more_questions:,} new questions of each task"
-    return f"Undecided: {keeps}; {more} would settle it."
-
-
-def _say_tasks(exact: Mapping[str, ExactTaskRecall], arm: Answered) -> str:
-    """The share that is kept of each task, the worst first, and the tasks that show little."""
-    shares, weak = list[tuple[float, str]](), list[str]()
-    for task, recall in exact.items():
-        answers, asked = recall.correct.count("1"), len(recall.correct)
-        share = scores.kept_share({task: recall}, {task: arm[task]})
-        if share is not None:
-            shares.append((share, f"{task} {percent(share)} of {answers}"))
-        if answers < _WEAK * asked:
-            weak.append(f"{answers} of {asked} {task} questions")
-    words = f"By task: {', '.join(text for _, text in sorted(shares))}."
-    if weak:
-        words += f" The model itself answers {' and '.join(weak)}: they show little."
-    return words
-
-
-def _say_others(
-    made: Decision, shares: Mapping[str, float | None], bits: Mapping[str, float]
-) -> str:
-    """The shares that all other arms keep, the best first, and which rivals differ clearly."""
-    plain, parts = plain_name(made.arm), list[str]()
-    titles = _NAMES | {plain + ending: title for ending, title in _VARIANTS.items()}
-    others = [(share, name) for name, share in shares.items() if name != made.arm]
-    known = [(share, name) for share, name in others if share is not None]
-    for share, name in sorted(known, key=lambda each: -each[0]):
-        verb, unit = ("", "") if parts else (" keeps", " bits")
-        size = f" ({bits[name]:.1f}{unit})" if name in bits else ""
-        parts.append(f"{titles.get(name, name)}{verb} {percent(share)}{size}")
-    if not parts:
-        return ""
-    found = []
-    for outlook, phrase in _PHRASES.items():
-        names = [SIMPLEST[rival.name] for rival in made.rivals if rival.outlook == outlook]
-        if names:
-            found.append(f"{phrase} {' and '.join(names)}")
-    own = f" ({plain}: {made.bits:.1f} bits)" if made.bits is not None else ""
-    ending = f"; {plain} is {', and '.join(found)}" if found else ""
-    return f"In their own bytes{own}: {', '.join(parts)}{ending}."

@@ -17,18 +17,19 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
-from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader, rope_notes
+from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader
 from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.schedule import Schedule, find_pace
+from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.model import loading
-from rotationzoo.model.compatibility import add_adapter, check_weights
+from rotationzoo.model.compatibility import add_adapter, check_weights, rope_notes
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
@@ -302,7 +303,8 @@ def decide_all(
         bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
         arms[arm.name], _ = score_arm(answers, cache, arm.name)
     rule = Rule(floor, share * spend_level(answers.questions, answers.plan.settings.looks))
-    return [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
+    made = [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
+    return [put_into_words(decision, arms, exact, bits) for decision in made]
 
 
 def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:

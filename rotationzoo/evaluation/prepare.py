@@ -14,7 +14,8 @@ from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
 from rotationzoo.codec.bit_allocation import format_of_equal_bits
 from rotationzoo.codec.formats import BUDGETED
-from rotationzoo.codec.settings import budget_beside_others, check_budget
+from rotationzoo.codec.options import check_budget
+from rotationzoo.codec.settings import budget_beside_others
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
@@ -25,12 +26,13 @@ from rotationzoo.geometry import Geometry, full_attention_layers, shares_blocks
 from rotationzoo.model import compatibility, loading
 from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
 from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.model.loading import RunSettings
+from rotationzoo.model.placement import memory_limits
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions
+from rotationzoo.settings import RunSettings
 from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import nearest
 from rotationzoo.writer import check_writable
@@ -187,7 +189,7 @@ def _check_settings(job: Evaluation) -> None:
         hint = "add: --prefill-chunk 2048"
         raise UsageError("--prefill-layout is for a prefill in chunks", hint)
     job.tasks.check()
-    job.check_memory_limits()
+    memory_limits(job.device_map, job.max_memory)
     if job.adapter is not None:
         compatibility.read_adapter(job.adapter)
     if job.adapter is not None and job.save_to:

@@ -2,8 +2,6 @@
 model writes through a 2-bit cache, what the cache took, and where the exact model's text parts."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -13,18 +11,16 @@ import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from rotationzoo.artifact.reductions import describe_choice
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.options import build_settings, check_options
+from rotationzoo.cache.options import build_settings
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.codec.settings import CacheOptions, as_engine
-from rotationzoo.engines.reductions import describe_choice
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
-from rotationzoo.evaluation.compatibility import rope_notes
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import compatibility, loading
 from rotationzoo.model.cache_names import cache_argument
 from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.model.placement import is_out_of_memory, place_weights
+from rotationzoo.model.placement import is_out_of_memory, memory_limits, place_weights
 from rotationzoo.model.prediction import check_finite
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import fetch, fetch_weights, find
@@ -32,6 +28,7 @@ from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recall.prompts import common_length
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.rope import longer_rows_hint, position_count, scaling_of
+from rotationzoo.settings import GenerationSettings, Write
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.rows import start_note, start_tokens
 
@@ -47,56 +44,37 @@ _PLAIN: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
     "cache_implementation": None,
 }
-MAX_NEW_TOKENS = 256
 _CONTEXT = 8  # tokens of the prompt that the first new ones are decoded with
 _INCOMPLETE = "\ufffd"  # what the first bytes of a character are decoded to
 
 END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
 """Why a text ended: with the model's end token, at the limit, or with Ctrl-C."""
-Write = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Generation(loading.RunSettings):
-    """The settings of one text. `api.generate` says what most of them are."""
+def check_settings(job: GenerationSettings) -> None:
+    """Raise `UsageError` for settings out of range, and for some that exclude each other."""
+    numbers = {"--max-new-tokens": job.new_tokens, "--prefill-chunk": job.prefill_chunk}
+    for option, number in numbers.items():
+        if number < 1:
+            raise UsageError(f"{option} must be at least 1, not {number}", hint=f"{option} 256")
+    if not job.prompt.strip():
+        raise UsageError("the prompt is empty", hint="give some text to continue")
+    memory_limits(job.device_map, job.max_memory)
 
-    model: str
-    prompt: str
-    rotations: str | Path | Artifact | None
-    chat: bool = False
-    max_new_tokens: int = MAX_NEW_TOKENS
-    cache: CacheOptions = field(default_factory=CacheOptions)
-    prefill_chunk: int = 2048
-    """Longer chunks need more memory, and read fewer tokens quantized."""
-    anyway: bool = False
-    compare: bool = False
-    rope_scaling: str | None = None
-    """None means as the rotations were calibrated."""
 
-    def check(self) -> None:
-        """Raise `UsageError` for settings out of range, and for some that exclude each other."""
-        numbers = {"--max-new-tokens": self.max_new_tokens, "--prefill-chunk": self.prefill_chunk}
-        for option, number in numbers.items():
-            if number < 1:
-                raise UsageError(f"{option} must be at least 1, not {number}", hint=f"{option} 256")
-        if not self.prompt.strip():
-            raise UsageError("the prompt is empty", hint="give some text to continue")
-        check_options({**self.cache})
-        self.check_memory_limits()
-
-    def open_rotations(self) -> Artifact | None:
-        """The artifact. Raises `RotationZooError` where there is none, or not all that is asked
-        of it."""
-        artifact = self.rotations
-        if isinstance(artifact, str | Path):
-            artifact = Artifact.open(Path(artifact).expanduser())
-        feedback = self.cache.get("rounding") == "feedback"
-        if feedback and (artifact is None or not artifact.rotations.has_feedback):
-            name = artifact.folder if artifact else "a cache without rotations"
-            problem = f"{name} has no factors to choose codes by error feedback with"
-            hint = "calibrate with --feedback, or leave out --rounding"
-            raise RotationZooError(problem, hint)
-        return artifact
+def _open_rotations(job: GenerationSettings) -> Artifact | None:
+    """The artifact. Raises `RotationZooError` where there is none, or not all that is asked of
+    it."""
+    artifact = job.rotations
+    if isinstance(artifact, str | Path):
+        artifact = Artifact.open(Path(artifact).expanduser())
+    feedback = job.rounding == "feedback"
+    if feedback and (artifact is None or not artifact.rotations.has_feedback):
+        name = artifact.folder if artifact else "a cache without rotations"
+        problem = f"{name} has no factors to choose codes by error feedback with"
+        hint = "calibrate with --feedback, or leave out --rounding"
+        raise RotationZooError(problem, hint)
+    return artifact
 
 
 class TextStream(BaseStreamer):
@@ -156,7 +134,7 @@ class TextStream(BaseStreamer):
 
 
 def generate(
-    job: Generation,
+    job: GenerationSettings,
     progress: Progress = silent,
     write: Write | None = None,
     note: Write = lambda text: None,
@@ -168,8 +146,8 @@ def generate(
     other or a prompt that the model has no positions for, and `RotationZooError` for rotations that
     do not fit the model, before any weights are fetched where the config is enough to tell.
     """
-    job.check()
-    device, artifact = job.torch_device, job.open_rotations()
+    check_settings(job)
+    device, artifact = job.torch_device, _open_rotations(job)
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     artifacts = [artifact] if artifact else []
@@ -179,12 +157,11 @@ def generate(
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
         compatibility.check_artifacts(job.model, artifacts, geometry)
-        check_group_size(job.cache.get("group_size"), head_dims(geometry))
+        check_group_size(job.group_size, head_dims(geometry))
     fetch(source, weights=False)
     tokenizer = loading.load_tokenizer(source)
-    options = as_engine(job.cache, any(each.rotations.has_budget for each in artifacts))
-    recipe = artifact.recipe if artifact else Recipe()
-    sink, recent = options.get("sink", recipe.sink), options.get("recent", recipe.recent)
+    options = job.as_engine(any(each.rotations.has_budget for each in artifacts))
+    sink, recent = options.windows(artifact.recipe if artifact else Recipe())
     if not job.chat and (said := start_note(tokenizer)):
         note(said)
     prompt = encode_prompt(job, tokenizer, config)
@@ -193,10 +170,10 @@ def generate(
     fetch_weights(source, progress)
     compatibility.check_weights(artifacts, source, job.anyway)
     notes = []
-    if "engine" in job.cache:
-        notes.append(describe_choice(options["engine"], artifacts, job.cache))
+    if job.engine is not None:
+        notes.append(describe_choice(job.engine, artifacts, job.given))
     notes += filter(None, [compatibility.other_weights_note(each, source) for each in artifacts])
-    notes += rope_notes(artifacts, scaling)
+    notes += compatibility.rope_notes(artifacts, scaling)
     for text in notes:
         note(text)
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -206,7 +183,7 @@ def generate(
             note(text)
 
         def continued(stage: str, write: Write | None, cache: DynamicCache | None) -> TextStream:
-            pieces, total = count(1), Tokens(job.max_new_tokens)
+            pieces, total = count(1), Tokens(job.new_tokens)
             # A piece of text is usually a token.
             tell = write or (lambda text: progress(stage, Tokens(next(pieces)), total))
             stream = TextStream(tokenizer, prompt, tell)
@@ -215,7 +192,7 @@ def generate(
             return stream
 
         # Other weights are a note of the report, and need not be logged by the public class.
-        cache = RotatedCache(build_settings(artifact, model, job.cache), model)
+        cache = RotatedCache(build_settings(artifact, model, job), model)
         written = continued("writing", write, cache)
         sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
         del cache  # the exact model's own needs more room
@@ -234,7 +211,7 @@ def generate(
         "rotations": str(artifact.folder) if artifact else None,
         "notes": notes,
         "rope_scaling": scaling_of(config),
-        "format": options["format"],
+        "format": options.format,
         "sink": sink,
         "recent": recent,
         **sizes,
@@ -247,7 +224,7 @@ def generate(
 
 
 def encode_prompt(
-    job: Generation, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+    job: GenerationSettings, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
 ) -> torch.Tensor:
     """The ids `[T]` of the prompt after the tokenizer's start tokens, or of a chat in which a user
     has said it, up to where the model answers. Raises `UsageError` for a chat where there is no
@@ -271,13 +248,13 @@ def encode_prompt(
         hint = "give another prompt"
         raise RotationZooError(f"the tokenizer of {job.model} makes no token of the prompt", hint)
     length = len(start) + len(ids)
-    needed = length + job.max_new_tokens
+    needed = length + job.new_tokens
     if positions is not None and needed > positions:
         hint = f"give a prompt of fewer than {positions:,} tokens"
         if positions > length:
             hint = f"add: --max-new-tokens {positions - length}, or give a shorter prompt"
         raise UsageError(
-            f"a prompt of {length:,} tokens and {job.max_new_tokens:,} new ones exceed the "
+            f"a prompt of {length:,} tokens and {job.new_tokens:,} new ones exceed the "
             f"{positions:,} positions of {job.model}",
             hint=longer_rows_hint(config, needed, hint),
         )
@@ -287,7 +264,7 @@ def encode_prompt(
 def continue_prompt(
     model: PreTrainedModel,
     prompt: torch.Tensor,
-    job: Generation,
+    job: GenerationSettings,
     stream: TextStream,
     cache: DynamicCache | None,
 ) -> None:
@@ -325,7 +302,7 @@ def continue_prompt(
                 attention_mask=torch.ones_like(ids),
                 streamer=stream,
                 logits_processor=[check_scores],
-                max_new_tokens=job.max_new_tokens,
+                max_new_tokens=job.new_tokens,
                 eos_token_id=end_tokens or None,
                 pad_token_id=0,  # nothing is padded, but without one the library warns
                 **options,

@@ -27,7 +27,7 @@ from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
 from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims, same_shapes
 from rotationzoo.model.files import check_configs, read_headers, weight_files
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.model.loading import input_device, load_config, on_meta
+from rotationzoo.model.loading import load_config, on_meta
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
 from rotationzoo.recipe.rope import same_scaling, scaling_of
 from rotationzoo.recipe.schema import normalize
@@ -79,6 +79,16 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: So
                 hint=others if asked is None else "leave --rope-scaling out, or name others",
             )
     return scaling
+
+
+def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
+    """Notes on the scaling of RoPE that the model runs with, and on artifacts that were calibrated
+    without."""
+    if scaling is None:
+        return []
+    plain = [each.folder.resolve().name for each in artifacts if each.recipe.rope_scaling is None]
+    notes = [f"{name} was calibrated without that scaling" for name in plain]
+    return [f"the model's RoPE is scaled by {scaling}", *notes]
 
 
 def check_weights(artifacts: list[Artifact], source: Source, anyway: bool) -> None:
@@ -134,23 +144,7 @@ def source_of(model: PreTrainedModel) -> Source | None:
 # ---- a model that the caller loaded, which runs as it is
 
 
-def take_loaded(model: Any, settings: dict[str, Any]) -> Source | None:
-    """The source of a loaded model, whose device and type become settings; None for a name. Raises
-    `UsageError` for one without a tokenizer, and for settings that only loading heeds."""
-    tokenizer = settings.pop("tokenizer", None)
-    if isinstance(model, str) and tokenizer is None:
-        return None
-    if tokenizer is None:
-        raise UsageError("a loaded model needs its tokenizer", hint="add: tokenizer=...")
-    for name in ("revision", "device", "dtype", "device_map", "max_memory"):
-        if settings.pop(name, "auto") != "auto":
-            raise UsageError(f"a loaded model takes no {name}", hint=f"leave out {name}")
-    settings["device"] = input_device(model).type
-    settings["dtype"] = str(model.dtype).removeprefix("torch.")
-    return _source_of(model, tokenizer)
-
-
-def _source_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
+def take_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
     """The source of a loaded model: its files, or a folder with its config alone where there are
     none, or where the model has changed since it was read from them."""
     source = source_of(model)

@@ -5,7 +5,6 @@ import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +18,7 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.model import files
 from rotationzoo.model.geometry import CAUSAL_HINT
-from rotationzoo.model.placement import Placement, is_out_of_memory, memory_limits
+from rotationzoo.model.placement import Placement, is_out_of_memory
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
 from rotationzoo.model.source import Source, license_of
 from rotationzoo.recipe.rope import apply_scaling, scaling_of
@@ -289,38 +288,6 @@ def load_processor(source: Source) -> Any:
         if not isinstance(processor, ProcessorMixin):
             raise TypeError("its files are missing")
         return processor
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """How a model is loaded, as the user asked for it. Calibration, evaluation and generation share
-    these settings."""
-
-    revision: str | None = None
-    device: str = "auto"
-    """`auto`, `cpu` or `cuda`."""
-    dtype: str = "auto"
-    """`auto`, `bfloat16` or `float32`."""
-    device_map: str | None = None
-    max_memory: str | None = None
-
-    @property
-    def torch_device(self) -> str:
-        """The device to run on. Raises `UsageError`."""
-        return torch_device(self.device)
-
-    @property
-    def torch_dtype(self) -> torch.dtype | str:
-        """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread
-        over devices it is the checkpoint's own type."""
-        if self.dtype != "auto":
-            return cast(torch.dtype, getattr(torch, self.dtype))
-        on_cpu_alone = self.torch_device == "cpu" and self.device_map is None
-        return torch.float32 if on_cpu_alone else "auto"
-
-    def check_memory_limits(self) -> None:
-        """Raise `UsageError` for limits of a device map that cannot be parsed."""
-        memory_limits(self.device_map, self.max_memory)
 
 
 def torch_device(device: str) -> str:

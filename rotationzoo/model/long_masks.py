@@ -25,9 +25,8 @@ MaskFunction = Callable[..., torch.Tensor | None]
 """A function of transformers that makes the masks of one attention implementation."""
 
 
-class NeedsWholeMask(UnsupportedModel, AttributeError):
-    """A model computes with a long mask itself, in a way that needs all of it. An attribute error,
-    for those who only ask whether there is such an attribute."""
+class NeedsWholeMask(UnsupportedModel):
+    """A model computes with a long mask itself, in a way that needs all of it."""
 
     def __init__(self, what: str):
         longest = int(LARGEST_MASK**0.5)
@@ -94,10 +93,6 @@ class LongMask:
         same = all(self.options.get(name) is other.options.get(name) for name in made_of)
         return same and self.shape == other.shape
 
-    def __getattr__(self, name: str) -> Any:
-        # Only reached by what is not defined here: a model that computes with its whole mask.
-        raise NeedsWholeMask(name)
-
 
 def query_blocks(queries: int) -> Iterator[slice]:
     """`queries` positions as slices of at most `BLOCK_QUERIES`."""
@@ -114,7 +109,8 @@ def seen_keys(mask: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def long_masks(implementation: str) -> Iterator[None]:
     """Inside the block, models with this attention implementation get a `LongMask` in place of
-    every mask of more than `LARGEST_MASK` entries, which the caller reads block by block."""
+    every mask of more than `LARGEST_MASK` entries, which the caller reads block by block. Raises
+    `NeedsWholeMask` where a model asks it for more."""
     from transformers import masking_utils
 
     functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
@@ -135,6 +131,10 @@ def long_masks(implementation: str) -> Iterator[None]:
     functions[implementation] = make
     try:
         yield
+    except AttributeError as error:
+        if isinstance(error.obj, LongMask):
+            raise NeedsWholeMask(str(error.name)) from error
+        raise
     finally:
         functions.pop(implementation)  # uncovers the library's own entry ...
         if functions.get(implementation) is not original:

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import _cached_get_attn_backend
-
-from rotationzoo.vllm import WORKER
 
 
 def keep_own_backend(runner: Any, config: Any, worker: str) -> None:
@@ -23,13 +22,7 @@ def keep_own_backend(runner: Any, config: Any, worker: str) -> None:
 def _load(config: Any, worker: str, load: Callable[..., Any], *arguments: Any) -> Any:
     chosen = {"backend": config.speculative_config.attention_backend, "backend_per_kind": {}}
     own = {"additional_config": {}, "attention_config": replace(config.attention_config, **chosen)}
-    kept = {name: getattr(config, name) for name in own}
     AttentionBackendEnum.CPU_ATTN.clear_override()
     _cached_get_attn_backend.cache_clear()
-    config.parallel_config.worker_cls = worker
-    vars(config).update(own)
-    try:
+    with patch.multiple(config, **own), patch.object(config.parallel_config, "worker_cls", worker):
         return load(*arguments)
-    finally:
-        config.parallel_config.worker_cls = WORKER
-        vars(config).update(kept)

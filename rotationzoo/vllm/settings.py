@@ -21,6 +21,7 @@ from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engine_needs import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
+from rotationzoo.codec.options import CacheOptions, Rounding
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import full_attention_layers, shares_blocks
@@ -39,7 +40,7 @@ class Options(strict_json.Strict, extra="forbid"):
     """By default `fine` where the artifact has a budget of bits, and else `vllm`."""
     bits: float | None = None
     """Another budget of bits an element than the artifact's, which must have one."""
-    rounding: caches.Rounding | None = None
+    rounding: Rounding | None = None
     """By default `feedback` where the artifact has its factors."""
     sink: int | None = Field(default=None, ge=0)
     recent: int | None = Field(default=None, ge=1)
@@ -100,13 +101,18 @@ def make_settings(options: Options, name: str, folder: Path, has_others: bool) -
     artifact = Artifact.open(Path(options.artifact).expanduser())
     check_model(artifact, name, folder)
     recipe = artifact.recipe
-    asked: Any = options.model_dump(exclude={"artifact", "anyway"}, exclude_none=True)
     budget = None if options.bits is None else Budget(options.bits)
     budget = caches.budget_beside_others(budget, recipe.budget, has_others)
     uncentered = find_engine("vllm").uncentered
     rotations = caches.reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
-    chosen: caches.CacheOptions = {"engine": "vllm", "recent": max(1, recipe.recent)}
-    chosen = caches.as_engine(chosen | asked, rotations.has_budget)
+    chosen = CacheOptions(
+        engine="vllm",
+        format=options.format,
+        bits=options.bits,
+        rounding=options.rounding,
+        sink=options.sink,
+        recent=options.recent or max(1, recipe.recent),
+    )
     return caches.complete_settings(recipe, rotations, chosen)
 
 

@@ -15,6 +15,7 @@ from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
+from rotationzoo.settings import Signatures
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders
 from rotationzoo.storage.disks import disk_errors
@@ -78,7 +79,13 @@ def pull(
     Raises `RotationZooError` where no rotations match, for files that differ from what the index
     lists, and for a signature that is wrong or not as asked.
     """
-    demand = signatures.make_demand(signers, issuer, require_signature, trust_config)
+    asked = Signatures(
+        signers=signers,
+        issuer=issuer,
+        require_signature=require_signature,
+        trust_config=None if trust_config is None else Path(trust_config),
+    )
+    demand = signatures.make_demand(asked)
     hubs = chosen_hubs(hub, repo)
     index = find_index(None, repo, hubs[0])
     check_index(index, demand)

@@ -26,6 +26,7 @@ from rotationzoo.model.source import Source, find, is_local, weights_fingerprint
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe import loading as recipes
+from rotationzoo.settings import RunSettings
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
@@ -159,8 +160,6 @@ def _changed(hub: HuggingFace, at: str, hashes: dict[str, str], published: Entry
 
 
 _WORSE = 1e-3  # the smallest relative increase of perplexity that matters
-_SHARED = ("model", "revision", "device", "dtype", "device_map", "max_memory")
-"""The fields that `Job` and `Evaluation` share."""
 
 
 def regenerate(
@@ -177,10 +176,10 @@ def regenerate(
         place = pull_first(loaded, entry, entry.copies[:1], progress=progress).path
         published = Artifact.open(place)
     folders = [each.folder for each in (artifact, published) if each is not None]
-    shared = {name: getattr(job, name) for name in _SHARED}
     # The published rotations were made for the weights of an earlier revision.
-    shared |= {"artifacts": folders, "save_to": folders[:1], "anyway": True}
-    report = evaluate(replace(evaluation, **shared), progress)
+    evaluation = replace(evaluation, artifacts=folders, save_to=folders[:1], anyway=True)
+    asked = replace(evaluation, model=job.model, **job.part(RunSettings))
+    report = evaluate(asked, progress)
     verdict: dict[str, Any] = {
         "artifact": str(artifact.folder),
         "identity": artifact.identity,

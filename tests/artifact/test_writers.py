@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.checks.verify import unlisted_files, verify
 from rotationzoo.engines.export import export
-from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.storage import files, folders

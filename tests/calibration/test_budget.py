@@ -50,6 +50,7 @@ from rotationzoo.recall.questions import POOLS
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS, from_dict, with_budget, with_feedback
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.settings import CalibrationSettings
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
 
@@ -157,7 +158,7 @@ def test_a_budget_needs_error_feedback():
 
 def test_the_default_has_a_budget_that_options_and_engines_leave_out():
     def planned(**options):
-        recipe = api.calibration_job("demo", **options).recipe
+        recipe = api.calibration_job(CalibrationSettings("demo", **options)).recipe
         return recipe.name, recipe.bits
 
     assert planned() == planned(recipe="oscar") == planned(engine="vllm") == ("oscar", 3.0)

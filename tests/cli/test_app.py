@@ -18,6 +18,7 @@ from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
 from rotationzoo.codec.engine_needs import ENGINES, EngineName, PullEngineName
 from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.options import Format
 from rotationzoo.zoo.hubs.protocol import DISK, HUB_NAMES, HUBS, HubName, PlaceName
 
 # ---- help and usage
@@ -67,7 +68,7 @@ def test_every_engine_hub_and_format_can_be_chosen():
     assert set(typing.get_args(HubName)) == {*HUB_NAMES} == {*HUBS} - {DISK}
     assert set(typing.get_args(choices.HubOrBoth)) == {*HUB_NAMES, "both"}
     assert set(typing.get_args(choices.HubOrAny)) == {*HUB_NAMES, "any"}
-    assert set(typing.get_args(choices.Format)) == set(SIMULATED)
+    assert set(typing.get_args(Format)) == set(SIMULATED)
 
 
 def test_the_version_and_short_help(inside):

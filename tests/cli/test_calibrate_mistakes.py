@@ -9,9 +9,9 @@ from support import architectures
 from support.command_line import SMALL, left_behind, only_error
 from support.models import edit_config, save_family, save_tiny, write_jsonl
 
-from rotationzoo.cli.calibrate import RECIPES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.settings import RECIPES
 
 
 def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp_path):

@@ -1,6 +1,7 @@
 """`--for ENGINE`: what is measured and read is what the engine serves."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,19 +13,20 @@ from support.reports import evaluate
 from support.vllm import pretend, server_settings
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.options import CacheOptions
 from rotationzoo.engines.export import export
-from rotationzoo.engines.payload import Request
-from rotationzoo.engines.reductions import choose_measures
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import find
 from rotationzoo.rotations import SIDES
+from rotationzoo.settings import CalibrationSettings, EvaluationSettings
 from rotationzoo.vllm import plugin
 
 SHORT = dict(tokens=64, length=32, tasks=())
@@ -59,10 +61,10 @@ def test_what_is_measured_is_what_is_written(tiny_of_heads, tmp_path, engine):
     model, artifact = tiny_of_heads
     done = export(artifact, Request(engine, tmp_path / "out"))
     matrices = written(done.path)
-    job = evaluation_job(model, artifact, engine=engine)
+    job = evaluation_job(EvaluationSettings(model, artifact, engine=engine))
     arms = build_arms([artifact], artifact.geometry, (), job.pooled, job.uncentered)
     judged = arms[-1] if job.pooled else arms[0]
-    settings = build_settings(artifact, _loaded(model), {"engine": engine})
+    settings = build_settings(artifact, _loaded(model), CacheOptions(engine=engine))
     for rotations in (judged.codec.rotations, settings.codec.rotations):
         for layer, matrix in matrices.items():
             key = rotations[layer].key
@@ -83,14 +85,14 @@ def _loaded(model: str):
 def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     model, artifact = tiny_of_heads
     served = server_settings(model, artifact.folder)
-    read = build_settings(artifact, _loaded(model), {"engine": "vllm"})
+    read = build_settings(artifact, _loaded(model), CacheOptions(engine="vllm"))
     assert read.layout == served.layout
     assert served.layout.prefill_layout == "window"
     assert read.codec.rounding == served.codec.rounding == "feedback"
     for layer, side, _ in artifact.rotations.each():
         pages = [each.page_layout(layer, side) for each in (read, served)]
         assert pages[0] == pages[1]
-    job = evaluation_job(model, artifact, engine="vllm", prefill_chunk=64)
+    job = evaluation_job(EvaluationSettings(model, artifact, engine="vllm", prefill_chunk=64))
     assert (job.format, job.prefill_layout) == ("fine", "window")
     elsewhere = "format fine"
     assert job.notes[0].endswith(f"{elsewhere}. Lost: nothing")
@@ -100,11 +102,11 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
 def test_options_come_before_what_the_engine_picks(tiny_of_heads):
     model, artifact = tiny_of_heads
     options = dict(format="sglang-3", windows=[(4, 16)], pooled=False)
-    job = evaluation_job(model, artifact, engine="vllm-oscar", **options)
+    job = evaluation_job(EvaluationSettings(model, artifact, engine="vllm-oscar", **options))
     assert (job.format, job.windows, job.pooled) == ("sglang-3", [(4, 16)], False)
     assert job.notes[0].endswith("Chosen instead: format, windows, pooled")
     settings = build_settings(
-        artifact, _loaded(model), {"engine": "sglang", "rounding": "feedback"}
+        artifact, _loaded(model), CacheOptions(engine="sglang", rounding="feedback")
     )
     assert settings.codec.rounding == "feedback"
 
@@ -131,8 +133,8 @@ def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, cho
         raise RotationZooError("enough")
 
     monkeypatch.setattr(evaluation_module, "run_models", keep)
-    settings = chosen | ({"layers": layers} if layers else {})
-    job = evaluation_job(model, artifact, engine="vllm", **settings, **SHORT)
+    job = evaluation_job(EvaluationSettings(model, artifact, engine="vllm", **chosen, **SHORT))
+    job = replace(job, layers=layers)
     with pytest.raises(RotationZooError, match="enough"):
         evaluate(job)
     (trial,) = trials
@@ -147,14 +149,14 @@ def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, cho
 def test_another_budget_is_refused_where_rows_have_the_same_bits(tiny_of_heads, options):
     model, artifact = tiny_of_heads
     with pytest.raises(UsageError, match="have the same bits in all layers"):
-        evaluate(evaluation_job(model, artifact, bits=3.25, **options, **SHORT))
+        evaluate(evaluation_job(EvaluationSettings(model, artifact, bits=3.25, **options, **SHORT)))
     with pytest.raises(UsageError, match="have the same bits in all layers"):
         generate(model, "a b", rotations=artifact, bits=3.25, **options)
     if "format" in options:
         with pytest.raises(UsageError, match="have the same bits in all layers"):
             server_settings(model, artifact.folder, bits=3.25, **options)
     with pytest.raises(UsageError, match="and none have"):
-        evaluate(evaluation_job(model, bits=3.25, **SHORT))
+        evaluate(evaluation_job(EvaluationSettings(model, bits=3.25, **SHORT)))
     with pytest.raises(UsageError, match="and none have"):
         generate(model, "a b", rotations=None, bits=3.25)
 
@@ -163,9 +165,9 @@ def test_another_budget_is_refused_where_rows_have_the_same_bits(tiny_of_heads, 
 def test_beside_windows_all_other_layers_have_the_same_bits(windowed, bits):
     model, artifact = windowed
     served = server_settings(model, artifact.folder, bits=bits).codec.rotations
-    read = build_settings(artifact, _loaded(model), {"engine": "vllm", "bits": bits})
+    read = build_settings(artifact, _loaded(model), CacheOptions(engine="vllm", bits=bits))
     assert read.layout.format == SIMULATED["fine"]
-    assert build_settings(artifact, _loaded(model), {}).codec.rotations.has_budget
+    assert build_settings(artifact, _loaded(model), CacheOptions()).codec.rotations.has_budget
     stored = 0.0
     for layer, side, rotation in served.each():
         assert rotation.fine_channels == served[0][side].fine_channels
@@ -196,19 +198,22 @@ def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_
 def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
     """The demo's own rotations, pooled already."""
     hadamard = Artifact.open(made)
-    chosen = choose_measures("vllm-oscar", [hadamard], {})
-    assert chosen["pooled"] == hadamard.rotations.per_head
-    assert choose_measures("vllm-oscar", [], {})["pooled"] is False
+    asked = EvaluationSettings("demo", hadamard, engine="vllm-oscar")
+    assert evaluation_job(asked).pooled == hadamard.rotations.per_head
+    assert evaluation_job(replace(asked, artifacts=())).pooled is False
 
 
 def test_recipes_of_engines():
-    recipes = {name: calibration_job("demo", engine=name).recipe.name for name in ENGINES}
+    def recipe_of(engine: str, **options) -> str:
+        return calibration_job(CalibrationSettings("demo", engine=engine, **options)).recipe.name
+
+    recipes = {name: recipe_of(name) for name in ENGINES}
     assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
     assert {name for name in recipes if recipes[name] == "oscar"} == {"vllm", "transformers"}
     assert set(recipes.values()) == {"oscar", "oscar-quick", "oscar-v1"}
-    assert calibration_job("demo", engine="llama.cpp", recipe="random").recipe.name == "random"
+    assert recipe_of("llama.cpp", recipe="random") == "random"
     with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):
-        calibration_job("demo", engine="vlm")
+        recipe_of("vlm")
 
 
 def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):

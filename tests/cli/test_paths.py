@@ -17,10 +17,11 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import validate_kernel
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.engines.import_ import import_
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data, Recipe, name_of
+from rotationzoo.settings import Import
 from rotationzoo.zoo.push import prepare_upload
 
 SMALL = Data(tokens=1024, length=512)

@@ -6,10 +6,10 @@ from engines_table import PAGE, current_tables, tables
 from support.engine_artifacts import WRITTEN, base_for, exported
 from support.recipes import QUICK
 
+from rotationzoo.artifact.reductions import Options
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.codec.engine_needs import ENGINE_NAMES, ENGINES
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import launch_line
 from rotationzoo.recipe.loading import PRESETS
 

@@ -7,7 +7,7 @@ import gguf
 import pytest
 from support.engine_artifacts import OSCAR, WRITTEN, base_for, check_engine, exported
 
-from rotationzoo.engines.base import Options
+from rotationzoo.artifact.reductions import Options
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import sha256
 

@@ -27,19 +27,19 @@ from support.published import ok
 from support.reports import evaluate
 from support.tensors import stored_rotations, stored_statistics
 
+from rotationzoo.artifact.reductions import Options, Request
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.oscar_pt import read_pt
-from rotationzoo.engines.import_ import Import, import_
-from rotationzoo.engines.payload import Request
+from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.linalg import compositions
 from rotationzoo.recipe import Data, Recipe
+from rotationzoo.settings import Import
 
 
 def test_a_published_pair_comes_back(pair, tmp_path):

@@ -12,19 +12,20 @@ from support.models import save_family
 from support.oscar_files import refused
 from support.recipes import QUICK
 
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.checks import membership
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export, launch_line
-from rotationzoo.engines.import_ import Import, import_
-from rotationzoo.engines.payload import Request
+from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
+from rotationzoo.settings import Import
 
 FITTED = "c_kv_rcov_phblock_g16"
 RANK = 32

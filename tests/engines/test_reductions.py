@@ -8,11 +8,11 @@ from support.oscar_files import refused
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.engines import export as exporting
 from rotationzoo.engines.export import export, launch_line
-from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import write_artifact
 

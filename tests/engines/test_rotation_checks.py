@@ -8,8 +8,9 @@ from support.oscar_files import DIM, KEY, LAYERS, VALUE, model_of, moments, publ
 from support.tensors import stored_rotations
 
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
+from rotationzoo.settings import Import
 
 # What some file in the world holds where a table of ours is.
 ODD = {

@@ -14,6 +14,7 @@ from rotationzoo.evaluation.decision import (
     decide,
     spend_level,
 )
+from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks.prompts import LOOKS, MOST_QUESTIONS
 
 NAMES = "mine", "identity", "hadamard"
@@ -172,7 +173,8 @@ def test_the_words_name_tasks_the_worst_first_and_those_that_show_little():
         correct = ("1" * right).ljust(32, "0")
         exact[task] = ExactTaskRecall.model_construct(correct=correct, prompts=[8] * 4, **shared)
         arms[task] = recall(("1" * kept).ljust(32, "0")).model_copy(update=shared)
-    line = decide("mine", {"mine": arms}, exact, 32).words[1]
+    made = decide("mine", {"mine": arms}, exact, 32)
+    line = put_into_words(made, {"mine": arms}, exact).words[1]
     assert line == (
         "By task: quote 50% of 16, copy 100% of 6, needles 100% of 32. The model itself answers "
         "6 of 32 copy questions: they show little."
@@ -183,9 +185,11 @@ def test_the_words_name_tasks_the_worst_first_and_those_that_show_little():
 def test_where_nothing_can_be_kept_nothing_is_decided():
     unasked = decide("mine", {"mine": {}}, {}, 16)
     assert (unasked.action, unasked.kept, unasked.more_questions) == ("ask", None, None)
-    unable = {"copy": ExactTaskRecall.model_construct(correct="00", prompts=[2])}
-    unable = decide("mine", {"mine": {}}, unable, 16)
+    exact = {"copy": ExactTaskRecall.model_construct(correct="00", prompts=[2])}
+    unable = decide("mine", {"mine": {}}, exact, 16)
     assert unable.action == "nothing"
-    assert str(unable).startswith("Undecided: the model itself can do none of the tasks, so")
+    assert str(put_into_words(unable, {"mine": {}}, exact)).startswith(
+        "Undecided: the model itself can do none of the tasks, so"
+    )
     single = decide_on({"mine": "1" * 8})
     assert (single.action, single.interval[1]) == ("ask", 1.0)

@@ -27,7 +27,6 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli import evaluate as evaluate_view
-from rotationzoo.cli.options import parse_windows
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import prepare as job_module
@@ -42,6 +41,7 @@ from rotationzoo.model.compatibility import add_adapter
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
+from rotationzoo.settings import parse_windows
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 

@@ -17,6 +17,7 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.answers import Answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.recipe import Data
+from rotationzoo.settings import EvaluationSettings
 
 pytestmark = pytest.mark.usefixtures("one_range")
 
@@ -105,7 +106,7 @@ def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):
     ],
 )
 def test_few_questions_come_with_little_text(options, tokens):
-    assert evaluation_job("demo", **options).data.tokens == tokens
+    assert evaluation_job(EvaluationSettings("demo", **options)).data.tokens == tokens
 
 
 def test_rungs_are_not_asked_by_the_clock(job):

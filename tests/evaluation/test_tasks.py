@@ -12,7 +12,6 @@ from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.scores import Decision
 from rotationzoo.cli.evaluate import check_kept, suggest_next
 from rotationzoo.cli.next_steps import remember_words
-from rotationzoo.cli.options import parse_lengths, parse_tasks
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.evaluate import _saved_answers
@@ -26,6 +25,7 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Data
+from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks
 
 pytestmark = pytest.mark.usefixtures("one_range")
 LENGTH, SHORT = 512, 352
@@ -132,31 +132,31 @@ def test_answers_of_another_version_are_asked_again(job, library, monkeypatch):
 
 
 def test_the_next_command(capsys):
-    def following(model: list[str], artifacts: list[Path], action="serve", **about) -> str:
-        engine = about.pop("engine", None)
+    def following(model: str, artifacts: list[Path], action="serve", **about) -> str:
+        chosen = {name: about.pop(name, None) for name in ("engine", "revision")}
         decided = [Decision(arm="mine", action=action, level=0.05, words=[], **about)]
-        suggest_next(Output(), decided, model, artifacts, saved=False, seed=3, engine=engine)
+        suggest_next(Output(), decided, EvaluationSettings(model, artifacts, seed=3, **chosen))
         last = capsys.readouterr().err.splitlines()[-1]
         return last.removeprefix("Next: rotationzoo ")
 
     artifacts = [Path("rotations/my demo")]
-    demo = following(["demo"], artifacts)
+    demo = following("demo", artifacts)
     assert demo == "generate demo --rotations 'rotations/my demo' --compare"
-    other = following(["a/b", "--revision", "c"], artifacts)
+    other = following("a/b", artifacts, revision="c")
     assert other.startswith("generate a/b --revision c --rotations")
     assert other.endswith("--prompt TEXT")
-    assert following(["a/b"], []) == "calibrate a/b"
-    assert following(["a/b"], artifacts, "refuse") == "calibrate a/b --bits 3.5"
-    assert following(["a/b"], artifacts, "refuse", bits=2.53) == "calibrate a/b --bits 3"
+    assert following("a/b", []) == "calibrate a/b"
+    assert following("a/b", artifacts, "refuse") == "calibrate a/b --bits 3.5"
+    assert following("a/b", artifacts, "refuse", bits=2.53) == "calibrate a/b --bits 3"
     place = "evaluate a/b 'rotations/my demo'"
     for about in ({"bits": 4.0}, {"engine": "sglang"}, {"floor": 0.95, "bits": 4.0}):
         engine = " --for sglang" if "engine" in about else ""
         keep = " --keep 95" if "floor" in about else ""
-        command = following(["a/b"], artifacts, "refuse", **about)
+        command = following("a/b", artifacts, "refuse", **about)
         assert command == f"{place}{engine}{keep} --rivals fp8"
     remember_words(["evaluate", "a/b", "x", "--questions", "8", "--seed=3", "--save"])
     more = "evaluate a/b x --save --questions 96 --seed 4"
-    assert following(["a/b"], artifacts, "ask", more_questions=96) == more
+    assert following("a/b", artifacts, "ask", more_questions=96) == more
 
 
 def test_the_values_of_options():

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rotationzoo import RotatedCache, generate
 from rotationzoo.errors import RotationZooError
-from rotationzoo.generation.generate import Generation, TextStream, find_parting
+from rotationzoo.generation.generate import TextStream, find_parting
 from rotationzoo.generation.generate import generate as run
 from rotationzoo.model import loading
 from rotationzoo.model.source import DEMO
+from rotationzoo.settings import GenerationSettings
 
 TEXT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self, path):\n" * 4
 SMALL = {"device": "cpu", "sink": 4, "recent": 16, "max_new_tokens": 16}
@@ -126,7 +127,8 @@ def test_a_note_on_other_weights_comes_before_the_text(made, tmp_path):
     folder, shown = tmp_path / "other", []
     shutil.copytree(DEMO, folder)
     edit_config(folder, rope_theta=12345.0)
-    job = Generation(str(folder), TEXT, str(made), max_new_tokens=4, cache={"sink": 4, "recent": 8})
+    options = {"max_new_tokens": 4, "sink": 4, "recent": 8}
+    job = GenerationSettings(str(folder), TEXT, rotations=str(made), **options)
     with pytest.raises(RotationZooError, match="made for other weights"):
         run(job)
     job = replace(job, anyway=True)

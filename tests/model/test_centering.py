@@ -15,18 +15,19 @@ from support.models import save_family
 from support.recipes import QUICK
 from support.tensors import stored_rotations
 
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export
-from rotationzoo.engines.import_ import Import, import_
-from rotationzoo.engines.payload import Request
+from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import geometry_from_json, geometry_json
 from rotationzoo.model import centering
 from rotationzoo.model.capture import Attention
 from rotationzoo.recipe import Data
+from rotationzoo.settings import Import
 from rotationzoo.zoo import regenerate
 from rotationzoo.zoo.index import Entry
 

@@ -10,13 +10,12 @@ import torch
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.pooling import pooled_rotations
+from rotationzoo.artifact.reductions import Options, Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
-from rotationzoo.engines.payload import Request
 from rotationzoo.geometry import Layer, cached_layers
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import geometry_of

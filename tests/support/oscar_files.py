@@ -11,8 +11,9 @@ from scipy.linalg import hadamard as sylvester
 from transformers import Qwen3Config
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
+from rotationzoo.settings import Import
 
 LAYERS, DIM = 9, 64
 KEY, VALUE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"

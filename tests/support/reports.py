@@ -25,6 +25,7 @@ from rotationzoo.evaluation import probes
 from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 from rotationzoo.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
@@ -284,7 +285,8 @@ def decide_on(
     for name, digits in arms.items():
         length = lengths[0].model_copy(update={"questions": len(digits)})
         answers[name] = {"copy": recall(digits).model_copy(update={"by_length": [length]})}
-    return decide(first, answers, exact, len(correct), rule, bits)
+    made = decide(first, answers, exact, len(correct), rule, bits)
+    return put_into_words(made, answers, exact, bits)
 
 
 def draw_answers(draw: random.Random, prompts: int, *shares: float) -> list[str]:

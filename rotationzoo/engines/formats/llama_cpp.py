@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rotationzoo.artifact.manifest import hash_config
+from rotationzoo.artifact.reductions import Options
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.engines.base import PAGE, Launch, Options, Payload, check_limits, clip_text
+from rotationzoo.engines.base import PAGE, Launch, Payload, check_limits, clip_text
 from rotationzoo.engines.formats import gguf_file
 from rotationzoo.engines.rotation_file import as_mapping, objective_name
 from rotationzoo.errors import RotationZooError

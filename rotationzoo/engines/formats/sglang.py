@@ -7,7 +7,8 @@ files by two environment variables.
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import Launch, Options, Payload, check_limits
+from rotationzoo.artifact.reductions import Options
+from rotationzoo.engines.base import Launch, Payload, check_limits
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers

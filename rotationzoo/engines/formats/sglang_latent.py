@@ -7,7 +7,8 @@ variable. Each file holds one float32 matrix R `[D, D]`, for `c @ R`.
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines.base import Launch, Options, Payload
+from rotationzoo.artifact.reductions import Options
+from rotationzoo.engines.base import Launch, Payload
 from rotationzoo.engines.formats.oscar_pt import write_pt
 from rotationzoo.engines.formats.sglang import windows_of
 

@@ -11,7 +11,7 @@ the manifest lists.
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,8 @@ from pydantic import AliasPath, Field
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError, UsageError, as_refusal, first_sentence
 from rotationzoo.network import limits
+from rotationzoo.options import as_tuple
+from rotationzoo.settings import Signatures
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.folders import link
 from rotationzoo.storage.strict_json import Sha256, Strict
@@ -64,23 +66,17 @@ class Demand:
         return named
 
 
-def make_demand(
-    signers: str | Sequence[str] | None = None,
-    issuer: str | None = None,
-    require_signature: bool = False,
-    trust_config: str | Path | None = None,
-) -> Demand:
+def make_demand(asked: Signatures) -> Demand:
     """The demand of a command's or a function's options. Raises `UsageError` for options that
     contradict each other, and `RotationZooError` if a demand cannot be met without the extra."""
-    # One signer is one name, and not its letters.
-    named = [signers] if isinstance(signers, str) else signers or ()
-    if issuer is not None and not named:
+    named = as_tuple(asked.signers)
+    if asked.issuer is not None and not named:
         hint = "add: --signer IDENTITY"
         raise UsageError("--issuer needs a --signer that it vouches for", hint)
-    if named or require_signature:
+    if named or asked.require_signature:
         check_installed("checking a signature")
-    parsed = tuple(parse_signer(name, issuer) for name in named)
-    return Demand(parsed, require_signature, None if trust_config is None else Path(trust_config))
+    parsed = tuple(parse_signer(name, asked.issuer) for name in named)
+    return Demand(parsed, asked.require_signature, asked.trust_config)
 
 
 def is_installed() -> bool:

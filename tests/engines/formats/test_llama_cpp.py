@@ -12,16 +12,16 @@ from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
 from support.models import save_tiny
 
+from rotationzoo.artifact.reductions import Options, Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.engines import formats
-from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
-from rotationzoo.engines.import_ import Import, import_
-from rotationzoo.engines.payload import Request
+from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
+from rotationzoo.settings import Import
 
 
 def test_two_head_dimensions_in_a_gguf(made, tmp_path):

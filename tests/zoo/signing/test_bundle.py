@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from rotationzoo.errors import RotationZooError
+from rotationzoo.settings import Signatures
 from rotationzoo.zoo.signing.check import (
     LIMIT,
     Signed,
@@ -24,12 +25,12 @@ def signed(keys) -> dict:
     from rotationzoo.zoo.signing.make import SigningTool
 
     data, signer = SigningTool(keys.ours).sign(FILES, "oscar-0123")
-    assert signer == make_demand(signers=[str(keys.public)]).signers[0]
+    assert signer == make_demand(Signatures(signers=[str(keys.public)])).signers[0]
     return json.loads(data)
 
 
 def check(content: dict, keys) -> None:
-    demand = make_demand(signers=[str(keys.public)])
+    demand = make_demand(Signatures(signers=[str(keys.public)]))
     check_signature(Signed("it", FILES, json.dumps(content).encode()), demand)
 
 
@@ -122,7 +123,7 @@ def test_a_certificate_that_is_none(signed, keys, certificate):
 @pytest.mark.hostile("size")
 def test_a_signature_that_is_too_large(keys):
     with pytest.raises(RotationZooError, match="no signature has more than"):
-        check_signature(Signed("it", FILES, b" " * (LIMIT + 1)), make_demand())
+        check_signature(Signed("it", FILES, b" " * (LIMIT + 1)), make_demand(Signatures()))
 
 
 @pytest.mark.hostile("malformed")
@@ -130,4 +131,4 @@ def test_a_signature_that_is_too_large(keys):
 def test_a_signature_that_is_no_json(data):
     """Also where the extra is not installed."""
     with pytest.raises(RotationZooError, match="the signature of it is damaged"):
-        check_signature(Signed("it", FILES, data), make_demand())
+        check_signature(Signed("it", FILES, data), make_demand(Signatures()))

@@ -1,16 +1,70 @@
-"""Reductions: what an export leaves out of an artifact because its engine does not take it."""
+"""Reductions: what is left out of an artifact because its engine does not take it."""
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.engine_needs import check_sides, choose_format, find_engine
-from rotationzoo.engines.payload import Request, Settled, distinct_clips, dropped_means
 from rotationzoo.errors import UsageError
-from rotationzoo.sides import HEADS
+from rotationzoo.rotations import SIDES, Rotations
+from rotationzoo.sides import EVERY_SIDE, HEADS
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
 """What `--for` picks of a cache, in the words of the options that come before it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that only some engines need."""
+
+    base: Path | None = None
+    """The GGUF file to copy."""
+    model: str | None = None
+    """The model that the base was converted from, to compare the two. By default it is the
+    artifact's own model, if that is in the hub's cache."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The settings of one export, as the user gave them, including what may be left out."""
+
+    engine: str
+    output: Path | None = None
+    pooled: bool = False
+    """One rotation per layer instead of one per KV head."""
+    uncentered: bool = False
+    """Leave out the means: keys and values are rotated as they are."""
+    clip: tuple[float, float] | None = None
+    """Clip ratios of keys and of values, instead of the artifact's own."""
+    windows: tuple[int, int] | None = None
+    """Sink and recent tokens, instead of the artifact's own."""
+    options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True)
+class Settled(Request):
+    """A request that leaves nothing open."""
+
+    clip: tuple[float, float] = (1.0, 1.0)
+    windows: tuple[int, int] = (0, 0)
+
+
+def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
+    """The distinct clip ratios of all that is read as keys, and as values, ascending."""
+    ratios: dict[str, set[float]] = {side: set() for side in SIDES}
+    for layer in rotations.values():
+        for side in SIDES:
+            ratios[side].update(layer[side].clip.tolist())
+    return tuple(sorted(ratios[side]) for side in SIDES)
+
+
+def dropped_means(artifact: Artifact, request: Request) -> list[str]:
+    """The sides whose means are left out: the engine does not subtract them, or the user does not
+    want them."""
+    kept = () if request.uncentered else find_engine(request.engine).means
+    mine = [side for side in EVERY_SIDE if side in artifact.rotations.sides]
+    return [side for side in mine if artifact.recipe.centers(side) and side not in kept]
 
 
 def settle_request(artifact: Artifact, request: Request) -> Settled:
@@ -35,8 +89,15 @@ def settle_request(artifact: Artifact, request: Request) -> Settled:
             hint = f"--clip {max(clip):g}"
             raise UsageError(f"{request.engine} has a single clip ratio", hint)
         clip = (max(clip), max(clip))
-    chosen = {"pooled": request.pooled or not engine.heads, "clip": clip}
-    return Settled(**{**vars(request), **chosen, "windows": request.windows or windows})
+    return Settled(
+        request.engine,
+        request.output,
+        pooled=request.pooled or not engine.heads,
+        uncentered=request.uncentered,
+        clip=clip,
+        windows=request.windows or windows,
+        options=request.options,
+    )
 
 
 def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
@@ -79,28 +140,3 @@ def describe_choice(
     words = f"For {name}: {picked}. Lost: {'; '.join(lost) or 'nothing'}"
     instead = ", ".join(option for option in _PICKED if option in settings)
     return f"{words}. Chosen instead: {instead}" if instead else words
-
-
-def choose_measures(
-    name: str, artifacts: Iterable[Artifact], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The settings of an evaluation that measures what an engine serves of artifacts; `settings`
-    are the user's own. Raises `UsageError` for an engine whose codec is not simulated."""
-    engine, artifacts = find_engine(name), list(artifacts)
-    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    chosen: dict[str, Any] = {
-        "engine": name,
-        "format": choose_format(name, has_budget),
-        "uncentered": engine.uncentered,
-        "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
-        "notes": [describe_choice(name, artifacts, settings)],
-    }
-    if not engine.sliding:
-        chosen["leaves_windows"] = True
-    if not engine.feedback:
-        chosen["rounding"] = "nearest"
-    if not engine.windows:
-        chosen["windows"] = [(0, 0)]
-    if settings.get("prefill_chunk"):
-        chosen["prefill_layout"] = engine.prefill_layout
-    return chosen

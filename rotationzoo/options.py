@@ -1,0 +1,116 @@
+"""How an option is declared: once, in a frozen class of settings that Python callers and the
+command line share."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import wraps
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, ParamSpec, Self, TypeVar, Union, get_args, get_origin
+
+from rotationzoo.errors import UsageError
+from rotationzoo.words import nearest
+
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+def about(help: str, *names: str, argument: bool = False, kind: Any = None, **more: Any) -> Any:
+    """What the command line needs to know of a field: its `help`; its `names`, by default the
+    field's own; and the `kind` of what is typed, a type or a function that parses text, by default
+    the field's type. `more` goes to Typer."""
+    return {"help": help, "names": names, "argument": argument, "kind": kind, "more": more}
+
+
+def option(help: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """An option of a class of settings or of a command, as `about` describes it."""
+    return field(default=default, metadata=about(help, *names, **more))
+
+
+def flag(help: str, *names: str) -> Any:
+    """An option that is given or not, without a value."""
+    return option(help, *names, default=False)
+
+
+def argument(help: str, default: Any = ..., **more: Any) -> Any:
+    """An argument of a command; without a default, it is required."""
+    return option(help, default=default, argument=True, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options with their values. None stands for the default. Raises `UsageError` for a value that
+    is none of the choices."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, choices = getattr(self, each.name), _choices_of(each.type)
+            if value is None and each.default is not MISSING:
+                object.__setattr__(self, each.name, each.default)
+            elif choices and value not in (None, *choices):
+                problem = f"there is no {each.name} {value!r}{nearest(str(value), choices)}"
+                raise UsageError(problem, hint=f"give one of {', '.join(choices)}")
+
+    def part(self, base: type) -> dict[str, Any]:
+        """The values of the options that a `base` of this class has, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(base)}
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the options that are not left open."""
+        return [each.name for each in fields(self) if getattr(self, each.name) is not None]
+
+    def complete(self, **defaults: Any) -> Self:
+        """The same with these values of what is left open."""
+        return replace(self, **{name: defaults[name] for name in defaults.keys() - self.given})
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """One value, or several, as several; None as none."""
+    if value is None:
+        return ()
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    return tuple(value) if several else (value,)
+
+
+def _plain(kind: Any) -> Any:
+    """The type without what is said of the option."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _choices_of(kind: Any) -> tuple[str, ...]:
+    """The words of a type that has words alone."""
+    kind = _plain(kind)
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    words = [part for part in parts if get_origin(part) is Literal]
+    return get_args(words[0]) if words and {*parts} <= {*words, NoneType} else ()
+
+
+def takes(settings: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
+    """Make a function of settings one that takes them as its own arguments. It raises `TypeError`
+    for others, as any function does."""
+    assert isinstance(settings, type)
+    # The class's own options before those of its bases.
+    names = [name for each in settings.__mro__ for name in inspect.get_annotations(each)]
+    known = inspect.signature(settings).parameters
+    parameters = [each.replace(annotation=_plain(each.annotation)) for each in known.values()]
+    parameters.sort(key=lambda each: (each.kind, names.index(each.name)))
+
+    def spread(function: Callable[[S], R]) -> Callable[P, R]:
+        result = inspect.signature(function).return_annotation
+        signature = inspect.Signature(parameters, return_annotation=result)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                meant = [nearest(name, known) for name in kwargs.keys() - known]
+                raise TypeError(f"{function.__name__}() {error}{''.join(meant)}") from None
+            return function(settings(*args, **kwargs))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return spread

@@ -1,0 +1,340 @@
+"""The settings of `calibrate`, `evaluate` and `generate`. Each option is declared here, once, for
+Python callers and for the command line, which has those that say how it helps with them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from rotationzoo.budget import Budget
+from rotationzoo.codec.options import (
+    Bits,
+    CacheOptions,
+    Engine,
+    FormatName,
+    PrefillLayout,
+    Rounding,
+)
+from rotationzoo.errors import UsageError
+from rotationzoo.options import Settings, about, argument, flag, option
+from rotationzoo.progress import Progress
+from rotationzoo.recall.questions import TASKS
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.recipe import Recipe
+
+RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
+"""The names in `recipe.PRESETS`, the default first."""
+MAX_NEW_TOKENS = 256
+Write = Callable[[str], None]
+
+# ---- options as text
+
+
+def parse_windows(text: str | None) -> list[tuple[int, int]] | None:
+    """Parse `64/256,128/1024` to pairs of sink and recent tokens. Raises `UsageError`."""
+    windows = []
+    for part in filter(None, (text or "").split(",")):
+        sink, _, recent = part.partition("/")
+        if not (sink.strip().isdecimal() and recent.strip().isdecimal() and part.isascii()):
+            hint = "write it as: --windows 64/256,128/1024"
+            raise UsageError(f"--windows has no sink/recent in {part!r}", hint)
+        windows.append((int(sink), int(recent)))
+    return list(dict.fromkeys(windows)) or None
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """Parse `64/256` to one pair of sink and recent tokens. Raises `UsageError`."""
+    windows = parse_windows(text) or []
+    if len(windows) != 1:
+        words = f"--windows {text} is not one pair of sink/recent"
+        raise UsageError(words, hint="write it as: --windows 64/256")
+    return windows[0]
+
+
+def parse_clip(text: str) -> tuple[float, float]:
+    """Parse `0.96/0.92` to the clip ratios of keys and of values, or one for both. Raises
+    `UsageError`."""
+    try:
+        ratios = [float(part) for part in text.split("/")]
+    except ValueError:
+        ratios = []
+    if len(ratios) not in (1, 2) or not all(0 < ratio <= 1 for ratio in ratios):
+        words = f"--clip {text} is not a clip ratio above 0 and at most 1"
+        raise UsageError(words, hint="write it as: --clip 0.96/0.92")
+    return ratios[0], ratios[-1]
+
+
+def parse_tasks(tasks: str) -> list[str] | None:
+    """Parse the names of recall tasks, such as `needles,copy`, `all` (None) or `none`."""
+    if tasks == "all":
+        return None
+    names = tasks.split(",") if tasks != "none" else []
+    return list(dict.fromkeys(name.strip() for name in names))
+
+
+def parse_lengths(lengths: str) -> list[int]:
+    """Parse the lengths of prompts, such as `2048,8192`. Raises `UsageError`."""
+    parts = [part.strip() for part in lengths.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        words = f"--lengths {lengths} is not a list of numbers of tokens"
+        raise UsageError(words, hint="write it as: --lengths 2048,8192")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def parse_questions(text: str) -> int | Literal["auto"]:
+    """Parse a number, or `auto`. Raises `UsageError`."""
+    if text != "auto" and not text.removeprefix("-").isdecimal():
+        hint = "write it as: --questions 64, or auto"
+        raise UsageError(f"--questions {text!r} is not a number", hint)
+    return "auto" if text == "auto" else int(text)
+
+
+def _parse_rivals(text: str) -> list[str]:
+    return text.replace(" ", "").split(",")
+
+
+# ---- those that commands have, too
+
+MODEL = about("A hub id, folder, GGUF file, or demo.", argument=True, kind=str)
+ModelName = Annotated[str, argument("A hub id, folder, GGUF file, or demo.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], option("Where to run.")]
+Revision = Annotated[str | None, option("Branch, tag or commit of a hub model.")]
+RopeScaling = Annotated[str | None, option("Scale RoPE: yarn:4, yarn:4:32768, linear:2.")]
+Anyway = Annotated[bool, option("Also take rotations of other weights.")]
+OutputFolder = Annotated[
+    str | Path | None,
+    option("Folder (rotations/MODEL-RECIPE).", "--output", "-o", kind=Path | None),
+]
+Clip = Annotated[
+    tuple[float, float] | None,
+    option("Clip ratios of keys and values, as 0.96/0.92, or one for both.", kind=parse_clip),
+]
+Windows = Annotated[
+    tuple[int, int] | None,
+    option("Sink and recent tokens kept exact, as 64/256.", kind=parse_window),
+]
+Restart = Annotated[bool, option("Replace an artifact that is there.")]
+TrustConfig = Annotated[
+    Path | None,
+    option("Keys of another Sigstore than the public one, as a JSON file."),
+]
+TextLength = Annotated[int | None, option("Tokens per text (2048; more for windows).", min=2)]
+Tasks = Annotated[
+    str | Sequence[str] | None,
+    option(f"{', '.join(TASKS)}, or none (all).", kind=parse_tasks),
+]
+Lengths = Annotated[
+    int | Sequence[int] | None,
+    option("Tokens per prompt, as 2048,8192 (--length).", kind=parse_lengths),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Settings):
+    """Where a model runs."""
+
+    device: Device = "auto"
+    device_map: str | None = option("auto: over GPUs, main memory and disk.")
+    max_memory: str | None = option("Limits of that map: 0=20GiB,cpu=60GiB.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Machine):
+    """How a model is loaded. Calibration, evaluation and generation share these settings."""
+
+    revision: Revision = None
+    dtype: Literal["auto", "bfloat16", "float32"] = option("auto: the model's own.", default="auto")
+
+    @property
+    def torch_device(self) -> str:
+        """The device to run on. Raises `UsageError`."""
+        from rotationzoo.model.loading import torch_device
+
+        return torch_device(self.device)
+
+    @property
+    def torch_dtype(self) -> "torch.dtype | str":
+        """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread
+        over devices it is the checkpoint's own type."""
+        import torch
+
+        if self.dtype != "auto":
+            return cast(torch.dtype, getattr(torch, self.dtype))
+        on_cpu_alone = self.torch_device == "cpu" and self.device_map is None
+        return torch.float32 if on_cpu_alone else "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(RunSettings):
+    """A model, and the text that it reads."""
+
+    engine: Engine = None
+    data: str | None = option("Data set id, .jsonl, .txt or .parquet, or bundled.")
+    subset: str | None = option("The data set's configuration.")
+    split: str | None = option("The data set's split (train).")
+    column: str | None = option("Column of the text or of the chat messages.")
+    tokens: int | None = option("Tokens in all (32768).", min=1)
+    length: int | None = option("Tokens per row (8192).", min=2)
+    seed: int | None = option("Order of the documents (0).")
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """What is given of the text, by the keys of a recipe's `data`."""
+        names = ("subset", "split", "column", "tokens", "length", "seed")
+        chosen = {"source": self.data, **{name: getattr(self, name) for name in names}}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationSettings(TextSettings):
+    """The settings of `rotationzoo.calibrate`, which says what each of them is."""
+
+    model: "str | PreTrainedModel" = field(kw_only=False, metadata=MODEL)
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    recipe: "str | Recipe | None" = option(
+        f"{', '.join(RECIPES)}, or a YAML file (the engine's).", kind=str | None
+    )
+    output: OutputFolder = None
+    feedback: bool | None = option("Store what error feedback needs.", "--feedback/--no-feedback")
+    bits: float | None = option("Budget: bits an element; layers that lose more get more.")
+    key_bits: float | None = option("The same for keys alone.")
+    value_bits: float | None = option("The same for values alone.")
+    quick: bool = flag("No budget: 2-bit codes, with scales 2.25 to 3 bits an element.")
+    images: str | None = option("Column of images (vision models).")
+    audio: str | None = option("Column of audio, as WAV.")
+    batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
+    rope_scaling: RopeScaling = None
+    restart: bool = flag("Drop a checkpoint and replace rotations.")
+    progress: Progress | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of bits. Raises `UsageError`."""
+        return Budget(self.bits, self.key_bits, self.value_bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(TextSettings):
+    """The settings of `rotationzoo.evaluate`, which says what each of them is."""
+
+    model: str = field(kw_only=False, metadata=MODEL)
+    artifacts: "str | Path | Artifact | Sequence[str | Path | Artifact]" = field(
+        default=(),
+        kw_only=False,
+        metadata=about(
+            "Folders of rotations.", argument=True, kind=list[Path] | None, metavar="ROTATIONS"
+        ),
+    )
+    save: bool = flag("Add evaluation.json to the rotations.")
+    data: str | None = option("Data set id, .jsonl, .txt or .parquet (held-out text).")
+    tokens: int | None = option("Tokens in all (16384, or as the questions).", min=1)
+    length: TextLength = None
+    tasks: Tasks = None
+    lengths: Lengths = None
+    questions: int | Literal["auto"] = option(
+        "Per task and length; auto: until it is decided.", default="auto", kind=parse_questions
+    )
+    minutes: float | None = option("Do what fits into this time.", min=0.1)
+    keep: float | None = option("Percent to keep (90); else exit 1.")
+    fewest_bits: bool = False
+    windows: tuple[int, int] | Sequence[tuple[int, int]] | None = option(
+        "Exact sink/recent tokens: 64/256,128/1024.", kind=parse_windows
+    )
+    format: FormatName = None
+    bits: Bits = None
+    rounding: Rounding | None = None
+    baselines: str | Sequence[str] | None = None
+    rivals: str | Sequence[str] = option(
+        "Other engines' caches: fp8,q4_0,exl3-2.", default=(), kind=_parse_rivals
+    )
+    pooled: bool | None = option("Also measure one rotation per layer.", "--pooled")
+    prefill_chunk: int | None = option("Prefill in chunks of N tokens.", min=1)
+    prefill_layout: PrefillLayout = None
+    rope_scaling: RopeScaling = None
+    adapter: str | Path | None = option("Folder of a LoRA adapter, read by peft.", kind=Path | None)
+    batch: int = option("Texts per forward pass.", default=1, min=1)
+    anyway: Anyway = False
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings(CacheOptions, RunSettings):
+    """The settings of `rotationzoo.generate`, which says what each of them is."""
+
+    model: str = field(kw_only=False, metadata=MODEL)
+    prompt: str = field(
+        kw_only=False, metadata=about("The text to continue.", "--prompt", "-p", kind=str | None)
+    )
+    rotations: "str | Path | Artifact | None" = field(
+        metadata=about(
+            "Their folder, or none. By default the newest of the model in the folder rotations "
+            "that you calibrated or pulled on this machine.",
+            kind=str | None,
+        )
+    )
+    chat: bool = flag("The text is a user's message to a chat model.")
+    max_new_tokens: int | None = option(f"Tokens to write at most ({MAX_NEW_TOKENS}).", min=1)
+    write: Write | None = None
+    compare: bool = flag("Also show what the exact model writes.")
+    anyway: Anyway = False
+    prefill_chunk: int = option(
+        "Tokens of the prompt that are read at a time.", min=1, default=2048
+    )
+    rope_scaling: RopeScaling = None
+    progress: Progress | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens to write at most."""
+        return MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import(Settings):
+    """The settings of one import. What neither the files nor the user state, such as clip ratios,
+    is taken from the published fitter's recipe, `oscar-v1`."""
+
+    files: Sequence[Path] = field(
+        kw_only=False,
+        metadata=about(
+            "The two rotation files, their folder, or a GGUF file.",
+            argument=True,
+            kind=list[Path],
+            metavar="FILES",
+        ),
+    )
+    output: Path = field(
+        kw_only=False,
+        metadata=about(
+            "Artifact folder (rotations/NAME-imported).", "--output", "-o", kind=Path | None
+        ),
+    )
+    model: str = field(
+        kw_only=False, metadata=about("The model that they are for: a hub id or a folder.")
+    )
+    revision: Revision = None
+    clip: Clip = None
+    windows: Windows = None
+    group_size: int | None = option("Channels that share a scale (the whole head).", min=1)
+    restart: Restart = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signatures(Settings):
+    """Options on the signatures of what is read."""
+
+    signers: str | Sequence[str] | None = option(
+        "Accept only what this identity, or this public key (a .pem file), has signed. "
+        "May be repeated.",
+        "--signer",
+        kind=list[str] | None,
+        metavar="SIGNER",
+    )
+    issuer: str | None = option("Who vouches for the identity; not needed for workflows of GitHub.")
+    require_signature: bool = flag("Refuse what is not signed.")
+    trust_config: TrustConfig = None
