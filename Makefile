@@ -13,7 +13,7 @@ TORCH_CPU := install --quiet $(addprefix -c ,$(filter-out constraints-cpu.txt,$(
 ARGS ?=
 
 # Tests marked `thorough` run in `make check` alone: the linter and the type checker, the wheel, the site,
-# the notebook, pages in a browser, the Space, the documentation's commands, and every model family.
+# the notebook, pages in a browser, the documentation's commands, and every model family.
 QUICK := not slow and not thorough and not vllm
 
 # What decides in which order numbers are summed: the kernels of a processor, and threads. `make test`

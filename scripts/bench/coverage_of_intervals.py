@@ -1,4 +1,4 @@
-"""How often the interval of what is kept covers the truth, and how wide it is.
+"""How often the interval of what is kept covers the truth, and how wide it is (docs/tasks.md).
 
     python scripts/bench/coverage_of_intervals.py [REPORT ...] [--draws 4000]
 
