@@ -99,10 +99,7 @@ def test_the_size_is_said_for_each_format_and_is_right(plain):
     hand."""
     page = render_card(plain.manifest)
     exact = 320 / 131072
-    for name, kind, bits in (
-        ("sglang", "float32", 2 + 64 / 16),
-        ("vllm", "float16", 2 + 32 / 16),
-    ):
+    for name, kind, bits in (("sglang", "float32", 2 + 64 / 16), ("vllm", "float16", 2 + 32 / 16)):
         bits = 16 * exact + bits * (1 - exact)
         assert f"| {name} | {kind} | {bits:.2f} | {16 / bits:.1f} times |" in page
 

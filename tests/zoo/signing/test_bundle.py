@@ -8,12 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.zoo.signing.check import (
-    LIMIT,
-    Signed,
-    check_signature,
-    make_demand,
-)
+from rotationzoo.zoo.signing.check import LIMIT, Signed, check_signature, make_demand
 
 FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
 
