@@ -33,9 +33,8 @@ def docs(tmp_path) -> SimpleNamespace:
 
 
 @pytest.mark.hostile("link")
-@pytest.mark.parametrize(
-    ("name", "to_file"), [("partial", False), ("old", False), ("partial", True)]
-)
+@pytest.mark.parametrize("name", ["partial", "old"])
+@pytest.mark.parametrize("to_file", [False, True])
 def test_calibrate_follows_no_link_beside_its_output(inside, docs, name, to_file):
     link = inside.folder / f"rotations/.demo-hadamard.{name}"
     link.parent.mkdir()
@@ -47,7 +46,7 @@ def test_calibrate_follows_no_link_beside_its_output(inside, docs, name, to_file
 
 @pytest.mark.hostile("link")
 @pytest.mark.parametrize(
-    "name", ["{}", ".{}.lock", ".{}.checkpoint.safetensors.lock", "{}.checkpoint.safetensors"]
+    "name", ["{}", "{}.checkpoint.safetensors", ".{}.lock", ".{}.checkpoint.safetensors.lock"]
 )
 def test_a_link_in_the_place_of_an_output_or_a_lock_is_refused(inside, docs, name):
     (docs.folder / "empty").mkdir()
@@ -276,12 +275,7 @@ def test_an_evaluation_a_checkpoint_and_an_index_that_are_no_files(inside, folde
 @pytest.mark.hostile("path")
 @pytest.mark.parametrize(
     "shards",
-    [
-        *({"a": name} for name in ("../secret.safetensors", "/etc/hostname", {"b": 1}, None)),
-        [],
-        "x",
-        3,
-    ],
+    [{"a": "../secret.safetensors"}, {"a": "/etc/hostname"}, {"a": {"b": 1}}, {"a": None}, [], "x"],
 )
 def test_an_index_of_shards_names_files_of_its_folder(inside, copied_tiny, shards):
     model = copied_tiny
