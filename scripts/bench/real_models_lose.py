@@ -58,8 +58,8 @@ from real_questions import CHAT, DEV, LENGTHS, SPLITS, TASKS, Split
 
 Place = tuple[int, str]
 """A layer and a side."""
-Bits = Mapping[Place, Sequence[int]]
-"""The bits of each KV head of a place; a place that is left out is exact, and so are 16 bits."""
+Bits = Mapping[Place, int]
+"""The bits of a place; one that is left out is exact."""
 BLOCK = 16
 """Channels whose errors are fed to later blocks together."""
 UNIFORM = (2, 3, 4)
@@ -118,20 +118,12 @@ class Frame:
     mean: torch.Tensor
     """`[H, 1, D]`: 0 where rows are not centered."""
 
-    def read(self, rows: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
-        """Rows `[B, H, T, D]`, with so many bits in each KV head, as they are read, with their
-        mean. Heads of 16 bits come back as they are."""
-        result = rows.clone()
-        for number in sorted(set(bits) - {EXACT_BITS}):
-            heads = [head for head, its in enumerate(bits) if its == number]
-            part = slice(None) if len(heads) == len(bits) else heads
-            mean = self.mean[part]
-            rotated = (rows[:, part].float() - mean) @ self.forward[part]
-            flat = rotated.transpose(0, 1).flatten(1, 2)
-            stored = feed_back(flat, self.factor[part], replace(COARSE, bits=number))
-            read = stored.unflatten(1, (len(rows), -1)).transpose(0, 1) @ self.inverse[part] + mean
-            result[:, part] = read.to(rows.dtype)
-        return result
+    def read(self, rows: torch.Tensor, bits: int) -> torch.Tensor:
+        """Rows `[B, H, T, D]` as they are read in so many bits, with their mean."""
+        flat = ((rows.float() - self.mean) @ self.forward).transpose(0, 1).flatten(1, 2)
+        stored = feed_back(flat, self.factor, replace(COARSE, bits=bits))
+        read = stored.unflatten(1, (len(rows), -1)).transpose(0, 1) @ self.inverse + self.mean
+        return read.to(rows.dtype)
 
 
 def frames_of(rotations: Rotations, device: torch.device) -> dict[Place, Frame]:
@@ -166,9 +158,7 @@ class PlannedCodec:
 
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """With a scale of 16 bits for each head's row."""
-        bits = self.bits.get((layer, side), [EXACT_BITS])
-        stored = [its + 16 / dim if its < EXACT_BITS else its for its in bits]
-        return sum(stored) / len(stored)
+        return self.bits[layer, side] + 16 / dim if (layer, side) in self.bits else EXACT_BITS
 
     def layers(self, geometry: Geometry) -> set[int]:
         """The layers that read anything in few bits."""
@@ -195,7 +185,6 @@ class Study:
         self.model = loading.load(source, config, DEVICE, torch.float32)
         self.tokenizer = loading.load_tokenizer(source)
         self.geometry = geometry_of(self.model)
-        self.heads = {layer.index: layer.kv_heads for layer in cached_layers(self.geometry)}
         self.cache = CacheLayout(COARSE, options.sink, options.recent)
         split = SPLITS[options.split]
         self.prompts = {
@@ -395,7 +384,7 @@ class Run:
             started = time.perf_counter()
             told = {**measure(), "bits": self.study.bits(codec)}
             if isinstance(codec, PlannedCodec):
-                told["plan"] = {f"{layer}.{side}": [*b] for (layer, side), b in codec.bits.items()}
+                told["plan"] = {f"{layer}.{side}": b for (layer, side), b in codec.bits.items()}
             told["seconds"] = round(time.perf_counter() - started, 2)
             arms[name] = told
             self.write()
@@ -428,17 +417,14 @@ class Parts:
         self.frames = frames_of(artifacts[0].rotations, run.study.model.device)
         self.elements = elements_of(run.study.geometry)
 
-    def codec(self, bits: Mapping[Place, int]) -> PlannedCodec:
-        """The same bits in all heads of a place."""
-        plan = {place: [its] * self.study.heads[place[0]] for place, its in bits.items()}
-        return PlannedCodec(self.frames, plan)
-
     def sides(self) -> None:
         self.run.head("a. One side, or both, in all layers")
         for sides, bits in itertools.product((("key",), ("value",), SIDES), UNIFORM):
-            places = (place for place in self.elements if place[1] in sides)
+            places = [place for place in self.elements if place[1] in sides]
             label = "keys and values" if len(sides) > 1 else f"{sides[0]}s"
-            self.run.measure(f"{label}, {bits} bits", self.codec(dict.fromkeys(places, bits)))
+            self.run.measure(
+                f"{label}, {bits} bits", PlannedCodec(self.frames, dict.fromkeys(places, bits))
+            )
 
     def rivals(self) -> None:
         self.run.head("k. Caches that take no rotation of ours")
