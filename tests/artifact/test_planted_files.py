@@ -275,8 +275,9 @@ def test_an_evaluation_a_checkpoint_and_an_index_that_are_no_files(inside, folde
 @pytest.mark.hostile("path")
 @pytest.mark.parametrize(
     "shards",
-    [{"a": "../secret.safetensors"}, {"a": "/etc/hostname"}, {"a": {"b": 1}}, {"a": None}, [], "x"],
-)
+    [{"a": "../secret.safetensors"}, {"a": "/etc/hostname"}, {"a": {"b": 1}}, {"a": None},
+     [], "x", 3],
+)  # fmt: skip
 def test_an_index_of_shards_names_files_of_its_folder(inside, copied_tiny, shards):
     model = copied_tiny
     (model.parent / "secret.safetensors").write_bytes((model / "model.safetensors").read_bytes())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import edited_manifest, refused
+from support.command_line import edited_manifest, refused, succeeded
 from support.models import demo_tokenizer, save_tiny, write_jsonl
 from support.oscar_files import gguf_bytes, gguf_field
 
@@ -296,6 +296,8 @@ def test_a_pipe_among_the_files_of_a_model_is_not_waited_for(inside, name):
     os.mkfifo(model / name)
     inside("calibrate", "model", "--dry-run", "--data", "bundled")
     assert weights_fingerprint(find(str(model)))
+    if name in ("README.md", "generation_config.json"):
+        succeeded(inside("calibrate", "model", "--recipe", "hadamard"))
 
 
 # ---- manifests
