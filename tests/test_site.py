@@ -60,33 +60,6 @@ def test_the_site_builds_without_a_warning(site):
     assert {path.relative_to(DOCS).with_suffix("") for path in SOURCES} <= built
 
 
-def test_formulas_are_mathml_and_no_script_is_loaded_for_them(site):
-    page = (site[0] / "idea.html").read_text("utf-8")
-    assert page.count("<math ") > 20
-    assert not re.search("<script[^>]*mathjax", page, re.IGNORECASE)
-
-
-def test_the_idea_quotes_what_its_drawing_shows():
-    drawing = (DOCS / "_static" / "idea.svg").read_text("utf-8")
-    shares = set(re.findall(r"squared scores err by (\d+)%", drawing))
-    assert len(shares) == 3
-    text = (DOCS / "idea.md").read_text("utf-8")
-    assert all(f"{share} %" in text for share in shares)
-
-
-def test_the_idea_quotes_the_answers_of_the_readme():
-    readme = (ROOT / "README.md").read_text("utf-8")
-    answers = re.findall(r"^[a-zA-Z, ]+[\d.]+ +(\d+)%", readme, re.MULTILINE)
-    assert len(answers) == 6
-    worth = (DOCS / "idea.md").read_text("utf-8").split("## What it is worth")[1]
-    assert set(re.findall(r"(\d+) %", worth)) == set(answers)
-
-
-def test_no_page_loads_anything_from_elsewhere(site):
-    loaded = re.compile(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*")
-    assert not [path.name for path in site[0].rglob("*.html") if loaded.search(path.read_text())]
-
-
 @pytest.mark.parametrize("name", ["index", "idea", "words"])
 def test_a_page_opens_in_a_browser(address, browser, name):
     page = browser.open_page(f"{address}/{name}.html", 390)

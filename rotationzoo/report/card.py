@@ -75,11 +75,11 @@ def recipe_lines(recipe: Recipe) -> str:
 
 
 @cache
-def template_environment(*folders: Path, is_html: bool = False) -> Environment:
-    """The templates of this package and of the `folders`. Those of HTML escape every value that is
-    not `Markup`; others are Markdown."""
+def template_environment(is_html: bool = False) -> Environment:
+    """The templates of this package. Those of HTML escape every value that is not `Markup`; others
+    are Markdown."""
     environment = Environment(
-        loader=FileSystemLoader([*folders, Path(__file__).parent / "templates"]),
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

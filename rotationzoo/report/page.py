@@ -188,20 +188,15 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
 # ---- pages
 
 
-def render_page(
-    template: str,
-    scripts: tuple[str | Path, ...] = (),
-    folders: tuple[Path, ...] = (),
-    **values: Any,
-) -> str:
-    """The HTML of a template in `report/templates`, or in one of the `folders`, which extends
-    `base.html.jinja`. Every value is escaped, unless it is `Markup`. The page's own policy allows a
-    browser to run the `scripts`, files of this package or elsewhere, and to load nothing at all, so
-    a name that slipped through unescaped could still do nothing."""
+def render_page(template: str, scripts: tuple[str, ...] = (), **values: Any) -> str:
+    """The HTML of a template in `report/templates`, which extends `base.html.jinja`. Every value is
+    escaped, unless it is `Markup`. The page's own policy allows a browser to run the `scripts`,
+    files of this folder, and to load nothing at all, so a name that slipped through unescaped
+    could still do nothing."""
     sources = [_read(name) for name in scripts]
     digests = [hashlib.sha256(source.encode()).digest() for source in sources]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
-    page = template_environment(*folders, is_html=True).get_template(template)
+    page = template_environment(is_html=True).get_template(template)
     text: str = page.render(
         style=Markup(_read("page.css")),
         scripts=[Markup(source) for source in sources],
@@ -212,5 +207,5 @@ def render_page(
 
 
 @cache
-def _read(name: str | Path) -> str:
+def _read(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")

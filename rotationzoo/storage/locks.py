@@ -1,4 +1,9 @@
-"""A lock file that one process at a time can hold."""
+"""A lock file that one process at a time can hold.
+
+`filelock` (4.0) is no substitute: it empties whatever file stands in the lock's place, which may be
+a hard link, waits for a minute where no file can be made, and takes a lock that outlives its
+process on file systems without `flock`.
+"""
 
 import errno
 import fcntl

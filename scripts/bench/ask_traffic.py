@@ -1,4 +1,5 @@
-"""Random traffic in a real vLLM, and each of its requests again alone.
+"""Random traffic in a real vLLM, and each of its requests again alone ("Traffic" in
+docs/vllm.md).
 
     python scripts/bench/ask_traffic.py --model MODEL --quick ROTATIONS [--budget ROTATIONS]
         [--arms bf16,feedback,...] [--minutes 10 | --requests 500] [--seed 0] [--small]
@@ -418,26 +419,14 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=2)
     parser.add_argument("--floor", type=float, help="of the limit; default: .003, in 16 bits .03")
     args = parser.parse_args()
-    large = dict(
-        prefix=20_000,
-        own=4000,
-        answer=40,
-        chunks=[512, 1024, 2048, 4096, 8192],
-        active=16,
-        seqs=256,
-        longest=65_536,
-        stranger=700,
-    )
-    small = dict(
-        prefix=600,
-        own=100,
-        answer=12,
-        chunks=[64, 128, 256],
-        active=8,
-        seqs=64,
-        longest=2048,
-        stranger=60,
-    )
+    large = {
+        "prefix": 20_000, "own": 4000, "answer": 40, "chunks": [512, 1024, 2048, 4096, 8192],
+        "active": 16, "seqs": 256, "longest": 65_536, "stranger": 700,
+    }  # fmt: skip
+    small = {
+        "prefix": 600, "own": 100, "answer": 12, "chunks": [64, 128, 256],
+        "active": 8, "seqs": 64, "longest": 2048, "stranger": 60,
+    }  # fmt: skip
     for name, value in (small if args.small else large).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -451,14 +440,8 @@ def main() -> None:
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     measured, failed = {}, []
     for arm in arms:
-        command = [
-            sys.executable,
-            *sys.argv,
-            "--arms",
-            arm,
-            "--minutes",
-            str(args.minutes / len(arms)),
-        ]
+        part = ["--arms", arm, "--minutes", str(args.minutes / len(arms))]
+        command = [sys.executable, *sys.argv, *part]
         done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE)
         lines = [line for line in done.stdout.splitlines() if line.startswith(("off by", '{"'))]
         print(arm, *lines, sep="\n", flush=True)
@@ -466,9 +449,8 @@ def main() -> None:
             failed.append(arm)
             continue
         measured[arm] = json.loads(lines[-1])
-    total = {
-        key: sum(each[key] for each in measured.values()) for key in ("requests", "compared", "off")
-    }
+    names = "requests", "compared", "off"
+    total = {name: sum(each[name] for each in measured.values()) for name in names}
     total["largest"] = max((each["largest"] for each in measured.values()), default=0.0)
     print(json.dumps({**total, "failed": failed, "arms": measured}), flush=True)
     sys.exit(bool(total["off"] or failed))

@@ -1,4 +1,5 @@
-"""What a 2-bit cache takes of a GPU's memory and time, at the geometry of Qwen3-8B.
+"""What a 2-bit cache takes of a GPU's memory and time, at the geometry of Qwen3-8B: "Speed" and
+"Memory" in docs/cache.md.
 
     python scripts/bench/benchmark_cache.py [--tokens 102400] [--steps 64] [--formats sglang,vllm]
         [--readings pages,rows] [--context 49152] [--limit 3072] [--output FILE]

@@ -1,5 +1,5 @@
 """What the statistics of a calibration cost: their time over that of the plain forward passes of
-the same rows, and how long fitting takes then.
+the same rows, and how long fitting takes then (docs/results.md, "What a calibration costs").
 
     python scripts/bench/benchmark_calibrate.py MODEL ... [--published] [--budget] [--data FILE]
         [--tokens 16384] [--length 2048] [--batch 4] [--repeats 3] [--output FILE]

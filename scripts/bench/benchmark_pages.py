@@ -1,4 +1,5 @@
-"""One layer of a vLLM server's step on one GPU: 2-bit codes in the pages of its block manager.
+"""One layer of a vLLM server's step on one GPU: 2-bit codes in the pages of its block manager
+("On a GPU" in docs/vllm.md).
 
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
         [--format vllm] [--few 4] [--output FILE]

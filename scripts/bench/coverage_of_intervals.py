@@ -1,4 +1,4 @@
-"""How often the interval of what is kept covers the truth, and how wide it is.
+"""How often the interval of what is kept covers the truth, and how wide it is (docs/tasks.md).
 
     python scripts/bench/coverage_of_intervals.py [REPORT ...] [--draws 4000]
 
@@ -18,12 +18,7 @@ import torch
 from measuring import make_parser
 from scipy.special import betaincinv, ndtri, stdtrit
 
-from rotationzoo.evaluation.decision import (
-    FEWEST_ANSWERS,
-    LEVEL,
-    bound_correlations,
-    spend_level,
-)
+from rotationzoo.evaluation.decision import FEWEST_ANSWERS, LEVEL, bound_correlations, spend_level
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 
 CORRELATIONS, SHARES, PROMPTS = (0, 0.1, 0.3), (0.8, 0.9, 0.95, 0.98), (2, 4, 8, 16, 40)

@@ -1,4 +1,5 @@
 """Does a cache of the fewest bits keep as much of questions that its choice has not seen?
+("The fewest bits" in docs/tasks.md)
 
     python scripts/bench/fewest_bits.py MODEL ... [--keep 90] [--output FOLDER]
 

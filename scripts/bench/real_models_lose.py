@@ -1,27 +1,19 @@
-"""What loses the answers of a real model, and what brings them back.
+"""What caches keep of a real model's answers: "Judged" in docs/results.md and "Real models" in
+docs/history.md.
 
     python scripts/bench/real_models_lose.py MODEL ROTATIONS ... [--split dev] [--json OUT]
 
-MODEL is a folder of `real_models`; ROTATIONS are artifacts with the factors of error feedback. The
-first one is measured in every part, and its statistics make a Hadamard and a random arm. Others are
-read in parts f, o and l alone. Parts, in the order in which they run:
+MODEL is a folder of `real_models`; ROTATIONS are artifacts with the factors of error feedback.
+Parts, in the order in which they run:
 
-    a  keys, values and both, in 2, 3 and 4 bits in all layers
-    b  each layer's keys, and each layer's values, in 2 bits, all else exact: KL alone
-    g  2, 3, 4 or 8 bits for each layer and side, shared out by b; and by their KL at answers to
-       questions
-    h  the same for each layer, side and KV head, shared out by the KL of each head alone; and by
-       its KL at answers to questions, which heads that look things up change most
+    a  keys, values and both, in 2, 3 and 4 bits in all layers, by the first artifact
     k  caches that take no rotation of ours
-    f  other rotations, with the bits of g by answers
     o  artifacts as they are, in caches that simulate what `RotatedCache` and vLLM store of them
-    l  attention at the end of contexts of all lengths, with keys alone in 2 bits
 
 Codes are chosen by error feedback, and a row has a float16 scale: `Format.bits` of the format
-`fine` without finer channels. Bits from g on count these scales. Everything is compared with the
-exact model: answers that it gives and that are kept, nats of log probability of the right answers,
-and KL a token on plain text of 2,048 tokens. Bits are shared out by rows and questions of DEV that
-DEV is not judged on: they are never chosen on what they are judged by.
+`fine` without finer channels. Everything is compared with the exact model: answers that it gives
+and that are kept, nats of log probability of the right answers, and KL a token on plain text of
+2,048 tokens. Bits of k and o count scales.
 
 --json is written after every arm; arms that it holds already are not measured again. No arm is
 begun after --seconds.
@@ -35,17 +27,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import DEVICE, make_parser
 
-from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
-from rotationzoo.codec.bit_allocation import COARSE, PER_BIT, SMALLEST
+from rotationzoo.codec.bit_allocation import COARSE
 from rotationzoo.codec.feedback import RANGES
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import EXACT_BITS
@@ -53,9 +44,7 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
 from rotationzoo.geometry import Geometry, cached_layers
-from rotationzoo.linalg.moments import sums
 from rotationzoo.model import loading
-from rotationzoo.model.capture import Call, intercept
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decoder
 from rotationzoo.model.source import fetch, find
@@ -69,28 +58,16 @@ from real_questions import CHAT, DEV, LENGTHS, SPLITS, TASKS, Split
 
 Place = tuple[int, str]
 """A layer and a side."""
-Head = tuple[int, str, int]
-"""A layer, a side and a KV head."""
-Bits = Mapping[Place, Sequence[int]]
-"""The bits of each KV head of a place; a place that is left out is exact, and so are 16 bits."""
+Bits = Mapping[Place, int]
+"""The bits of a place; one that is left out is exact."""
 BLOCK = 16
 """Channels whose errors are fed to later blocks together."""
 UNIFORM = (2, 3, 4)
-CHOICES = (2, 3, 4, 8)
-"""What bits are shared out in. Planes of 2 bits make 4 and 8 of them."""
-BY_PLACE, BY_HEAD, CHANGED = (2.5, 2.75, 3.0, 3.25), (2.5, 2.75, 3.0), (2.75, 3.0)
-"""Bits an element, scales counted: of g, of h, and of f, with the bits of g."""
 OTHERS = (
     "kvarn-k2v2", "exl3-2", KIVI, "turboquant_3bit_nc", "kvarn-k4v2", "exl3-3", "q4_0", "fp8",
 )  # fmt: skip
 """Arms of part k, by the bits that they take."""
-WORST = 20
-"""Heads whose loss is printed."""
 TEXT_LENGTH = 2048
-LAST = 32
-"""Queries of part l."""
-MEASURES = {"": "kl", " by answers": "kl_of_answers"}
-"""How arms of h are called -> by what their bits are shared out."""
 
 
 def feed_back(rows: torch.Tensor, factor: torch.Tensor, format: int2.Format) -> torch.Tensor:
@@ -141,20 +118,12 @@ class Frame:
     mean: torch.Tensor
     """`[H, 1, D]`: 0 where rows are not centered."""
 
-    def read(self, rows: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
-        """Rows `[B, H, T, D]`, with so many bits in each KV head, as they are read, with their
-        mean. Heads of 16 bits come back as they are."""
-        result = rows.clone()
-        for number in sorted(set(bits) - {EXACT_BITS}):
-            heads = [head for head, its in enumerate(bits) if its == number]
-            part = slice(None) if len(heads) == len(bits) else heads
-            mean = self.mean[part]
-            rotated = (rows[:, part].float() - mean) @ self.forward[part]
-            flat = rotated.transpose(0, 1).flatten(1, 2)
-            stored = feed_back(flat, self.factor[part], replace(COARSE, bits=number))
-            read = stored.unflatten(1, (len(rows), -1)).transpose(0, 1) @ self.inverse[part] + mean
-            result[:, part] = read.to(rows.dtype)
-        return result
+    def read(self, rows: torch.Tensor, bits: int) -> torch.Tensor:
+        """Rows `[B, H, T, D]` as they are read in so many bits, with their mean."""
+        flat = ((rows.float() - self.mean) @ self.forward).transpose(0, 1).flatten(1, 2)
+        stored = feed_back(flat, self.factor, replace(COARSE, bits=bits))
+        read = stored.unflatten(1, (len(rows), -1)).transpose(0, 1) @ self.inverse + self.mean
+        return read.to(rows.dtype)
 
 
 def frames_of(rotations: Rotations, device: torch.device) -> dict[Place, Frame]:
@@ -189,9 +158,7 @@ class PlannedCodec:
 
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """With a scale of 16 bits for each head's row."""
-        bits = self.bits.get((layer, side), [EXACT_BITS])
-        stored = [its + 16 / dim if its < EXACT_BITS else its for its in bits]
-        return sum(stored) / len(stored)
+        return self.bits[layer, side] + 16 / dim if (layer, side) in self.bits else EXACT_BITS
 
     def layers(self, geometry: Geometry) -> set[int]:
         """The layers that read anything in few bits."""
@@ -207,30 +174,6 @@ def elements_of(geometry: Geometry) -> dict[Place, int]:
     }
 
 
-def share_out(
-    losses: Mapping[Any, float], elements: Mapping[Any, int], budget: float
-) -> dict[Any, int]:
-    """One of `CHOICES` for each place or head, of so many code bits an element on average: bits go
-    where they take the most of what is left of the losses, of which each bit leaves a quarter."""
-    bits = dict.fromkeys(losses, CHOICES[0])
-    least = SMALLEST * sum(max(0.0, loss) for loss in losses.values()) / len(losses)
-    left = (budget - CHOICES[0]) * sum(elements[spot] for spot in losses) + 1e-6
-    following = dict(itertools.pairwise(CHOICES))
-
-    def cost(spot: Any) -> int:
-        return elements[spot] * (following[bits[spot]] - bits[spot])
-
-    def worth(spot: Any) -> float:
-        now, then = (PER_BIT ** (its - CHOICES[0]) for its in (bits[spot], following[bits[spot]]))
-        return max(losses[spot], least) * (now - then) / cost(spot)
-
-    while able := [spot for spot in losses if bits[spot] in following and cost(spot) <= left]:
-        best = max(able, key=worth)
-        left -= cost(best)
-        bits[best] = following[bits[best]]
-    return bits
-
-
 class Study:
     """The exact model's answers and predictions, and those of every arm."""
 
@@ -242,7 +185,6 @@ class Study:
         self.model = loading.load(source, config, DEVICE, torch.float32)
         self.tokenizer = loading.load_tokenizer(source)
         self.geometry = geometry_of(self.model)
-        self.heads = {layer.index: layer.kv_heads for layer in cached_layers(self.geometry)}
         self.cache = CacheLayout(COARSE, options.sink, options.recent)
         split = SPLITS[options.split]
         self.prompts = {
@@ -442,7 +384,7 @@ class Run:
             started = time.perf_counter()
             told = {**measure(), "bits": self.study.bits(codec)}
             if isinstance(codec, PlannedCodec):
-                told["plan"] = {f"{layer}.{side}": [*b] for (layer, side), b in codec.bits.items()}
+                told["plan"] = {f"{layer}.{side}": b for (layer, side), b in codec.bits.items()}
             told["seconds"] = round(time.perf_counter() - started, 2)
             arms[name] = told
             self.write()
@@ -474,90 +416,15 @@ class Parts:
         self.run, self.study, self.artifacts = run, run.study, artifacts
         self.frames = frames_of(artifacts[0].rotations, run.study.model.device)
         self.elements = elements_of(run.study.geometry)
-        self.heads = [
-            (layer, side, head)
-            for layer, side in self.elements
-            for head in range(self.study.heads[layer])
-        ]
-
-    def codec(self, bits: Mapping[Place, int]) -> PlannedCodec:
-        """The same bits in all heads of a place."""
-        plan = {place: [its] * self.study.heads[place[0]] for place, its in bits.items()}
-        return PlannedCodec(self.frames, plan)
-
-    def code_bits(self, budget: float) -> float:
-        """What scales leave of a budget of bits an element."""
-        rows = sum(self.study.heads[layer] for layer, _ in self.elements)
-        return budget - 16 * rows / sum(self.elements.values())
-
-    def plans_by_head(self, budgets: Iterable[float], label: str) -> dict[str, Bits]:
-        """The names and bits of arms of part h; none where not all heads are measured."""
-        arms = self.run.kept["arms"]
-        if not all(_name_head(*head) in arms for head in self.heads):
-            return {}
-        losses = {head: arms[_name_head(*head)][MEASURES[label]] for head in self.heads}
-        elements = {
-            (layer, side, head): self.elements[layer, side] // self.study.heads[layer]
-            for layer, side, head in self.heads
-        }
-        plans: dict[str, Bits] = {}
-        for budget in budgets:
-            bits = share_out(losses, elements, self.code_bits(budget))
-            plan: dict[Place, list[int]] = {place: [] for place in self.elements}
-            for layer, side, head in self.heads:
-                plan[layer, side].append(bits[layer, side, head])
-            plans[f"{budget:g} bits by head{label}"] = plan
-        return plans
 
     def sides(self) -> None:
         self.run.head("a. One side, or both, in all layers")
         for sides, bits in itertools.product((("key",), ("value",), SIDES), UNIFORM):
-            places = (place for place in self.elements if place[1] in sides)
+            places = [place for place in self.elements if place[1] in sides]
             label = "keys and values" if len(sides) > 1 else f"{sides[0]}s"
-            self.run.measure(f"{label}, {bits} bits", self.codec(dict.fromkeys(places, bits)))
-
-    def layers(self) -> None:
-        told = {}
-        for place in self.elements:
-            codec = self.codec({place: 2})
-            told[place] = self.run.measure_few(_name_place(*place), codec)
-        for label, measure in MEASURES.items():
-            _print_worst(f"b. KL of one side of one layer in 2 bits{label}", told, measure)
-
-    def plans_by_place(self, budgets: Iterable[float], label: str) -> dict[str, Bits]:
-        """The names and bits of arms of part g; none where not all places are measured."""
-        arms = self.run.kept["arms"]
-        if not all(_name_place(*place) in arms for place in self.elements):
-            return {}
-        losses = {place: arms[_name_place(*place)][MEASURES[label]] for place in self.elements}
-        plans = {}
-        for budget in budgets:
-            bits = share_out(losses, self.elements, self.code_bits(budget))
-            plans[f"{budget:g} bits by layer and side{label}"] = self.codec(bits).bits
-        return plans
-
-    def by_place(self) -> None:
-        self.run.head("g. 2, 3, 4 or 8 bits for each layer and side")
-        self.measure_plans(self.plans_by_place(BY_PLACE, label) for label in MEASURES)
-
-    def measure_plans(self, parts: Iterable[Mapping[str, Bits]]) -> None:
-        """Measure all plans, and print their bits."""
-        plans = dict(itertools.chain.from_iterable(part.items() for part in parts))
-        for name, plan in plans.items():
-            self.run.measure(name, PlannedCodec(self.frames, plan))
-        _print_plans(plans)
-
-    def by_head(self) -> None:
-        told = {}
-        for layer, side, head in self.heads:
-            bits = [2 if each == head else EXACT_BITS for each in range(self.study.heads[layer])]
-            codec = PlannedCodec(self.frames, {(layer, side): bits})
-            name = _name_head(layer, side, head)
-            told[layer, side, head] = self.run.measure_few(name, codec)
-        for label, measure in MEASURES.items():
-            _print_worst(f"h. KL of one KV head in 2 bits{label}", told, measure)
-        self.run.head("h. 2, 3, 4 or 8 bits for each layer, side and KV head")
-        self.measure_plans(self.plans_by_head(BY_HEAD, label) for label in MEASURES)
+            self.run.measure(
+                f"{label}, {bits} bits", PlannedCodec(self.frames, dict.fromkeys(places, bits))
+            )
 
     def rivals(self) -> None:
         self.run.head("k. Caches that take no rotation of ours")
@@ -572,16 +439,6 @@ class Parts:
         for arm in sorted(arms, key=lambda arm: self.study.bits(arm.codec)):
             self.run.measure(arm.name, arm.codec)
 
-    def others(self) -> None:
-        self.run.head("f. Other rotations, with the bits of g by answers")
-        plans = self.plans_by_place(CHANGED, " by answers")
-        for label, make in self.rotations():
-            # Made only where there is time for them.
-            if plans and not self.run.is_over:
-                frames = frames_of(make(), self.study.model.device)
-                for name, plan in plans.items():
-                    self.run.measure(f"{label}, {name}", PlannedCodec(frames, plan))
-
     def as_they_are(self) -> None:
         self.run.head("o. Artifacts as they are")
         for artifact in self.artifacts:
@@ -589,109 +446,12 @@ class Parts:
             codec = RotatedCodec(artifact.rotations, group_size, rounding="feedback")
             self.run.measure(f"{artifact.folder.resolve().name} as it is", codec)
 
-    def contexts(self) -> None:
-        """KL of attention, in nats a query and head, of the last `LAST` queries."""
-        study, lengths = self.study, self.study.options.lengths
-        codecs = []
-        for artifact in self.artifacts:
-            rotations = artifact.rotations.replace(
-                lambda _, side, each: replace(each, fine_channels=None)
-            )
-            codecs.append(RotatedCodec(rotations, None, rounding="feedback"))
-        found: dict[tuple[int, int], list[float]] = {}
-
-        def read(call: Call) -> Any:
-            layer, query, key = call.layer, call.query, call.key
-            if layer % 2 == 0:
-                for number, codec in enumerate(codecs):
-                    exact = codec.keep_exact(key, layer, "key")
-                    stored = codec.fake_quantize(key, layer, "key", COARSE)
-                    for length in lengths:
-                        part = [each[0, :, :length].float() for each in (query, exact, stored)]
-                        loss = _attention_divergence(*part, study.cache)
-                        found.setdefault((number, length), []).append(loss)
-            return call.run()
-
-        rows = SPLITS[study.options.split].rows(study.tokenizer, max(lengths))[:2]
-        with torch.no_grad(), intercept(study.model, read):
-            for row in rows:
-                run_decoder(study.model, torch.tensor(row, device=study.model.device)[None])
-        print(f"\nl. KL of attention at the end of contexts\n\n| artifact | {lengths} |")
-        for number, artifact in enumerate(self.artifacts):
-            cells = []
-            for length in lengths:
-                losses = found[number, length]
-                cells.append(f"{sum(losses) / len(losses):.4f}")
-            print(f"| {artifact.folder.resolve().name} | {' | '.join(cells)} |", flush=True)
-
-    def rotations(self) -> Iterator[tuple[str, Callable[[], Rotations]]]:
-        first = self.artifacts[0]
-        if first.statistics is not None:
-            for composition in ("hadamard", "random"):
-                yield composition, partial(refit, first, composition)
-        for artifact in self.artifacts[1:]:
-            yield artifact.folder.resolve().name, partial(getattr, artifact, "rotations")
-
-
-def _attention_divergence(
-    query: torch.Tensor, key: torch.Tensor, stored: torch.Tensor, cache: CacheLayout
-) -> float:
-    """The mean KL of the last queries' attention `[H, LAST, T]` to keys `[H_kv, T, D]` that are
-    read as `stored` outside the exact windows."""
-    length, dim = key.shape[1:]
-    last = slice(length - LAST, length)
-    exact_ones = [slice(0, cache.sink), slice(length - cache.recent, length)]
-    stored = stored.clone()
-    for part in exact_ones:
-        stored[:, part] = key[:, part]
-    places = torch.arange(length, device=key.device)
-    later = places[None] > places[last, None]
-    logs = []
-    for keys in (key, stored):
-        each = keys.repeat_interleave(len(query) // len(keys), 0)
-        scores = query[:, last] @ each.mT / dim**0.5
-        logs.append(scores.masked_fill(later, -1e9).log_softmax(-1))
-    return float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean())
-
-
-def refit(artifact: Artifact, composition: str) -> Rotations:
-    """An artifact's rotations with another composition: means, whitening and factors are made as
-    its recipe says, from the same statistics."""
-    assert artifact.statistics is not None
-    unspent = dict.fromkeys(("bits", "key_bits", "value_bits"))
-    recipe = artifact.recipe.model_copy(update={"composition": composition, **unspent})
-    return fit(sums(artifact.statistics), recipe, artifact.geometry)
-
-
-def _name_place(layer: int, side: str) -> str:
-    return f"{side}s of layer {layer}"
-
-
-def _name_head(layer: int, side: str, head: int) -> str:
-    return f"{side}s of layer {layer}, head {head}"
-
-
-def _print_worst(title: str, told: Mapping[Any, Mapping[str, Any] | None], measure: str) -> None:
-    """What is lost, the worst first, a line for each side."""
-    print(f"\n{title}")
-    for side in SIDES:
-        known = [(its[measure], spot) for spot, its in told.items() if its and spot[1] == side]
-        worst = sorted(known, reverse=True)[:WORST]
-        words = (f"{'.'.join(map(str, spot[::2]))} ({loss:.6f})" for loss, spot in worst)
-        print(f"\n{side}s, layer by layer: {', '.join(words)}", flush=True)
-
-
-def _print_plans(plans: Mapping[str, Bits]) -> None:
-    """The bits of each layer's heads, a line for each side."""
-    for (name, plan), side in itertools.product(plans.items(), SIDES):
-        words = ("".join(map(str, plan[place])) for place in sorted(plan) if place[1] == side)
-        print(f"\n{name}, {side}s: {' '.join(words)}", flush=True)
-
 
 PARTS: dict[str, Callable[[Parts], None]] = {
-    "a": Parts.sides, "b": Parts.layers, "g": Parts.by_place, "h": Parts.by_head,
-    "k": Parts.rivals, "f": Parts.others, "o": Parts.as_they_are, "l": Parts.contexts,
-}  # fmt: skip
+    "a": Parts.sides,
+    "k": Parts.rivals,
+    "o": Parts.as_they_are,
+}
 
 
 def make_options() -> argparse.ArgumentParser:

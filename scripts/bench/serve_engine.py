@@ -1,4 +1,5 @@
-"""An installed vLLM, in process: with rotations, in bfloat16, and with vLLM's own fp8 cache.
+"""An installed vLLM, in process: with rotations, in bfloat16, and with vLLM's own fp8 cache
+("On a GPU" in docs/vllm.md).
 
     python scripts/bench/serve_engine.py MODEL ROTATIONS [--arms bf16,fp8,feedback,nearest]
         [--prompts 8192,32768,100000] [--prefix 64000] [--many 8x8192,8x32000] [--fill 30000]

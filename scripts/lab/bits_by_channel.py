@@ -500,12 +500,12 @@ class Planner:
         bits lose is measured; each further bit leaves a quarter."""
         study, elements = self.study, elements_of(self.study.geometry)
         measure = {"answers": "kl_of_answers", "text": "kl"}[by]
-        heads = {place: study.heads[place[0]] for place in elements}
+        heads = {layer.index: layer.kv_heads for layer in cached_layers(study.geometry)}
         losses: dict[Place, dict[int, float]] = {}
         for place in elements:
             losses[place] = {}
             for width in (0, 1, 2):
-                codec = WidthCodec(self.frames, {place: [width] * heads[place]})
+                codec = WidthCodec(self.frames, {place: width})
                 name = f"{width} fed-back bits of {place[1]}s of layer {place[0]}"
                 told = self.run.measure_few(name, codec)
                 if told is None:
@@ -513,7 +513,7 @@ class Planner:
                 losses[place][width] = told[measure]
             for width in (3, 4, 8):
                 losses[place][width] = losses[place][2] / 4 ** (width - 2)
-        rows = sum(heads.values())
+        rows = sum(heads[layer] for layer, _ in elements)
         left = (budget * sum(elements.values())) - 16 * rows
         bits = dict.fromkeys(elements, 0)
         ladder = (0, 1, 2, 3, 4, 8)
@@ -535,7 +535,7 @@ class Planner:
                 break
             left -= (width - bits[place]) * elements[place]
             bits[place] = width
-        return WidthCodec(self.frames, {p: [its] * heads[p] for p, its in bits.items()})
+        return WidthCodec(self.frames, bits)
 
     @cached_property
     def usual(self) -> dict[Place, Basis]:
@@ -587,10 +587,7 @@ class WidthCodec(lose.PlannedCodec):
         if bits is None:
             return rows
         frame = self.frames[layer, side]
-        return read_narrow(frame, rows, bits[0]) if bits[0] < 2 else frame.read(rows, bits)
-
-    def stored_bits(self, layer: int, side: str, dim: int, format: Format) -> float:
-        return self.bits[layer, side][0] + 16 / dim if (layer, side) in self.bits else 16.0
+        return read_narrow(frame, rows, bits) if bits < 2 else frame.read(rows, bits)
 
 
 def read_narrow(frame: lose.Frame, rows: torch.Tensor, bits: int) -> torch.Tensor:

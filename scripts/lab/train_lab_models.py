@@ -1,5 +1,6 @@
 """Train the demo model that ships with rotationzoo, and other small models to choose and judge
-rotations on. All of them answer questions about their context.
+rotations on (docs/history.md and docs/results.md). All of them answer
+questions about their context.
 
     python scripts/lab/train_lab_models.py OUTPUT [--models demo,qwen3,biased,llama]
         [--text FOLDER ...] [--start-token] [--seed N] [--minutes M | --steps N] [--check-on-cpu]

@@ -10,13 +10,7 @@ import pytest
 import torch
 from support.architectures import CALIBRATED, LAYERS, SPARSE, build, families
 from support.jobs import SMALL, job
-from support.models import (
-    edited_weights,
-    load_saved,
-    load_tokenizer,
-    save_family,
-    save_tiny,
-)
+from support.models import edited_weights, load_saved, load_tokenizer, save_family, save_tiny
 from support.recipes import QUICK
 
 from rotationzoo import api

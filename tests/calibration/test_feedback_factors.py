@@ -5,13 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.jobs import SMALL, job
-from support.models import (
-    attention_calls,
-    edited_weights,
-    load_saved,
-    load_tokenizer,
-    save_tiny,
-)
+from support.models import attention_calls, edited_weights, load_saved, load_tokenizer, save_tiny
 from support.recipes import QUICK
 
 from rotationzoo.artifact.fit import fit

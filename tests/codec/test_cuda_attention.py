@@ -24,12 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedTokens
 from rotationzoo.codec.bit_allocation import WIDEST
-from rotationzoo.codec.cuda_attention import (
-    AttentionVariant,
-    Kernels,
-    choose_columns,
-    supports,
-)
+from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.errors import RotationZooError
 

@@ -93,8 +93,7 @@ def test_codes_of_grid_values_survive(format, shape, seed, exponent, zero):
 # rounded in its own way. Measured over 300,000 rows: 2 ulps with one group or without a clip, 7
 # with both. In float16 a minimum rounds, so with a clip the second threshold of `vllm` moves.
 @pytest.mark.parametrize(
-    ("name", "clip", "ulps"),
-    [("sglang", 1.0, 4), ("sglang", 0.96, 8), ("vllm", 1.0, 4)],
+    ("name", "clip", "ulps"), [("sglang", 1.0, 4), ("sglang", 0.96, 8), ("vllm", 1.0, 4)]
 )
 @given(case=rows())
 @many

@@ -47,21 +47,13 @@ def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
 
 # Gemma 4 has two head dimensions, MiMo keys of 16 with values of 12.
 SUPPORTS = {
-    "gemma4": {
-        "sglang": None,
-        "vllm-oscar": "whole heads of",
-        "llama.cpp": "32 channels",
-    },
+    "gemma4": {"sglang": None, "vllm-oscar": "whole heads of", "llama.cpp": "32 channels"},
     "mimo_v2_flash": {
         "sglang": "head dimension 12",
         "vllm-oscar": "values of dimension 12",
         "llama.cpp": "values of dimension 12",
     },
-    "phi3": {
-        "sglang": "head dimension 24",
-        "vllm-oscar": None,
-        "llama.cpp": "32 channels",
-    },
+    "phi3": {"sglang": "head dimension 24", "vllm-oscar": None, "llama.cpp": "32 channels"},
 }
 
 

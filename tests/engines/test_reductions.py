@@ -66,10 +66,7 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
     tensors = stored_rotations(artifact)
     tensors["layers.1.key.clip"][1] = 0.9
     changed = write_artifact(
-        tmp_path / "changed",
-        rotations_from(tensors),
-        artifact.statistics,
-        dict(artifact.content),
+        tmp_path / "changed", rotations_from(tensors), artifact.statistics, dict(artifact.content)
     )
     done = exported("sglang", changed, tmp_path / "highest")
     assert done.reduced == ["clip ratios 0.96/0.92 instead of the artifact's own"]

@@ -35,11 +35,7 @@ def decided(actions: list[Action]) -> list[Decision]:
     [
         (["serve", "serve", "serve", "serve", "serve"], "0", "210"),
         (["refuse", "ask", "serve", "serve", "serve"], "2", "21"),
-        (
-            ["serve", "ask", "serve", "serve", "serve"],
-            "2",
-            "21",
-        ),
+        (["serve", "ask", "serve", "serve", "serve"], "2", "21"),
         (["serve", "serve", "ask", "serve", "serve"], "3", "243"),
         (["serve", "serve", "refuse", "serve", "ask"], "4", "24"),
         (["ask", "serve"], "1", "10"),

@@ -151,10 +151,7 @@ def test_compositions_list_their_factors_left_to_right():
     assert set(expected) == set(AROUND_EIGENBASIS)
     for name, matrix in expected.items():
         assert torch.allclose(compose(u, name, group_size=4), matrix, atol=1e-14)
-    data_free_matrices = {
-        "hadamard": h,
-        "identity": torch.eye(16, dtype=torch.float64),
-    }
+    data_free_matrices = {"hadamard": h, "identity": torch.eye(16, dtype=torch.float64)}
     for name, matrix in data_free_matrices.items():
         assert torch.equal(data_free(16, name, seed=0), matrix)
 

@@ -219,11 +219,7 @@ def test_a_model_with_a_part_called_decoder():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("longcat_flash", {}),
-        ("llama4", {"num_local_experts": 4}),
-        ("minimax_m2", {}),
-    ],
+    [("longcat_flash", {}), ("llama4", {"num_local_experts": 4}), ("minimax_m2", {})],
 )
 def test_experts_that_need_values_do_not_hide_the_layers(name, options, monkeypatch, caplog):
     """Those of LongCat call `nonzero`, and those of others are made to."""

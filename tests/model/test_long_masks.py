@@ -72,10 +72,7 @@ def test_a_simulation_computes_the_same_with_masks_in_blocks(name, short, monkey
     def run():
         divergences = []
         observers = Observers(kl=lambda *seen: divergences.append(seen[1]))
-        with (
-            torch.no_grad(),
-            simulation.running(model, observers=observers),
-        ):
+        with torch.no_grad(), simulation.running(model, observers=observers):
             return run_decoder(model, IDS).logits(slice(None)), torch.stack(divergences)
 
     whole = run()

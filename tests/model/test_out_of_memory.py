@@ -44,8 +44,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("rows", "hint"),
-    [(7, "add: --batch 3"), (1, "add: --device-map auto, or a shorter --length")],
+    ("rows", "hint"), [(7, "add: --batch 3"), (1, "add: --device-map auto, or a shorter --length")]
 )
 def test_a_batch_that_does_not_fit_ends_the_run(model, rows, hint):
     geometry = geometry_of(model)

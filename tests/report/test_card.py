@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.models import save_family, save_tiny
-from support.places import ROOT
 from support.published import ok
 from support.reports import make_artifact, summary
 
 from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.codec import int2
-from rotationzoo.codec.size import bits_per_element
-from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS, override, quicken
 from rotationzoo.report.card import render_card
 from rotationzoo.report.commands import name_in_commands, reproduce_command
@@ -99,27 +93,9 @@ def test_the_size_is_said_for_each_format_and_is_right(plain):
     hand."""
     page = render_card(plain.manifest)
     exact = 320 / 131072
-    for name, kind, bits in (
-        ("sglang", "float32", 2 + 64 / 16),
-        ("vllm", "float16", 2 + 32 / 16),
-    ):
+    for name, kind, bits in (("sglang", "float32", 2 + 64 / 16), ("vllm", "float16", 2 + 32 / 16)):
         bits = 16 * exact + bits * (1 - exact)
         assert f"| {name} | {kind} | {bits:.2f} | {16 / bits:.1f} times |" in page
-
-
-def test_the_readme_says_how_much_smaller_a_cache_is():
-    """Every format, head dimension and pair of windows in use, the published recipe of Qwen3-8B
-    among them."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    stored = []
-    windows = (64, 256), (128, 2048)
-    for dim, form, (sink, recent) in product((64, 128, 256), int2.FORMATS.values(), windows):
-        heads = [Layer(0, 0, 1, 1, dim, dim)]
-        stored.append(bits_per_element(heads, CacheLayout(form, sink, recent)))
-    assert {round(16 / bits) for bits in stored} == {5, 6, 7}
-    bits = f"{min(stored):.1f} to {max(stored):.1f} bits"
-    words = f"is five to seven times smaller ({bits} an element at 128K"
-    assert words in readme, words
 
 
 def test_the_card_has_what_the_hub_understands(tmp_path):
@@ -176,14 +152,6 @@ def test_shares_of_fewer_questions_stand_in_no_table(plain):
         "--recipe oscar-v1 --tokens 1024 --length 256 --dtype bfloat16",
         "--recipe random --seed 7",
         "--recipe recipe.yaml",
-    ],
-    ids=[
-        "without a budget",
-        "another budget",
-        "without feedback",
-        "another preset",
-        "data-free",
-        "a file",
     ],
 )
 def test_the_command_on_the_card_makes_the_same_rotations(inside, options):

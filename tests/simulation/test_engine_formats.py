@@ -35,10 +35,7 @@ code otherwise, and 16-bit scales, too. Measured: at most 5e-7 where none does."
 
 @pytest.mark.parametrize(
     ("read", "kind"),
-    [
-        (read_q4_0, gguf.GGMLQuantizationType.Q4_0),
-        (read_q8_0, gguf.GGMLQuantizationType.Q8_0),
-    ],
+    [(read_q4_0, gguf.GGMLQuantizationType.Q4_0), (read_q8_0, gguf.GGMLQuantizationType.Q8_0)],
     ids=["q4_0", "q8_0"],
 )
 def test_blocks_are_those_of_the_gguf_package(read, kind):

@@ -118,11 +118,7 @@ def consecutive(codes: np.ndarray) -> np.ndarray:
     return q[..., 0] | q[..., 1] << 2 | q[..., 2] << 4 | q[..., 3] << 6
 
 
-STORE = {
-    "sglang": store_sglang,
-    "vllm-oscar": store_vllm,
-    "llama.cpp": store_q2_0,
-}
+STORE = {"sglang": store_sglang, "vllm-oscar": store_vllm, "llama.cpp": store_q2_0}
 
 
 def write_base(

@@ -4,9 +4,9 @@ Importing torch takes most of the time of a short command. A server imports it o
 command is a fork of it: a process of its own, with its own environment, folder, streams, limit on
 the size of files, and exit code. Signals must be sent to the fork: its id is written to the file
 that the variable PROCESS_ID names. What reads the environment when it is imported, as the hub's
-client does, is imported before the fork only by a server whose commands all have its variables.
+client does, is not imported before the fork.
 
-    python process_server.py SOCKET MODULE...     serves until its standard input ends
+    python process_server.py SOCKET     serves until its standard input ends
 """
 
 import array
@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,21 +49,14 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 @contextmanager
-def server(
-    folder: Path,
-    modules: Iterable[str] = IMPORTED,
-    environment: dict[str, str] | None = None,
-    script: str = __file__,
-) -> Iterator[list[str]]:
-    """Inside the block a server runs that has imported these modules, in this environment; yields
-    the words to start a process of the command line with, in place of `python -m rotationzoo`.
-    Another script than this may import them and serve."""
+def server(folder: Path) -> Iterator[list[str]]:
+    """Inside the block a server runs; yields the words to start a process of the command line with,
+    in place of `python -m rotationzoo`."""
     client, path = folder / "client.py", folder / "socket"
     client.write_text(CLIENT)
     # In a session of its own, where Ctrl-C does not reach it.
     running = subprocess.Popen(
-        [sys.executable, script, str(path), *modules],
-        env=environment,
+        [sys.executable, __file__, str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -117,22 +110,15 @@ def _answer(connection: socket.socket) -> list[str] | None:
     return request["words"]
 
 
-def wait_for_words(socket_path: str) -> list[str]:
-    """Serve requests. Returns in each process that was forked for one, with its words, once it
-    looks like a new interpreter."""
-    gc.freeze()  # what is shared stays shared
-    words = serve(socket_path)
-    sys.path[0] = os.getcwd()  # as `python -m` has it
-    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
-    return words
-
-
 if __name__ == "__main__":
-    _, socket_path, *modules = sys.argv
-    for module in modules:
+    for module in IMPORTED:
         importlib.import_module(module)
     early = {"huggingface_hub", "transformers", "datasets", "modelscope"} & set(sys.modules)
     assert not early, f"these read the environment: {early}"
-    sys.argv = ["rotationzoo", *wait_for_words(socket_path)]
+    gc.freeze()  # what is shared stays shared
+    sys.argv = ["rotationzoo", *serve(sys.argv[1])]
+    # As in a new interpreter.
+    sys.path[0] = os.getcwd()  # as `python -m` has it
+    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
     runpy.run_module("rotationzoo", run_name="__main__", alter_sys=True)

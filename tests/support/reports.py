@@ -115,11 +115,7 @@ def make_evaluation(made: Made = ONE) -> dict:
         "level": 0.05,
         "words": [f"Serve it: {made.arm} keeps 69%.", "By task: needles 69% of 80."],
     }
-    verdict = {
-        "texts": 2,
-        "words": decision["words"],
-        "decisions": [decision],
-    }
+    verdict = {"texts": 2, "words": decision["words"], "decisions": [decision]}
     window = {"sink": 64, "recent": 256, "arms": arms, "verdict": verdict}
     return {
         "model": made.model,

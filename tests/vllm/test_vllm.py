@@ -31,13 +31,7 @@ from support.vllm import (
     serve,
     serve_in_turn,
 )
-from support.vllm_answers import (
-    CLOSE,
-    assert_same,
-    differences,
-    read_exact,
-    read_in_transformers,
-)
+from support.vllm_answers import CLOSE, assert_same, differences, read_exact, read_in_transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import Artifact

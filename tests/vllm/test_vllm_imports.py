@@ -7,8 +7,6 @@ import sys
 
 from support.places import ROOT
 
-MODULES, LINES = 45, 6200
-"""45 modules with 6,174 lines are loaded today."""
 UNWANTED = ["datasets", "modelscope", "huggingface_hub", "transformers", "altair", "typer", "rich"]
 WORKER = ["backend", "flash_attention", "metrics"]
 """These import vLLM and what it brings along, which need not be there."""
@@ -17,8 +15,7 @@ COUNT = f"""
 import importlib, json, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
-loaded = {{name: module.__file__ for name, module in sys.modules.items()
-          if name.partition(".")[0] == "rotationzoo"}}
+loaded = [name for name in sys.modules if name.partition(".")[0] == "rotationzoo"]
 print(json.dumps([loaded, [name for name in {UNWANTED} if name in sys.modules]]), flush=True)
 """
 
@@ -61,8 +58,5 @@ def test_a_worker_loads_the_codec_and_the_reader_of_artifacts_alone_and_can_be_f
     done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=60)
     loaded, unwanted = json.loads(done.stdout.splitlines()[-1])
     assert unwanted == []
-    assert len(loaded) + len(FILES) <= MODULES
-    texts = [(ROOT / file).read_text("utf-8") for file in (*loaded.values(), *FILES)]
-    assert sum(len(text.splitlines()) for text in texts) <= LINES
     rooms = {name.split(".")[1] for name in loaded if "." in name}
     assert not rooms & {"model", "evaluation", "calibration", "zoo", "engines", "report", "network"}

@@ -121,34 +121,11 @@ class HubEntry:
     """Its name in the narrow column of `list`."""
     class_name: str
     """Its class in the module of `zoo/hubs` that has the hub's name, imported only on use."""
-    main: str = ""
-    """The branch that a repository begins with."""
-    repo_page: str = ""
-    """This and below are addresses of pages and of files themselves: `str.format` templates of
-    `repo`, `revision` and `path`."""
-    file_page: str = ""
-    file: str = ""
 
 
 HUBS = {
-    "huggingface": HubEntry(
-        title="Hugging Face",
-        abbreviation="hf",
-        class_name="HuggingFace",
-        main="main",
-        repo_page="https://huggingface.co/{repo}",
-        file_page="https://huggingface.co/{repo}/blob/{revision}/{path}",
-        file="https://huggingface.co/{repo}/resolve/{revision}/{path}",
-    ),
-    "modelscope": HubEntry(
-        title="ModelScope",
-        abbreviation="ms",
-        class_name="ModelScope",
-        main="master",
-        repo_page="https://modelscope.cn/models/{repo}",
-        file_page="https://modelscope.cn/models/{repo}/file/view/{revision}/{path}",
-        file="https://modelscope.cn/models/{repo}/resolve/{revision}/{path}",
-    ),
+    "huggingface": HubEntry(title="Hugging Face", abbreviation="hf", class_name="HuggingFace"),
+    "modelscope": HubEntry(title="ModelScope", abbreviation="ms", class_name="ModelScope"),
     "disk": HubEntry(title="disk", abbreviation="disk", class_name="Disk"),
 }
 *HUB_NAMES, DISK = HUBS

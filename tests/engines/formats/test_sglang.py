@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support import engine_readers as engines
-from support.engine_artifacts import (
-    CENTERED,
-    attend,
-    check_engine,
-    exported,
-    layers_of,
-    rows_of,
-)
+from support.engine_artifacts import CENTERED, attend, check_engine, exported, layers_of, rows_of
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.recipe.loading import PRESETS

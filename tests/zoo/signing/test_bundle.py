@@ -9,12 +9,7 @@ import pytest
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.settings import Signatures
-from rotationzoo.zoo.signing.check import (
-    LIMIT,
-    Signed,
-    check_signature,
-    make_demand,
-)
+from rotationzoo.zoo.signing.check import LIMIT, Signed, check_signature, make_demand
 
 FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
 
