@@ -364,6 +364,8 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         places = _OF_LATENTS if cached is LATENTS else ()
         for place in places:
             register_backend(AttentionBackendEnum[place], f"{BACKENDS}_latents.LatentBackend")
+        if places:  # which vLLM's kernel for CPUs does for queries of one head alone
+            config.compilation_config.custom_ops.append("-rotary_embedding")
         if config.speculative_config is not None:
             from rotationzoo.vllm.drafts import keep_own_backend
 

@@ -56,7 +56,8 @@ class LatentPages(LayerPages):
 
     def rope(self, pages: torch.Tensor) -> torch.Tensor:
         """The exact keys with RoPE `[N, P, rope channels]` of pages uint8 `[N, bytes of these]`."""
-        return pages.view(self.dtype).unflatten(1, (self.tokens, self.rope_dim))
+        exact: torch.Tensor = pages.view(self.dtype).unflatten(1, (self.tokens, self.rope_dim))
+        return exact
 
     @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
