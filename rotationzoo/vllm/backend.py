@@ -7,7 +7,7 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -18,15 +18,14 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention import backend as base
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
-from rotationzoo.sides import LATENTS
-from rotationzoo.vllm import BACKENDS, SERVE
+from rotationzoo.vllm import CPU_BACKENDS, SERVE
 from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm.bad_rows import BadRows
 from rotationzoo.vllm.flash_attention import choose_attention
@@ -38,8 +37,6 @@ from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.settings import read_settings, verified_tokens
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 from rotationzoo.vllm.streams import may_meet
-
-_PagesT = TypeVar("_PagesT", bound=LayerPages)
 
 
 @dataclass
@@ -68,8 +65,7 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
     def planner(self) -> Planner:
         """What plans the steps: made with the first one, because vLLM may count its pages only
         after it has made this builder."""
-        settings = read_settings(self.vllm_config)
-        assert settings is not None
+        settings: Any = read_settings(self.vllm_config)
         layers = self.vllm_config.compilation_config.static_forward_context
         return Planner(
             settings.layout,
@@ -143,8 +139,8 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             serving.check_kernels(settings, dtype)
         self.most_requests = config.scheduler_config.max_num_seqs, verified_tokens(config)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.head_size, self.scale, self.kv_cache_dtype = head_size, float(scale), kv_cache_dtype
-        self.value_size = head_size
+        self.head_size = self.value_size = head_size
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
         self.most_tokens = config.scheduler_config.max_num_batched_tokens
@@ -216,22 +212,12 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> LayerReader:
-        self.reserved, self.reader = None, None
-        pages = self.make_pages(LayerPages, index, (key, value), kv_cache)
-        return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
-
-    def make_pages(
-        self,
-        kind: type[_PagesT],
-        index: int,
-        rows: tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-    ) -> _PagesT:
-        """The pages of a layer that stores such rows `[T, H, D]`."""
-        settings, dtype = self.own_settings(), rows[0].dtype
+        settings, self.reserved, self.reader = self.own_settings(), None, None
+        rows = (each.transpose(0, 1)[None] for each in (key, value))
         slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
-        settings = settings.for_layer(index, *(each.transpose(0, 1)[None] for each in rows))
-        return kind(settings, index, kv_cache, slots, dtype, self.bad)
+        settings = settings.for_layer(index, *rows)
+        pages = LayerPages(settings, index, kv_cache, slots, key.dtype, self.bad)
+        return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
 
 
 class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
@@ -276,8 +262,7 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
 
 _known: Known | None = None
 _current: Any = None
-"""The `VllmConfig` of the model that this process serves, as its layers are built: vLLM asks for
-the spec of a cache later, when it shows its configuration no more."""
+"""The `VllmConfig` of this process's model: vLLM asks for specs later, and shows it no more."""
 
 
 @cache
@@ -288,19 +273,16 @@ def _for_layer(backend: Any, layer: int) -> Any:
     return type(backend.__name__, (backend,), {"layer": layer, "__doc__": backend.__doc__})
 
 
-def in_two_bits(spec: Any, layer: int | None) -> Any:
-    """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for a layer that is
-    not of full attention."""
-    settings = read_settings(_current)
-    assert settings is not None
-    has_latents = settings.codec.rotations.cached is LATENTS
-    if type(spec) is not (MLAAttentionSpec if has_latents else FullAttentionSpec):
+def in_two_bits(spec: Any, layer: int | None, kind: Any = FullAttentionSpec) -> Any:
+    """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for one of another
+    kind."""
+    if type(spec) is not kind:
         problem = "rotations are served with full attention and sliding windows alone"
-        hint = "read it with transformers: rotationzoo generate"
-        raise UnsupportedModel(problem, hint)
+        raise UnsupportedModel(problem, "read it with transformers: rotationzoo generate")
+    settings: Any = read_settings(_current)
     cell = serving.cell_bytes(settings, spec.head_size, layer, spec.dtype.itemsize)
     stored = replace(spec, state_content_bytes=cell)
-    if settings.codec.rotations.has_budget or has_latents:
+    if settings.codec.rotations.has_budget or kind is not FullAttentionSpec:
         # A cell may not be a whole number of the model's elements.
         stored = replace(stored, dtype=torch.uint8)
     layers = _current.compilation_config.static_forward_context.values()
@@ -343,8 +325,6 @@ def _page_tokens(block: int) -> int:
 
 _OF_PLATFORM = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
 _WORKER = f"vllm.v1.worker.{_OF_PLATFORM}"
-_OF_LATENTS = "AMX_MLA", "CPU_MLA"
-"""The names of vLLM's own backends for latents on a CPU."""
 _Worker: Any = resolve_obj_by_qualname(_WORKER)
 
 
@@ -356,16 +336,11 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         layer that would read an exact cache."""
         config = self.vllm_config
         claim(config)
-        # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{BACKENDS}_cpu.RotatedCpuBackend")
-        settings = read_settings(config)
-        assert settings is not None
-        cached = settings.codec.rotations.cached
-        places = _OF_LATENTS if cached is LATENTS else ()
+        settings: Any = read_settings(config)
+        # The platform of a CPU ignores every choice but these, and yet looks up classes here.
+        backend, *places = CPU_BACKENDS[settings.codec.rotations.cached]
         for place in places:
-            register_backend(AttentionBackendEnum[place], f"{BACKENDS}_latents.LatentBackend")
-        if places:  # which vLLM's kernel for CPUs does for queries of one head alone
-            config.compilation_config.custom_ops.append("-rotary_embedding")
+            register_backend(AttentionBackendEnum[place], backend)
         if config.speculative_config is not None:
             from rotationzoo.vllm.drafts import keep_own_backend
 
@@ -373,7 +348,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         try:
             super().load_model(**options)
         finally:
-            for place in ("CPU_ATTN", *places):
+            for place in places:
                 AttentionBackendEnum[place].clear_override()
             _cached_get_attn_backend.cache_clear()  # another model of this process keeps vLLM's
         layers = config.compilation_config.static_forward_context
@@ -383,7 +358,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         self.stored = {extract_layer_index(name): name for name in ours}
         if exact := serving.served_layers(settings, config) - set(self.stored):
             raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
-        self.bad_rows = BadRows(self.stored, self.device, cached.names)
+        self.bad_rows = BadRows(self.stored, self.device, settings.codec.rotations.cached.names)
         for name, bad in zip(self.stored.values(), self.bad_rows.counted, strict=True):
             layers[name].impl.bad = bad
 

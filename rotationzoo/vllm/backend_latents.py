@@ -11,6 +11,8 @@ What vLLM 0.32 does around it, in `model_executor/layers/attention/mla_attention
   `forward_impl` takes the first `num_decode_tokens` queries to the frame of latents (`W_UK_T`),
   calls `forward_mqa`, and takes what they read to values (`W_UV`); others go to `forward_mha`. We
   say that all tokens are those of decodes.
+* RoPE of queries `[T, heads, D]` is wrong in vLLM's kernel for CPUs, which `plugin.claim` switches
+  off.
 * `VLLM_MLA_DISABLE` caches full heads instead.
 """
 
@@ -18,10 +20,18 @@ from typing import Any
 
 import torch
 from vllm.v1.attention import backend as base
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from rotationzoo.vllm.backend import RotatedBackend, RotatedBuilder, RotatedImpl, RotatedMetadata
+from rotationzoo.vllm.backend import (
+    RotatedBackend,
+    RotatedBuilder,
+    RotatedImpl,
+    RotatedMetadata,
+    in_two_bits,
+)
 from rotationzoo.vllm.latents import LatentPages, LatentReader
 from rotationzoo.vllm.prompts import LayerReader, TorchAttention
+from rotationzoo.vllm.steps import count_slots
 
 
 class LatentMetadata(RotatedMetadata):
@@ -79,7 +89,10 @@ class LatentImpl(RotatedImpl):
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> LayerReader:
-        pages = self.make_pages(LatentPages, index, (value, key), kv_cache)
+        latents, keys = (each.transpose(0, 1)[None] for each in (value, key))
+        settings = self.own_settings().for_layer(index, latents, keys)
+        slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
+        pages = LatentPages(settings, index, kv_cache, slots, key.dtype, self.bad)
         return LatentReader(pages, self.attention)
 
 
@@ -98,6 +111,11 @@ class LatentBackend(RotatedBackend):
     @classmethod
     def is_mla(cls) -> bool:
         return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec of a layer's cache, with the bytes of a token."""
+        return in_two_bits(spec, cls.layer, MLAAttentionSpec)
 
     @classmethod
     def get_impl_cls(cls) -> Any:

@@ -10,6 +10,8 @@ import torch
 from rotationzoo.codec.int2 import LARGEST
 from rotationzoo.rotations import SIDES
 
+_WORDS = {"rope": "key with RoPE"}
+
 
 class BadRows:
     """What the layers of a worker have counted, and which request has which block of vLLM's."""
@@ -18,7 +20,7 @@ class BadRows:
         """For layers by number, with their names, and what their two `rows` are. `block_sizes` are
         then to be filled: the tokens of a block of each layer, by name."""
         self.layers, self.block_sizes = list(layers.items()), dict[str, int]()
-        self.rows = tuple("key with RoPE" if each == "rope" else each for each in rows)
+        self.rows = [_WORDS.get(each, each) for each in rows]
         self.counted = torch.zeros(len(layers), 2, 2, dtype=torch.int64, device=device)
         """The tensor `bad` of each layer's `LayerPages`."""
         self._owners, self._named = dict[int, str](), deque[str](maxlen=1000)

@@ -90,11 +90,9 @@ def check_latents(config: Any, on_gpu: bool) -> None:
         return
     problem = None
     if on_gpu:
-        problem = (
-            "no kernel of ours reads latents (MLA) on a GPU yet: vLLM's CPU engine serves them"
-        )
+        problem = "no kernel reads latents (MLA) on a GPU: vLLM's CPU engine alone serves them"
     elif getattr(text, "index_topk", None) is not None:
-        problem = "vLLM's CPU engine serves no sparse attention over latents"
+        problem = "vLLM's CPU engine has no sparse attention over latents"
     if problem:
         raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
 

@@ -1,6 +1,7 @@
 """Latents (MLA) in vLLM's CPU engine, against `RotatedCache`."""
 
 import pytest
+import torch
 from support.models import save_random
 from support.places import ROOT
 from support.recipes import QUICK
@@ -44,14 +45,20 @@ def make(folder, bits=None, **changes):
     return model, made, {"model": str(folder / "model")}
 
 
+AMX = torch.cpu._is_amx_tile_supported()
+"""Without it, vLLM's platform takes whole prompts, and caches no prefix of latents."""
+CHUNK = 256 if AMX else 2048
+
+
 def test_every_log_probability_is_that_of_the_cache_in_transformers(ids, tmp_path):
-    """8e-7 was measured. vLLM's own kernel for RoPE would make .38 here: see `RotatedWorker`."""
+    """8e-7 was measured. vLLM's own kernel for RoPE would make .38 here: see `plugin`."""
     model, artifact, options = make(tmp_path)
     options |= {"prompts_too": True, "enable_prefix_caching": False}
     served = serve(tmp_path, artifact, [[ids[:1100]]], **options)
     (answer,) = served["rounds"][0]
-    expected, exact = read_in_transformers(artifact, model, answer["ids"]), answer["ids"]
-    assert differences(expected, read_exact(model, exact)).mean() > 10 * CLOSE, "attention matters"
+    expected = read_in_transformers(artifact, model, answer["ids"], chunk=CHUNK)
+    exact = read_exact(model, answer["ids"])
+    assert differences(expected, exact).mean() > 3 * CLOSE, "attention matters"
     assert_same([*answer["prompt"], *answer["answer"]], expected)
     # 64 codes of 2 bits, a scale and an offset in float16, and 16 exact elements in float32
     held, cell = 1 << 30, 64 // 4 + 4 + 16 * 4
@@ -61,11 +68,11 @@ def test_every_log_probability_is_that_of_the_cache_in_transformers(ids, tmp_pat
 def test_a_budget_cached_prefixes_and_requests_at_the_same_time(ids, tmp_path):
     """With DeepSeek's own scaling of RoPE, and queries that are not compressed."""
     model, artifact, options = make(tmp_path, 3.0, rope_parameters=YARN, q_lora_rank=None)
-    options |= {"max_num_batched_tokens": 2048, "enable_prefix_caching": True}
-    together = [ids[:1100], ids[70:120], ids[40:700]]
-    rounds = serve(tmp_path, artifact, [[ids[:1000]], together], **options)["rounds"]
-    assert rounds[1][0]["cached"] > 800
-    for answer in (answer for answers in rounds for answer in answers):
+    asked = [[ids[:1000]], [ids[:1100]], [ids[:960], ids[70:120]]]
+    rounds = serve(tmp_path, artifact, asked, **options)["rounds"]
+    answers = [answer for answers in rounds for answer in answers]
+    assert [answer["cached"] for answer in answers] == [0, 896 * AMX, 896 * AMX, 0]
+    for answer in answers:
         cut, read = answer["cached"], answer["ids"]
-        expected = read_in_transformers(artifact, model, read, chunk=2048, cut=cut)
+        expected = read_in_transformers(artifact, model, read, chunk=CHUNK, cut=cut)
         assert_same(answer["answer"], expected[-TOKENS:])
