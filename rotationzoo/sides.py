@@ -24,6 +24,11 @@ class CachedRows:
         """The sides that attention reads as keys and as values."""
         return self.sides[0], self.sides[-1]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All rows of a token."""
+        return *self.sides, *self.beside
+
 
 LATENT = "latent"
 HEADS = CachedRows(

@@ -51,7 +51,7 @@ class Stream:
         self.cached = rows_of(self.codec.rotations[layer].sides)
         self.sides = self.cached.sides
         self.blocks = {side: Blocks(settings.page_layout(layer, side)) for side in self.sides}
-        rows = zip((*self.sides, *self.cached.beside), (key, value), strict=True)
+        rows = zip(self.cached.names, (key, value), strict=True)
         self.tail = {name: tensor[:, :, :0] for name, tensor in rows}
         self.head: dict[str, torch.Tensor] = {}
         self.tail_start = 0

@@ -32,6 +32,8 @@ class Entry:
     """The sides whose means it subtracts."""
     takes: tuple[str, ...] = HEADS.sides
     """The sides that it rotates."""
+    on_cpu: tuple[str, ...] = ()
+    """Further ones, on a CPU alone."""
     clip: Literal["none", "one", "side", "head"] = "side"
     """`none`, `one` clip ratio for everything, one per `side` (keys and values), or one per
     `head`."""
@@ -54,7 +56,12 @@ class Entry:
     @property
     def uncentered(self) -> tuple[str, ...]:
         """The sides that keep their mean."""
-        return tuple(side for side in self.takes if side not in self.means)
+        return tuple(side for side in self.every_side if side not in self.means)
+
+    @property
+    def every_side(self) -> tuple[str, ...]:
+        """All sides that it rotates anywhere."""
+        return *self.takes, *self.on_cpu
 
     @property
     def recipe(self) -> str:
@@ -69,7 +76,8 @@ ENGINES = {
     "vllm": Entry(
         command="serve",
         format="vllm",
-        means=("key", "value"),
+        means=EVERY_SIDE,
+        on_cpu=LATENTS.sides,
         clip="head",
         feedback=True,
         budget=True,
@@ -114,7 +122,7 @@ def find_engine(name: str) -> Entry:
 
 def check_sides(name: str, sides: Collection[str]) -> None:
     """Raise `UsageError` for an engine that does not take rotations of these sides."""
-    takes = find_engine(name).takes
+    takes = find_engine(name).every_side
     if not set(sides) <= set(takes):
         problem = f"{name} reads rotations of {rows_of(takes).words}"
         hint = f"--for {' or '.join(engines_for(sides))}"

@@ -24,7 +24,7 @@ from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import BACKENDS, SERVE
+from rotationzoo.vllm import CPU_BACKENDS, SERVE
 from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm.bad_rows import BadRows
 from rotationzoo.vllm.flash_attention import choose_attention
@@ -64,8 +64,7 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
     def planner(self) -> Planner:
         """What plans the steps: made with the first one, because vLLM may count its pages only
         after it has made this builder."""
-        settings = read_settings(self.vllm_config)
-        assert settings is not None
+        settings: Any = read_settings(self.vllm_config)
         layers = self.vllm_config.compilation_config.static_forward_context
         return Planner(
             settings.layout,
@@ -139,7 +138,8 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             serving.check_kernels(settings, dtype)
         self.most_requests = config.scheduler_config.max_num_seqs, verified_tokens(config)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.head_size, self.scale, self.kv_cache_dtype = head_size, float(scale), kv_cache_dtype
+        self.head_size = self.value_size = head_size
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
         self.most_tokens = config.scheduler_config.max_num_batched_tokens
@@ -177,15 +177,15 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         if attn_metadata is None:  # the run that measures memory
             self._reserve(key)
             return output.zero_()
-        _, heads, tokens, cell = kv_cache.shape
-        kv_cache = kv_cache.view(-1, heads, _page_tokens(tokens), cell)
+        *_, tokens, cell = kv_cache.shape
+        kv_cache = kv_cache.view(-1, self.num_kv_heads, _page_tokens(tokens), cell)
         # To measure what graphs take, vLLM runs with a small tensor first.
         if self.reader is None or not self.reader.pages.holds(kv_cache):
             index = extract_layer_index(layer.layer_name)
             self.reader = self._open_pages(index, key, value, kv_cache)
         tokens = attn_metadata.num_actual_tokens
         rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
-        into = output[:tokens].view(tokens, self.num_heads, self.head_size)
+        into = output[:tokens].view(tokens, self.num_heads, self.value_size)
         self.reader.run(attn_metadata.step, query[:tokens], rows, self.scores, into)
         return output
 
@@ -261,8 +261,7 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
 
 _known: Known | None = None
 _current: Any = None
-"""The `VllmConfig` of the model that this process serves, as its layers are built: vLLM asks for
-the spec of a cache later, when it shows its configuration no more."""
+"""The `VllmConfig` of this process's model: vLLM asks for specs later, and shows it no more."""
 
 
 @cache
@@ -273,18 +272,16 @@ def _for_layer(backend: Any, layer: int) -> Any:
     return type(backend.__name__, (backend,), {"layer": layer, "__doc__": backend.__doc__})
 
 
-def in_two_bits(spec: Any, layer: int | None) -> Any:
-    """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for a layer that is
-    not of full attention."""
-    if type(spec) is not FullAttentionSpec:
+def in_two_bits(spec: Any, layer: int | None, kind: Any = FullAttentionSpec) -> Any:
+    """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for one of another
+    kind."""
+    if type(spec) is not kind:
         problem = "rotations are served with full attention and sliding windows alone"
-        hint = "read it with transformers: rotationzoo generate"
-        raise UnsupportedModel(problem, hint)
-    settings = read_settings(_current)
-    assert settings is not None
-    cell = serving.cell_bytes(settings, spec.head_size, layer)
+        raise UnsupportedModel(problem, "read it with transformers: rotationzoo generate")
+    settings: Any = read_settings(_current)
+    cell = serving.cell_bytes(settings, spec.head_size, layer, spec.dtype.itemsize)
     stored = replace(spec, state_content_bytes=cell)
-    if settings.codec.rotations.has_budget:
+    if settings.codec.rotations.has_budget or kind is not FullAttentionSpec:
         # A cell may not be a whole number of the model's elements.
         stored = replace(stored, dtype=torch.uint8)
     layers = _current.compilation_config.static_forward_context.values()
@@ -338,8 +335,11 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         layer that would read an exact cache."""
         config = self.vllm_config
         claim(config)
-        # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{BACKENDS}_cpu.RotatedCpuBackend")
+        settings: Any = read_settings(config)
+        # The platform of a CPU ignores every choice but these, and yet looks up classes here.
+        backend, *places = CPU_BACKENDS[settings.codec.rotations.cached]
+        for place in places:
+            register_backend(AttentionBackendEnum[place], backend)
         if config.speculative_config is not None:
             from rotationzoo.vllm.drafts import keep_own_backend
 
@@ -347,17 +347,17 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         try:
             super().load_model(**options)
         finally:
-            AttentionBackendEnum.CPU_ATTN.clear_override()
+            for place in places:
+                AttentionBackendEnum[place].clear_override()
             _cached_get_attn_backend.cache_clear()  # another model of this process keeps vLLM's
-        settings, layers = read_settings(config), config.compilation_config.static_forward_context
-        assert settings is not None
+        layers = config.compilation_config.static_forward_context
         ours = (
             name for name in layers if isinstance(getattr(layers[name], "impl", None), RotatedImpl)
         )
         self.stored = {extract_layer_index(name): name for name in ours}
         if exact := serving.served_layers(settings, config) - set(self.stored):
             raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
-        self.bad_rows = BadRows(self.stored, self.device)
+        self.bad_rows = BadRows(self.stored, self.device, settings.codec.rotations.cached.names)
         for name, bad in zip(self.stored.values(), self.bad_rows.counted, strict=True):
             layers[name].impl.bad = bad
 

@@ -10,14 +10,17 @@ import torch
 from rotationzoo.codec.int2 import LARGEST
 from rotationzoo.rotations import SIDES
 
+_WORDS = {"rope": "key with RoPE"}
+
 
 class BadRows:
     """What the layers of a worker have counted, and which request has which block of vLLM's."""
 
-    def __init__(self, layers: dict[int, str], device: torch.device):
-        """For layers by number, with their names. `block_sizes` are then to be filled: the tokens
-        of a block of each layer, by name."""
+    def __init__(self, layers: dict[int, str], device: torch.device, rows: tuple[str, ...] = SIDES):
+        """For layers by number, with their names, and what their two `rows` are. `block_sizes` are
+        then to be filled: the tokens of a block of each layer, by name."""
         self.layers, self.block_sizes = list(layers.items()), dict[str, int]()
+        self.rows = [_WORDS.get(each, each) for each in rows]
         self.counted = torch.zeros(len(layers), 2, 2, dtype=torch.int64, device=device)
         """The tensor `bad` of each layer's `LayerPages`."""
         self._owners, self._named = dict[int, str](), deque[str](maxlen=1000)
@@ -45,7 +48,9 @@ class BadRows:
             request = self._owners.get(block, "that is not known")
             if request not in self._named:
                 self._named.append(request)
-                problem = f"a {SIDES[side]} of layer {layer} is not finite or exceeds {LARGEST:.0e}"
+                problem = (
+                    f"a {self.rows[side]} of layer {layer} is not finite or exceeds {LARGEST:.0e}"
+                )
                 said = "request %s: %s: its answer is not a number"
                 getLogger("vllm.rotationzoo").warning(said, request, problem)
         self._said.copy_(counts)

@@ -23,7 +23,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.version import __version__
 from rotationzoo.vllm import FOLDER
-from rotationzoo.vllm.settings import cell_bytes, parse_options, read_settings
+from rotationzoo.vllm.settings import parse_options, read_settings
 from rotationzoo.vllm.steps import Planner
 
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
@@ -73,8 +73,9 @@ class Metrics:
         self._counts = torch.zeros(len(COUNTED), dtype=torch.int64, pin_memory=on_gpu)
         options: Any = parse_options(config.additional_config)
         settings: Any = read_settings(config)
-        dims = {layer: settings.codec.rotations[layer].key.dim for layer in layers}
-        bits = [4 * cell_bytes(settings, dim, layer) / dim for layer, dim in dims.items()]
+        codec, format = settings.codec, settings.layout.format
+        sides = (each for each in codec.rotations.each() if each[0] in layers)
+        bits = [codec.stored_bits(layer, side, each.dim, format) for layer, side, each in sides]
         self._write(
             {"artifact_info": 1},
             artifact=Artifact.open(Path(options.artifact).expanduser()).identity,

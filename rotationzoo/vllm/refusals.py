@@ -11,7 +11,7 @@ from rotationzoo.errors import UnsupportedModel
 from rotationzoo.figures import byte_count
 from rotationzoo.geometry import full_attention_layers
 from rotationzoo.recipe.rope import apply_scaling, scaling_of
-from rotationzoo.rotations import SIDES
+from rotationzoo.sides import LATENTS
 from rotationzoo.vllm import BACKENDS, CONNECTORS, KEY, WORKER
 from rotationzoo.vllm.settings import parse_options, served_layers, verified_tokens
 from rotationzoo.vllm.steps import count_slots
@@ -31,7 +31,8 @@ def check_server(settings: CacheSettings, config: Any) -> None:
 
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     attention, place, known = config.attention_config, Backends.CUSTOM, {Backends.CUSTOM}
-    if config.device_config.device_type == "cpu":  # which has one backend, whatever it is asked for
+    on_gpu, cached = config.device_config.device_type != "cpu", settings.codec.rotations.cached
+    if not on_gpu:  # which has one backend, whatever it is asked for
         place, known = Backends.CPU_ATTN, {None, Backends.CPU_ATTN, Backends.CUSTOM}
     backend = attention.backend_per_kind.get("full_attention", attention.backend)
     # CUSTOM has no path as long as no plugin gave it one.
@@ -43,6 +44,10 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     has_windows = full_attention_layers(model.hf_config) is not None
     connector = _unserved_connector(config)
     is_spread, drafts = parallel.tensor_parallel_size > 1, config.speculative_config is not None
+    if cached is LATENTS and not model.use_mla:
+        problem = "with VLLM_MLA_DISABLE, vLLM caches no latents, and the rotations are of latents"
+        raise UnsupportedModel(problem, hint="leave the variable out")
+    check_latents(model.hf_config, on_gpu)
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
@@ -53,6 +58,9 @@ def check_server(settings: CacheSettings, config: Any) -> None:
             _has_connector(config) and (model.is_hybrid or has_windows or is_spread or drafts)
         ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "latents beside states, drafted tokens, tensor parallelism or a KV connector": (
+            cached is LATENTS and (model.is_hybrid or drafts or is_spread or _has_connector(config))
+        ),
         "sliding windows beside states": model.is_hybrid and has_windows,
         # vLLM would copy such a block, and not know of the exact copies of its pages.
         "prefixes that end inside a block": getattr(cache, "prefix_match_unit", None) is not None,
@@ -72,6 +80,21 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     for what, asked in unserved.items():
         if asked:
             raise UnsupportedModel(f"rotations are not served with {what}", hint="leave it out")
+
+
+def check_latents(config: Any, on_gpu: bool) -> None:
+    """Raise `UnsupportedModel` for a model that caches latents (MLA), by its config, where nothing
+    reads them."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None) is None:
+        return
+    problem = None
+    if on_gpu:
+        problem = "no kernel reads latents (MLA) on a GPU: vLLM's CPU engine alone serves them"
+    elif getattr(text, "index_topk", None) is not None:
+        problem = "vLLM's CPU engine has no sparse attention over latents"
+    if problem:
+        raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
 
 
 def describe(settings: CacheSettings, config: Any) -> list[str]:
@@ -135,11 +158,16 @@ def _unserved_connector(config: Any) -> str:
 def _copied_bytes(settings: CacheSettings, config: Any) -> int:
     """What the exact copies of all requests take."""
     codec, layout, tokens = settings.codec, settings.layout, 64
-    sides = product(served_layers(settings, config), SIDES)
+    layers, cached = served_layers(settings, config), codec.rotations.cached
+    sides = product(layers, cached.sides)
     pages = [codec.page_layout(*each, tokens, layout.format) for each in sides]
     requests = config.scheduler_config.max_num_seqs
     slots = count_slots(layout, tokens, requests, verified_tokens(config))
-    elements = slots * tokens * sum(each.heads * each.dim for each in pages)
+    elements = sum(each.heads * each.dim for each in pages)
+    if cached is LATENTS:
+        text = config.model_config.hf_config.get_text_config(decoder=True)
+        elements += len(layers) * text.qk_rope_head_dim
+    elements *= slots * tokens
     itemsize: int = config.model_config.dtype.itemsize
     return elements * itemsize
 

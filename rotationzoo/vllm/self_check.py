@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -11,6 +12,7 @@ from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.rotations import SIDES
+from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import Rows
 from rotationzoo.vllm.plugin import OTHER_VERSION
 
@@ -33,12 +35,13 @@ class LayerRun:
         """For a layer of this name, whose KV cache has this spec."""
         layer = self.layer = config.compilation_config.static_forward_context[name]
         self.cache, self.device = layer.kv_cache, layer.kv_cache.device
-        self.block = self.cache.shape[2]
+        self.block = self.cache.shape[-2]
         self._made_with = spec.copy_with_new_block_size(self.block), [name], config, self.device
         impl = layer.impl
         self.settings: CacheSettings = impl.own_settings()
         self.scores: Scores = impl.scores
-        self.heads, self.query_heads, self.dim = impl.num_kv_heads, impl.num_heads, impl.head_size
+        self.heads, self.query_heads = impl.num_kv_heads, impl.num_heads
+        self.dims = dict(zip(SIDES, (impl.head_size, impl.value_size), strict=True))
         self.dtype: torch.dtype = config.model_config.dtype
         self.room = (len(self.cache) - 1) * self.block  # vLLM leaves the first block out
 
@@ -62,7 +65,7 @@ class LayerRun:
         )
         step = self._builder.build(0, common)
         given = [each.to(place) for each in (query, rows["key"], rows["value"])]
-        output = torch.empty_like(given[0])
+        output = given[0].new_empty(*query.shape[:-1], self.dims["value"])
         self.layer.impl.forward(self.layer, *given, self.cache, step, output)
         return output.cpu()
 
@@ -99,11 +102,14 @@ def check_layer(run: LayerRun, layer: int, most: int) -> float:
     kept = run.cache[-(-(prompt + later) // run.block) * -1 :]
     before = kept.clone()
 
-    def draw(heads: int) -> torch.Tensor:
-        drawn = torch.randn(prompt + later, heads, run.dim, generator=random)
+    def draw(heads: int, dim: int) -> torch.Tensor:
+        drawn = torch.randn(prompt + later, heads, dim, generator=random)
         return drawn.to(run.dtype)
 
-    rows, queries = {side: draw(run.heads) for side in SIDES}, draw(run.query_heads)
+    rows = {side: draw(run.heads, dim) for side, dim in run.dims.items()}
+    if run.settings.codec.rotations.cached is LATENTS:  # which are the first channels of keys
+        rows["value"] = rows["key"][..., : run.dims["value"]]
+    queries = draw(run.query_heads, run.dims["key"])
     definition = Definition(run.settings, layer, run.scores, rows)
     distances = []
     for start, end, exact in definition.steps(prompt):
@@ -125,16 +131,19 @@ class Definition:
     """What the tokens of a request read, in plain torch on the CPU."""
 
     def __init__(self, settings: CacheSettings, layer: int, scores: Scores, rows: Rows):
-        _, heads, dim = rows["key"].shape
+        _, heads, dim = rows["value"].shape
         like = torch.zeros(1, heads, 1, dim)
         codec = settings.for_layer(layer, like, like).codec
         self.layout, sinks = settings.layout, scores.sinks
         self.scores = replace(scores, sinks=None if sinks is None else sinks.float().cpu())
-        self.exact, self.stored = [], []
-        for side, of_side in rows.items():
-            given = of_side.float().transpose(0, 1)[None]
-            self.exact.append(codec.keep_exact(given, layer, side))
-            self.stored.append(codec.fake_quantize(given, layer, side, self.layout.format))
+        given = {side: each.float().transpose(0, 1)[None] for side, each in rows.items()}
+        store = partial(codec.fake_quantize, layer=layer, format=self.layout.format)
+        if codec.rotations.cached is LATENTS:
+            self.exact, stored = [*given.values()], store(given["value"], side=LATENT)
+            self.stored = [torch.cat([stored, given["key"][..., dim:]], -1), stored]
+            return
+        self.exact = [codec.keep_exact(each, layer, side) for side, each in given.items()]
+        self.stored = [store(each, side=side) for side, each in given.items()]
 
     def steps(self, prompt: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Where each step begins and ends, and which tokens its queries read exact `[T, L]`."""

@@ -27,6 +27,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.linalg.orthogonality import one_thread
 from rotationzoo.rotations import SIDES, Rotation
+from rotationzoo.sides import LATENTS
 from rotationzoo.storage import strict_json
 from rotationzoo.vllm import KEY
 
@@ -180,21 +181,26 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
     return replace(settings, codec=codec)
 
 
-def cell_bytes(settings: CacheSettings, head_size: int, layer: int | None = None) -> int:
+def cell_bytes(
+    settings: CacheSettings, head_size: int, layer: int | None = None, itemsize: int = 2
+) -> int:
     """The bytes of one token of one KV head of a layer: codes, scale and offset of its key and its
-    value. Without a layer, those of all layers. Raises `UnsupportedModel` for another head size
+    value; or of its latent, with what is exact beside it, in elements of so many bytes, to the head
+    size. Without a layer, those of all layers. Raises `UnsupportedModel` for another head size
     than the rotations', and `RotationZooError` for one that the format cannot store, and where no
     layer is given and their bytes differ."""
     codec, format, tokens = settings.codec, settings.layout.format, 64
     sizes = dict.fromkeys(codec.rotations if layer is None else [layer], 0)
-    for number, side in product(sizes, SIDES):
+    has_latents = codec.rotations.cached is LATENTS
+    for number, side in product(sizes, codec.rotations.cached.sides):
         page = codec.page_layout(number, side, tokens, format)
-        if page.dim != head_size:
+        beside = head_size - page.dim
+        if beside < 0 or (beside and not has_latents):
             raise UnsupportedModel(
                 f"the model has heads of {head_size}, and the rotations are for {page.dim}"
             )
-        check_shape(head_size, codec.group_size or head_size, page.format)
-        sizes[number] += page.bytes // (page.heads * tokens)
+        check_shape(page.dim, codec.group_size or page.dim, page.format)
+        sizes[number] += page.bytes // (page.heads * tokens) + beside * itemsize
     if len({*sizes.values()}) > 1:
         problem = "layers take different bytes, and vLLM did not say which one it asks for"
         hint = "leave the budget of bits out: --format vllm"

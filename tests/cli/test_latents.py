@@ -4,8 +4,10 @@ import pytest
 from support.command_line import only_error
 from support.models import save_family, save_tiny
 from support.published import ok
+from support.vllm import pretend
 
 from rotationzoo import calibrate
+from rotationzoo.vllm import plugin
 
 SHORT = ["--tokens", "1024", "--length", "512"]
 
@@ -73,3 +75,19 @@ def test_rotations_of_the_other_kind_are_refused(inside, names, command, model, 
 def test_what_latents_do_not_have_is_refused(inside, names, words, says, code):
     command, *options = words
     assert says in only_error(inside(command, names["latent"], *options), code)
+
+
+def test_serve_takes_latents_on_a_cpu_alone(inside, names, tmp_path, monkeypatch):
+    """On a GPU, it refuses them before anything is calibrated."""
+    pretend(monkeypatch)
+    said = only_error(inside("serve", names["latent"]))
+    assert "no kernel reads latents (MLA) on a GPU" in said
+    assert "read them with transformers: rotationzoo generate" in said
+    pretend(monkeypatch, plugin.CPU_PACKAGE)
+    done = inside("serve", names["latent"], "--rotations", names["of-latent"], "--dry-run")
+    assert done.returncode == 0
+    # 390 pages of 64 tokens, in each of 4 layers 32 + 8 elements of 2 bytes
+    assert f"{390 * 64 * 4 * 40 * 2 / 1e6:.3g} MB for 64 requests" in done.stderr
+    sparse = save_family("deepseek_v3", tmp_path / "sparse", kv_lora_rank=32, index_topk=4)
+    said = only_error(inside("serve", sparse))
+    assert "no sparse attention over latents" in said

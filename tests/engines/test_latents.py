@@ -188,7 +188,7 @@ def test_non_orthogonal_pairs_are_refused(write, models):
 
 def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):  # noqa: F811
     latents, heads = made("deepseek_v3", QUICK), made("qwen3", OSCAR)
-    for engine in (*WRITTEN, "vllm"):
+    for engine in WRITTEN:
         with pytest.raises(UsageError, match=f"{re.escape(engine)} reads rotations of keys and"):
             export(latents, Request(engine))
     with pytest.raises(UsageError, match="sglang-mla reads rotations of latents, and these are of"):

@@ -13,7 +13,9 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
+from rotationzoo.sides import LATENTS
 from rotationzoo.vllm import segments
+from rotationzoo.vllm.latents import LatentPages, LatentReader
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.prompts import LayerReader, TorchAttention
 from rotationzoo.vllm.segments import Known
@@ -24,16 +26,20 @@ from support.float64 import to_float64
 
 HEADS, DIM, TOKENS = 2, 16, 8
 GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
+ROPE = 8
+OF_LATENTS = [Layer(0, 0, 4, 1, DIM, DIM, rope_dim=ROPE)]
 STORED = FORMATS | {"fine": replace(FINE, fine_channels=DIM)}
 STORED |= {"budget": FINE, "wide": FINE}
 MORE = {"budget": DIM, "wide": 2 * DIM}  # bits of a key, beyond 2 a channel; values have none
 
 
-def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=False) -> CacheSettings:
+def settings_of(
+    format="vllm", rounding="nearest", sink=3, recent=6, kernel=False, geometry=GEOMETRY
+) -> CacheSettings:
     def spend(_, side, rotation):
         return replace(rotation, fine_channels=torch.tensor(MORE[format] * (side == "key")))
 
-    rotations = with_factors(with_means(fit(None, PRESETS["random"], GEOMETRY)))
+    rotations = with_factors(with_means(fit(None, PRESETS["random"], geometry)))
     if format in MORE:
         rotations = rotations.replace(spend)
     if not kernel:
@@ -57,16 +63,20 @@ class Server:
         verified=1,
     ):
         self.tokens, self.few = tokens, max(segments.FEW, verified)
-        size = pages, HEADS, tokens, cell_bytes(settings, DIM) // 2
+        kinds, heads, head_size = (LayerPages, LayerReader), HEADS, DIM
+        if settings.codec.rotations.cached is LATENTS:
+            kinds, heads, head_size = (LatentPages, LatentReader), 1, DIM + ROPE
+        cell = cell_bytes(settings, head_size, itemsize=dtype.itemsize)
+        size = pages, heads, tokens, cell // 2
         cache = torch.zeros(size, dtype=torch.bfloat16, device=device)
-        like = torch.zeros(1, HEADS, 1, DIM, device=device)
+        like = torch.zeros(1, heads, 1, DIM, device=device)
         held = tokens, cache[0].nbytes, pages, most_requests, cache.device
         self.planner = Planner(settings.layout, *held, segment, verified)
         attention = TorchAttention()
         attention.segment = segment
         settings = settings.for_layer(0, like, like)
-        self.layer = LayerPages(settings, 0, cache, self.planner.slots, dtype)
-        self.reader = LayerReader(self.layer, attention)
+        self.layer = kinds[0](settings, 0, cache, self.planner.slots, dtype)
+        self.reader = kinds[1](self.layer, attention)
         order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1
         self.free, self.tables, self.lengths = order.tolist(), {}, {}
         self.device, self.dtype = device, dtype
@@ -114,7 +124,7 @@ class Server:
         }
         query = torch.cat([query_of(each["key"]) for each in rows.values()])
         query = query.to(self.device, self.dtype)
-        output = torch.full_like(query, torch.nan)
+        output = query.new_full((*query.shape[:2], both["value"].shape[2]), torch.nan)
         self.reader.run(step, query, both, SCORES, output)
         parts = output.cpu().split([len(each["key"]) for each in rows.values()])
         return dict(zip(rows, parts, strict=True))
@@ -125,7 +135,7 @@ WIDTH, SCORES = 16, Scores(DIM**-0.5)
 
 def query_of(key: torch.Tensor) -> torch.Tensor:
     """Queries `[T, 2 H, D]` that find their token's key."""
-    return torch.cat([key, key.flip(1)], 2).view(len(key), -1, DIM) * 2
+    return torch.cat([key, key.flip(1)], 2).view(len(key), -1, key.shape[2]) * 2
 
 
 def draw(tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -150,6 +150,7 @@ def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
         kv_transfer_config=None,
         cache_config=SimpleNamespace(kv_offloading_size=None),
         speculative_config=None,
+        compilation_config=SimpleNamespace(custom_ops=[]),
         parallel_config=SimpleNamespace(),
         scheduler_config=SimpleNamespace(max_num_seqs=64),
         model_config=SimpleNamespace(

@@ -1,0 +1,125 @@
+"""The pages of a layer that caches latents (MLA), and what is read of them: the definition, in
+plain torch.
+
+Queries read one head: its key is the latent with the key with RoPE behind it, and its value is the
+latent. A page has the codes of its latents, and then the exact keys with RoPE. Copies are of whole
+keys: values are their first channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rotationzoo.codec import int2
+from rotationzoo.codec.attention import PackedSide
+from rotationzoo.codec.cuda_encoder import Encoder
+from rotationzoo.codec.page_layout import Sections
+from rotationzoo.rotations import SIDES
+from rotationzoo.sides import LATENT, LATENTS
+from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows
+from rotationzoo.vllm.prompts import LayerReader
+from rotationzoo.vllm.segments import Segment
+from rotationzoo.vllm.steps import DecodeMetadata, Step
+
+ROPE = LATENTS.beside[0]
+
+
+@dataclass(frozen=True)
+class LatentKeys(PackedSide):
+    """Packed latents, with exact keys with RoPE behind them."""
+
+    rope: Sequence[torch.Tensor] = ()
+    """`[B, 1, P, rope channels]` for each block."""
+
+    def restore(self) -> torch.Tensor:
+        """Every row of the pages in the model's frame `[B, 1, T, D]`."""
+        return torch.cat([super().restore(), torch.cat([*self.rope], 2).to(self.matrix)], -1)
+
+
+class LatentPages(LayerPages):
+    """The pages of one layer with latents. `rows` of tokens are keys `[T, 1, R + rope channels]`
+    and values `[T, 1, R]`."""
+
+    def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
+        layout = self.codec.page_layout(self.layer, LATENT, self.tokens, self.format)
+        self.memory = {LATENT: memory[:, : layout.bytes], ROPE: memory[:, layout.bytes :]}
+        # What a step asks of keys and of values is true of latents.
+        self.layouts = dict.fromkeys((LATENT, *SIDES), layout)
+        self.memory |= dict.fromkeys(SIDES, self.memory[LATENT])
+        self.dtype, beside = dtype, self.memory[ROPE].shape[1]
+        self.rope_dim = beside // (self.tokens * dtype.itemsize)
+        shape = slots, 1, self.tokens, layout.dim + self.rope_dim
+        keys = torch.zeros(shape, dtype=dtype, device=memory.device)
+        self.copies = {"key": keys, "value": keys[..., : layout.dim]}
+        return layout.bytes + self.rope_dim * self.tokens * dtype.itemsize
+
+    def rope(self, pages: torch.Tensor) -> torch.Tensor:
+        """The exact keys with RoPE `[N, P, rope channels]` of pages uint8 `[N, bytes of these]`."""
+        exact: torch.Tensor = pages.view(self.dtype).unflatten(1, (self.tokens, self.rope_dim))
+        return exact
+
+    @torch.no_grad()
+    def store(self, step: Step, rows: Rows) -> None:
+        """Store new tokens: latents as codes, as `LayerPages.store` says, and keys with RoPE."""
+        super().store(step, {LATENT: rows["value"]})
+        rope = rows["key"][:, :, -self.rope_dim :]
+        self._count(step, ROPE, int2.find_refused(rope.transpose(0, 1).float()))
+        self.rope(self.memory[ROPE])[step.pages, step.page_offsets] = rope[:, 0]
+
+    def find_few(self, rows: Rows) -> list[Encoder]:
+        """None: there is no kernel for latents."""
+        return []
+
+    def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
+        blocks = (PageBlocks(self.memory[name], decode.page_table, room) for name in (LATENT, ROPE))
+        latents, rope = blocks
+        packed = self.codec.packed_side(self.layer, LATENT, self.layouts[LATENT], latents)
+        if side == "value":
+            return packed
+        exact = [self.rope(block)[:, None] for block in rope]
+        return LatentKeys(packed.blocks, packed.layout, packed.matrix, packed.mean, rope=exact)
+
+
+class LatentReader(LayerReader):
+    """What the new tokens of a step read in one layer with latents."""
+
+    pages: LatentPages
+
+    def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keys `[T, 1, D]` without the mean of their latents, which a softmax ignores: those that
+        are read from codes lack it, too."""
+        pages = self.pages
+        mean = pages.codec.rotations[pages.layer][LATENT].mean
+        if mean is None:
+            return rows
+        mean = torch.nn.functional.pad(mean, (0, pages.rope_dim))
+        return (rows.float() - mean.to(rows.device)).to(rows.dtype)
+
+    def _make_turns(
+        self, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `LayerReader._make_turns`: keys with RoPE are not rotated."""
+        if self._turns is None:
+            pages = self.pages
+            matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(like)
+            mean = pages.codec.rotations[pages.layer][LATENT].mean
+            rope = torch.eye(pages.rope_dim, dtype=like.dtype, device=like.device)
+            heads = like.shape[1], -1, -1
+            query, output = (
+                each[None].expand(heads) for each in (torch.block_diag(matrix.T, rope), matrix)
+            )
+            if mean is not None:
+                mean = mean.to(like).expand(like.shape[1], -1)
+            self._turns = query, output, mean
+        return self._turns
+
+    def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
+        """Write the dequantized keys and values of a segment to `into`."""
+        pages, (keys, values) = self.pages, into
+        places = self._places(table, *segment.positions())
+        layout, count = pages.layouts[LATENT], len(places[0])
+        sections = (each[places[0], :, places[1]] for each in layout.view(pages.memory[LATENT]))
+        values[:count] = layout.dequantize(Sections(*sections))
+        keys[:count, :, : layout.dim] = values[:count]
+        keys[:count, 0, layout.dim :] = pages.rope(pages.memory[ROPE])[places]
