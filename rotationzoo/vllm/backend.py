@@ -7,19 +7,10 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
-from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention import backend as base
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.selector import _cached_get_attn_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
-from vllm.v1.worker.workspace import current_workspace_manager
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.settings import CacheSettings
@@ -27,6 +18,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import BACKENDS, SERVE
 from rotationzoo.vllm import settings as serving
+from rotationzoo.vllm import upstream as base
 from rotationzoo.vllm.bad_rows import BadRows
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.metrics import Metrics
@@ -37,6 +29,17 @@ from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.settings import read_settings, verified_tokens
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 from rotationzoo.vllm.streams import may_meet
+from rotationzoo.vllm.upstream import (
+    AttentionBackendEnum,
+    FullAttentionSpec,
+    KVCacheLayout,
+    _cached_get_attn_backend,
+    current_workspace_manager,
+    extract_layer_index,
+    get_current_vllm_config,
+    get_tensor_model_parallel_rank,
+    register_backend,
+)
 
 
 @dataclass
@@ -326,9 +329,8 @@ def _page_tokens(block: int) -> int:
     return math.gcd(block, 64)
 
 
-_OF_PLATFORM = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
-_WORKER = f"vllm.v1.worker.{_OF_PLATFORM}"
-_Worker: Any = resolve_obj_by_qualname(_WORKER)
+_WORKER = base.worker_path()
+_Worker: Any = resolve_name(_WORKER)
 
 
 class RotatedWorker(_Worker):  # type: ignore[misc]

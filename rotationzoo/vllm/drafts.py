@@ -5,10 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.selector import _cached_get_attn_backend
-
 from rotationzoo.vllm import WORKER
+from rotationzoo.vllm.upstream import AttentionBackendEnum, _cached_get_attn_backend
 
 
 def keep_own_backend(runner: Any, config: Any, worker: str) -> None:
