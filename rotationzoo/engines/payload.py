@@ -10,7 +10,7 @@ from rotationzoo.codec.engine_needs import find_engine
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.model.own_name import find_model
-from rotationzoo.rotations import SIDES, Rotations
+from rotationzoo.rotations import SIDES, LayerRotations, Rotations
 from rotationzoo.sides import EVERY_SIDE, rows_of
 from rotationzoo.storage.files import digest
 
@@ -131,7 +131,14 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
         sink=sink,
         recent=recent,
         provenance=provenance(artifact, pools, bool(uncentered), served),
+        bits={number: _most_bits(layer) for number, layer in artifact.rotations.items()},
     )
+
+
+def _most_bits(layer: LayerRotations) -> float:
+    """Bits of a channel, on average over a row, of the side that has more."""
+    beyond = [(layer[side].fine_channels, layer[side].dim) for side in SIDES]
+    return 2 + max(0 if bits is None else int(bits) / dim for bits, dim in beyond)
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:

@@ -23,6 +23,8 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "SGLANG_OSCAR_MLA_KV_ROTATION_PATH": str(final),
         "SGLANG_OSCAR_MLA_KV_GROUP_SIZE": str(payload.largest_group),
         "SGLANG_OSCAR_MLA_KV_BITS": "2",
+        # Without it, latents go through 2 bits and are stored in the model's type.
+        "SGLANG_OSCAR_MLA_KV_PACKED": str(int(payload.head_dims == {_PACKED})),
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
         **windows_of(payload),
     }
@@ -36,6 +38,8 @@ def _notes(payload: Payload) -> list[str]:
     notes = [
         "needs OSCAR's SGLang; these files follow its own tools, and no server has read them here",
         "a layer without its file is served without rotation, and nothing says so",
+        "requests that share a cached prefix may lose its exact tokens: --disable-radix-cache "
+        "keeps them",
     ]
     if payload.head_dims != {_PACKED}:
         notes.append(f"the server packs latents of {_PACKED} elements, and stores others unpacked")
