@@ -120,6 +120,7 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
     served |= {"key_clip": key_clip, "value_clip": value_clip}
     if recipe.group_size is not None:
         served["group_size"] = recipe.group_size
+    bits = {number: _most_bits(layer) for number, layer in artifact.rotations.items()}
     model = artifact.manifest.model  # only those from the hub have a revision
     return Payload(
         model=model.id if model.revision else str(find_model(artifact) or PLACEHOLDER),
@@ -131,14 +132,14 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
         sink=sink,
         recent=recent,
         provenance=provenance(artifact, pools, bool(uncentered), served),
-        bits={number: _most_bits(layer) for number, layer in artifact.rotations.items()},
+        bits=bits,
     )
 
 
 def _most_bits(layer: LayerRotations) -> float:
     """Bits of a channel, on average over a row, of the side that has more."""
-    beyond = [(layer[side].fine_channels, layer[side].dim) for side in SIDES]
-    return 2 + max(0 if bits is None else int(bits) / dim for bits, dim in beyond)
+    rows = [layer[side] for side in SIDES]
+    return 2 + max(int(row.fine_channels or 0) / row.dim for row in rows)
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:

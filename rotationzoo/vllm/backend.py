@@ -31,12 +31,9 @@ from rotationzoo.vllm.steps import Planner, Step, count_slots
 from rotationzoo.vllm.streams import may_meet
 from rotationzoo.vllm.upstream import (
     AttentionBackendEnum,
-    FullAttentionSpec,
-    KVCacheLayout,
     _cached_get_attn_backend,
     current_workspace_manager,
     extract_layer_index,
-    get_current_vllm_config,
     get_tensor_model_parallel_rank,
     register_backend,
 )
@@ -133,7 +130,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             if asked:
                 raise UnsupportedModel(f"this backend serves no rotations with {what}", SERVE)
         global _current
-        _current = config = get_current_vllm_config()
+        _current = config = base.get_current_vllm_config()
         settings = read_settings(config)
         if settings is None:
             raise RotationZooError("no artifact is named for rotationzoo's backend", SERVE)
@@ -241,9 +238,9 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
         return [base.MultipleOf(64)]
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[base.KVCacheLayout, ...]:
         """The bytes of a page lie together."""
-        return (KVCacheLayout.LBHNC,)
+        return (base.KVCacheLayout.LBHNC,)
 
     @classmethod
     def get_impl_cls(cls) -> type[base.AttentionImpl]:
@@ -280,7 +277,7 @@ def _for_layer(backend: Any, layer: int) -> Any:
 def in_two_bits(spec: Any, layer: int | None) -> Any:
     """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for a layer that is
     not of full attention."""
-    if type(spec) is not FullAttentionSpec:
+    if type(spec) is not base.FullAttentionSpec:
         problem = "rotations are served with full attention and sliding windows alone"
         hint = "read it with transformers: rotationzoo generate"
         raise UnsupportedModel(problem, hint)

@@ -104,8 +104,10 @@ def missing_names() -> list[str]:
         is_cpu = __getattr__("current_platform").is_cpu()
     except Exception:
         is_cpu = False
-    needed = NAMES | (ON_CPU if is_cpu else ON_GPU)
-    missing = [] if _has_module(CPU_SERVER if is_cpu else CLI) else [CPU_SERVER if is_cpu else CLI]
+    server, of_platform = (CPU_SERVER, ON_CPU) if is_cpu else (CLI, ON_GPU)
+    needed, missing = NAMES | of_platform, []
+    if not _has_module(server):
+        missing.append(server)
     for module, names in needed.items():
         for name in names.split():
             missing += _missing_of(f"{module}.{name}", name)

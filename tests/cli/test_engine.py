@@ -204,7 +204,8 @@ def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
 def test_recipes_of_engines():
     recipes = {name: calibration_job("demo", engine=name).recipe.name for name in ENGINES}
     assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
-    assert {name for name in recipes if recipes[name] == "oscar"} == {"vllm", "transformers"}
+    budgeted = {"vllm", "modelopt", "transformers"}
+    assert {name for name in recipes if recipes[name] == "oscar"} == budgeted
     assert set(recipes.values()) == {"oscar", "oscar-quick", "oscar-v1"}
     assert calibration_job("demo", engine="llama.cpp", recipe="random").recipe.name == "random"
     with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):
