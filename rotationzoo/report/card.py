@@ -133,19 +133,14 @@ def _front_matter(manifest: Manifest) -> str:
 
 def _results(manifest: Manifest) -> list[dict[str, Any]]:
     """What was measured of the artifact's arm that was asked most, as the hubs' `model-index`."""
-    evaluation = manifest.metrics.evaluation
-    own = [] if evaluation is None else arms_of(evaluation.arms, manifest.rotations_sha256)
-    if evaluation is None or not own:
+    evaluation, found = manifest.metrics.evaluation, []
+    if evaluation is None or not (own := arms_of(evaluation.arms, manifest.rotations_sha256)):
         return []
     arm = max(own, key=_count_questions)
-    numbers = {"perplexity": arm.perplexity, "perplexity_increase": arm.perplexity_increase}
-    rows = [(evaluation.text.source, numbers)]
-    rows += [(f"{task} (recall)", {"exact_match": each.share}) for task, each in arm.tasks.items()]
-    return [_result(*row) for row in rows]
-
-
-def _result(name: str, measured: dict[str, float]) -> dict[str, Any]:
-    """The result of one text or task, by metric."""
-    metrics = [{"type": metric, "value": value} for metric, value in measured.items()]
-    data = {"name": name, "type": name if _DATA_SET.fullmatch(name) else "custom"}
-    return {"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics}
+    on_text = {"perplexity": arm.perplexity, "perplexity_increase": arm.perplexity_increase}
+    rows = {f"{task} (recall)": {"exact_match": each.share} for task, each in arm.tasks.items()}
+    for name, measured in ({evaluation.text.source: on_text} | rows).items():
+        data = {"name": name, "type": name if _DATA_SET.fullmatch(name) else "custom"}
+        metrics = [{"type": metric, "value": value} for metric, value in measured.items()]
+        found.append({"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics})
+    return found

@@ -4,7 +4,6 @@ vLLM promises none of these names: a version that was never run is compared with
 """
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 NAMES = {
@@ -33,43 +32,32 @@ NAMES = {
 }
 """The names that are imported, by module."""
 ON_CPU = {
+    "vllm.entrypoints.launchers.api_server": "entry",
     "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend",
     "vllm.v1.worker.cpu_worker": "CPUWorker",
 }
-ON_GPU = {"vllm.v1.worker.gpu_worker": "Worker"}
-"""Those of one platform alone."""
+ON_GPU = {"vllm.entrypoints.cli": "main", "vllm.v1.worker.gpu_worker": "Worker"}
+"""Those of one platform alone: the module that starts a server, and the worker."""
 OLDER = {"vllm.entrypoints.common.cli_args": "vllm.entrypoints.launchers.cli_args"}
 """Where 0.32.0 has a module."""
+_WORKER = "execute_model initialize_from_config load_model"
 MEMBERS = {
-    "AttentionBackend": (
-        "customize_spec forward_includes_kv_cache_update get_builder_cls get_impl_cls get_name "
-        "get_supported_kernel_block_sizes supported_dtypes supported_kv_cache_layouts supports_sink"
-    ),
+    "AttentionBackend": "customize_spec forward_includes_kv_cache_update supports_sink",
     "AttentionBackendEnum": "CPU_ATTN CUSTOM clear_override get_path is_overridden",
-    "AttentionCGSupport": "UNIFORM_BATCH",
     "AttentionImpl": "forward process_weights_after_loading",
     "AttentionMetadataBuilder": "_cudagraph_support _init_reorder_batch_threshold build",
-    "CPUWorker": "execute_model initialize_from_config load_model",
-    "CommonAttentionMetadata": (
-        "block_table_tensor max_seq_len num_actual_tokens query_start_loc query_start_loc_cpu "
-        "seq_lens seq_lens_cpu_upper_bound slot_mapping"
-    ),
-    "FlashAttentionBackend": "supports_head_size",
+    "CPUWorker": _WORKER,
+    "CommonAttentionMetadata": "block_table_tensor seq_lens_cpu_upper_bound slot_mapping",
     "FullAttentionSpec": "copy_with_new_block_size page_size_bytes state_content_bytes",
-    "KVCacheLayout": "LBHNC",
-    "KVConnectorFactory": "get_connector_class_by_name",
-    "Worker": "execute_model initialize_from_config load_model",
+    "Worker": _WORKER,
     "current_platform": "check_and_update_config get_device_total_memory is_cpu",
-    "fa_utils": "get_flash_attn_version is_flash_attn_varlen_func_available",
 }
 """What is used of these names, or replaced: vLLM calls it of ours."""
 CLI, CPU_SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.launchers.api_server.entry"
-"""The modules that start a server: of both packages, and of the one for CPUs."""
 WORKERS = "vllm.v1.worker."
 """What the path of a worker of vLLM's own begins with."""
-_MODULES = {
-    name: module for module, names in (NAMES | ON_CPU | ON_GPU).items() for name in names.split()
-}
+_TABLE = NAMES | ON_CPU | ON_GPU
+_MODULES = {name: module for module, names in _TABLE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
@@ -80,9 +68,7 @@ def __getattr__(name: str) -> Any:
     try:
         owner = import_module(module)
     except ModuleNotFoundError:
-        if module not in OLDER:
-            raise
-        owner = import_module(OLDER[module])
+        owner = import_module(OLDER.get(module, module))
     if hasattr(owner, name):
         return getattr(owner, name)
     try:
@@ -93,41 +79,27 @@ def __getattr__(name: str) -> Any:
 
 def worker_path() -> str:
     """Where vLLM's own worker for this platform stands."""
-    of_platform = ON_CPU if __getattr__("current_platform").is_cpu() else ON_GPU
-    return f"{[*of_platform][-1]}.{[*of_platform.values()][-1]}"
+    name = "CPUWorker" if __getattr__("current_platform").is_cpu() else "Worker"
+    return f"{_MODULES[name]}.{name}"
 
 
 def missing_names() -> list[str]:
     """What the vLLM on this machine lacks of all that this package needs, with its module. Imports
     all of it."""
     try:
-        is_cpu = __getattr__("current_platform").is_cpu()
-    except Exception:
-        is_cpu = False
-    server, of_platform = (CPU_SERVER, ON_CPU) if is_cpu else (CLI, ON_GPU)
-    needed, missing = NAMES | of_platform, []
-    if not _has_module(server):
-        missing.append(server)
-    for module, names in needed.items():
-        for name in names.split():
-            missing += _missing_of(f"{module}.{name}", name)
-    return missing
+        others = ON_GPU if __getattr__("current_platform").is_cpu() else ON_CPU
+    except Exception:  # of whatever kind: an import runs code that is not known
+        others = ON_CPU
+    needed = [name for name, module in _MODULES.items() if module not in others]
+    return [path for name in needed for path in _missing_of(f"{_MODULES[name]}.{name}", name)]
 
 
 def _missing_of(path: str, name: str) -> list[str]:
     """This name or its members, where they are not there."""
     try:
         found = __getattr__(name)
-    except Exception:  # of whatever kind: an import runs code that is not known
+    except Exception:
         return [path]
     # A field of a data class without a default is no attribute of the class.
-    fields = getattr(found, "__dataclass_fields__", {})
-    members = MEMBERS.get(name, "").split()
+    fields, members = getattr(found, "__dataclass_fields__", ()), MEMBERS.get(name, "").split()
     return [f"{path}.{each}" for each in members if not hasattr(found, each) and each not in fields]
-
-
-def _has_module(path: str) -> bool:
-    try:
-        return find_spec(path) is not None
-    except ImportError:
-        return False

@@ -7,8 +7,8 @@ import sys
 
 from support.places import ROOT
 
-MODULES, LINES = 46, 6300
-"""46 modules with 6,279 lines are loaded today."""
+MODULES, LINES = 46, 6350
+"""46 modules with 6,304 lines are loaded today."""
 UNWANTED = ["datasets", "modelscope", "huggingface_hub", "transformers", "altair", "typer", "rich"]
 WORKER = ["backend", "flash_attention", "metrics"]
 """These import vLLM and what it brings along, which need not be there."""
