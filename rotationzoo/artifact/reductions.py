@@ -109,6 +109,7 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
     clips_otherwise = engine.clip != "head" and not clips_alike
     chosen, own = "/".join(map(str, request.windows)), f"{recipe.sink}/{recipe.recent}"
     lost = {
+        "rotations: only the bits of each layer are written": not engine.rotates,
         "one rotation per layer instead of one per KV head": request.pooled and rotations.per_head,
         f"{dropped} that keep their mean": dropped,
         f"clip ratios {ratios} instead of the artifact's own": clips_otherwise,

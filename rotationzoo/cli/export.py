@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.cli import options
 from rotationzoo.cli.output import Output, show_lines
-from rotationzoo.codec.engine_needs import EngineName
+from rotationzoo.codec.engine_needs import ENGINE_NAMES, EngineName
 from rotationzoo.errors import UsageError
 from rotationzoo.options import flag, option
 from rotationzoo.settings import Clip, Windows
@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
 
 
+CHOICES = "|".join(ENGINE_NAMES)  # in brackets, they are too wide for a terminal
+
+
 def export_command(
     artifact: options.ArtifactFolder,
     out: Output,
-    to: EngineName | None = option("The engine.", "--for", "--to"),
+    to: EngineName | None = option("The engine.", "--for", "--to", metavar=CHOICES),
     output: Path | None = option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o"),
     pooled: bool = flag("One rotation per layer, fitted from the pooled statistics."),
     uncentered: bool = flag("Leave the means of keys and values out."),

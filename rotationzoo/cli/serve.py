@@ -35,7 +35,9 @@ def serve_command(
     rounding: HowRounded = None,
     sink: Sink = None,
     recent: int | None = option("Last tokens kept exact (the recipe's).", min=1),
-    anyway: bool = flag("Also take rotations of other weights, and try a newer vLLM."),
+    anyway: bool = flag(
+        "Also take rotations of other weights, and try a newer vLLM that lacks a name."
+    ),
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
     dry_run: bool = flag("Check everything, and print the line alone."),

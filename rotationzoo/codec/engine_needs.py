@@ -26,6 +26,8 @@ class Entry:
     """The command of rotationzoo that starts an engine which reads artifacts themselves."""
     format: str = ""
     """Its format, a name in `codec.formats.SIMULATED`. Empty if only the engine has its codec."""
+    rotates: bool = True
+    """Whether it takes rotations, and not the bits of layers alone."""
     heads: bool = True
     """Whether it takes one matrix per KV head, and not one per layer alone."""
     means: tuple[str, ...] = ()
@@ -88,6 +90,7 @@ ENGINES = {
     "sglang": Entry("sglang", format="sglang", means=("key",)),
     "sglang-mla": Entry("sglang_latent", format="sglang", takes=LATENTS.sides, clip="none"),
     "llama.cpp": Entry("llama_cpp", heads=False, clip="one", gguf=_FORKS, needs_base=True),
+    "modelopt": Entry("modelopt", rotates=False, clip="none", windows=False, budget=True),
     "transformers": Entry(
         command="generate",
         format="sglang",

@@ -60,6 +60,8 @@ class Payload:
     sink: int
     recent: int
     provenance: Mapping[str, Any]
+    bits: Mapping[int, float]
+    """Layer -> bits of a channel, of the side that has more, without scales."""
 
     @property
     def largest_group(self) -> int:

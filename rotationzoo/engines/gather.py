@@ -1,13 +1,14 @@
 """Finding the rotation files to import, and the checks that they belong together and to a model."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.engines.formats import oscar_pt
+from rotationzoo.engines.formats.sglang_latent import latent_files
 from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalise
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, cached_layers, shifted_layers
@@ -19,6 +20,14 @@ from rotationzoo.sides import LATENT, SIDES
 
 Files = dict[str, RotationFile]
 """Side -> its file: `key` and `value`, or `latent`."""
+
+IMPORTED: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "latents": ("sglang_latent", latent_files),
+    "gguf": ("gguf_file", lambda path: path.suffix == ".gguf"),
+    "pt": ("oscar_pt", lambda path: True),
+}
+"""Formats of files that others made, one row each: the module of `formats`, imported when it is
+used, whose `read` gives the sides in a file, and what tells such files. The first row counts."""
 
 # The default names of `.pt` files. A GGUF file is found only if the user names it.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
@@ -36,24 +45,24 @@ def gather_files(files: Sequence[Path]) -> Files:
     belong together.
     """
     paths = [path.expanduser() for path in files]
-    if len(paths) == 1 and paths[0].is_dir():
-        if oscar_pt.latent_files(paths[0]):
-            latents = normalise(oscar_pt.read_latents(paths[0]))
-            check_matrices(latents)
-            return {LATENT: latents}
+    if len(paths) == 1 and paths[0].is_dir() and not latent_files(paths[0]):
         paths = _pair_in(paths[0])
-    read: list[RotationFile] = []
-    for path in paths:
-        if path.suffix == ".gguf":
-            from rotationzoo.engines.formats.gguf_file import read_gguf
-
-            read += read_gguf(path)  # both sides
-        else:
-            read.append(oscar_pt.read_pt(path))
+    read = [file for path in paths for file in _read(path)]
+    if [file.side for file in read] == [LATENT]:
+        latents = normalise(read[0])
+        check_matrices(latents)
+        return {LATENT: latents}
     pair = {side: normalise(file) for side, file in _pair_of(read).items()}
     for problem, hint in _problems(**pair):
         raise RotationZooError(problem, hint)
     return pair
+
+
+def _read(path: Path) -> list[RotationFile]:
+    """The sides in a file, or a folder of latents."""
+    module = next(module for module, takes in IMPORTED.values() if takes(path))
+    file: list[RotationFile] = import_module(f"rotationzoo.engines.formats.{module}").read(path)
+    return file
 
 
 def _pair_of(files: list[RotationFile]) -> Files:

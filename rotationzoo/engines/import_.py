@@ -11,7 +11,7 @@ import torch
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.checkpoint import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.engines.formats.oscar_pt import latent_files
+from rotationzoo.engines.formats.sglang_latent import latent_files
 from rotationzoo.engines.gather import Files, find_geometry, gather_files
 from rotationzoo.engines.rotation_file import describe
 from rotationzoo.errors import RotationZooError, as_refusal

@@ -7,7 +7,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.base import Payload, SideMatrices
 from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.model.own_name import find_model
-from rotationzoo.rotations import SIDES, Rotations
+from rotationzoo.rotations import SIDES, LayerRotations, Rotations
 from rotationzoo.sides import rows_of
 from rotationzoo.storage.files import digest
 
@@ -75,6 +75,7 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
     served |= {"key_clip": key_clip, "value_clip": value_clip}
     if recipe.group_size is not None:
         served["group_size"] = recipe.group_size
+    bits = {number: _most_bits(layer) for number, layer in artifact.rotations.items()}
     model = artifact.manifest.model  # only those from the hub have a revision
     return Payload(
         model=model.id if model.revision else str(find_model(artifact) or PLACEHOLDER),
@@ -86,7 +87,14 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
         sink=sink,
         recent=recent,
         provenance=provenance(artifact, pools, bool(uncentered), served),
+        bits=bits,
     )
+
+
+def _most_bits(layer: LayerRotations) -> float:
+    """Bits of a channel, on average over a row, of the side that has more."""
+    rows = [layer[side] for side in SIDES]
+    return 2 + max(int(row.fine_channels or 0) / row.dim for row in rows)
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:

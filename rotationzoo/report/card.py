@@ -23,6 +23,7 @@ from rotationzoo.report import tables
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
 from rotationzoo.words import counted, sentence
 
+PAPER = "2605.17757"  # on arXiv: the method's
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
 TURN = re.compile("[\u202a-\u202e\u2066-\u2069]")  # what turns the direction of writing
 _LIBRARIES = ("torch", "transformers", "python")
@@ -63,6 +64,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
         title=title,
         front_matter=_front_matter(manifest),
         command=reproduce_command(manifest),
+        paper=PAPER,
         sizes=sizes,
         libraries=", ".join(libraries),
     )
@@ -113,9 +115,9 @@ def _count_questions(arm: ArmSummary | ExactSummary) -> int:
 
 
 def _front_matter(manifest: Manifest) -> str:
-    """YAML of what hubs show and search: the base model, license and data sets."""
+    """YAML of what hubs show and search: the base model, license, data sets and results."""
     front: dict[str, Any] = {"library_name": "rotationzoo"}
-    front["tags"], model = ["kv-cache", "2-bit", "rotation"], manifest.model
+    front["tags"], model = ["kv-cache", "2-bit", "rotation", f"arxiv:{PAPER}"], manifest.model
     # Only a hub repository may be named as the base model: the hubs link to it.
     if "/" in model.id and model.revision:
         front |= {"base_model": model.id, "base_model_relation": "quantized"}
@@ -124,4 +126,21 @@ def _front_matter(manifest: Manifest) -> str:
     text = manifest.calibration
     if text and manifest.imported is None and _DATA_SET.fullmatch(text.source):
         front["datasets"] = [text.source]
+    if results := _results(manifest):
+        front["model-index"] = [{"name": model_title(model), "results": results}]
     return yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
+
+
+def _results(manifest: Manifest) -> list[dict[str, Any]]:
+    """What was measured of the artifact's arm that was asked most, as the hubs' `model-index`."""
+    evaluation, found = manifest.metrics.evaluation, []
+    if evaluation is None or not (own := arms_of(evaluation.arms, manifest.rotations_sha256)):
+        return []
+    arm = max(own, key=_count_questions)
+    on_text = {"perplexity": arm.perplexity, "perplexity_increase": arm.perplexity_increase}
+    rows = {f"{task} (recall)": {"exact_match": each.share} for task, each in arm.tasks.items()}
+    for name, measured in ({evaluation.text.source: on_text} | rows).items():
+        data = {"name": name, "type": name if _DATA_SET.fullmatch(name) else "custom"}
+        metrics = [{"type": metric, "value": value} for metric, value in measured.items()]
+        found.append({"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics})
+    return found

@@ -6,19 +6,10 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
-from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention import backend as base
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.selector import _cached_get_attn_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
-from vllm.v1.worker.workspace import current_workspace_manager
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.settings import CacheSettings
@@ -26,6 +17,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import CPU_BACKENDS, SERVE
 from rotationzoo.vllm import settings as serving
+from rotationzoo.vllm import upstream as base
 from rotationzoo.vllm.bad_rows import BadRows
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.metrics import Metrics
@@ -36,6 +28,14 @@ from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.settings import read_settings, verified_tokens
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 from rotationzoo.vllm.streams import may_meet
+from rotationzoo.vllm.upstream import (
+    AttentionBackendEnum,
+    _cached_get_attn_backend,
+    current_workspace_manager,
+    extract_layer_index,
+    get_tensor_model_parallel_rank,
+    register_backend,
+)
 
 
 @dataclass
@@ -128,7 +128,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             if asked:
                 raise UnsupportedModel(f"this backend serves no rotations with {what}", SERVE)
         global _current
-        _current = config = get_current_vllm_config()
+        _current = config = base.get_current_vllm_config()
         settings = read_settings(config)
         if settings is None:
             raise RotationZooError("no artifact is named for rotationzoo's backend", SERVE)
@@ -237,9 +237,9 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
         return [base.MultipleOf(64)]
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[base.KVCacheLayout, ...]:
         """The bytes of a page lie together."""
-        return (KVCacheLayout.LBHNC,)
+        return (base.KVCacheLayout.LBHNC,)
 
     @classmethod
     def get_impl_cls(cls) -> type[base.AttentionImpl]:
@@ -272,7 +272,7 @@ def _for_layer(backend: Any, layer: int) -> Any:
     return type(backend.__name__, (backend,), {"layer": layer, "__doc__": backend.__doc__})
 
 
-def in_two_bits(spec: Any, layer: int | None, kind: Any = FullAttentionSpec) -> Any:
+def in_two_bits(spec: Any, layer: int | None, kind: Any = base.FullAttentionSpec) -> Any:
     """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for one of another
     kind."""
     if type(spec) is not kind:
@@ -281,7 +281,7 @@ def in_two_bits(spec: Any, layer: int | None, kind: Any = FullAttentionSpec) -> 
     settings: Any = read_settings(_current)
     cell = serving.cell_bytes(settings, spec.head_size, layer, spec.dtype.itemsize)
     stored = replace(spec, state_content_bytes=cell)
-    if settings.codec.rotations.has_budget or kind is not FullAttentionSpec:
+    if settings.codec.rotations.has_budget or kind is not base.FullAttentionSpec:
         # A cell may not be a whole number of the model's elements.
         stored = replace(stored, dtype=torch.uint8)
     layers = _current.compilation_config.static_forward_context.values()
@@ -322,9 +322,8 @@ def _page_tokens(block: int) -> int:
     return math.gcd(block, 64)
 
 
-_OF_PLATFORM = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
-_WORKER = f"vllm.v1.worker.{_OF_PLATFORM}"
-_Worker: Any = resolve_obj_by_qualname(_WORKER)
+_WORKER = base.worker_path()
+_Worker: Any = resolve_name(_WORKER)
 
 
 class RotatedWorker(_Worker):  # type: ignore[misc]

@@ -3,10 +3,8 @@
 from inspect import signature
 from typing import Any
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
 from rotationzoo.vllm.backend import RotatedBuilder, RotatedImpl, in_two_bits
+from rotationzoo.vllm.upstream import CPUAttentionBackend, SlidingWindowSpec
 
 
 class CpuBuilder(RotatedBuilder):

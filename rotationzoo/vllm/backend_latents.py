@@ -19,9 +19,8 @@ What vLLM 0.32 does around it, in `model_executor/layers/attention/mla_attention
 from typing import Any
 
 import torch
-from vllm.v1.attention import backend as base
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+from rotationzoo.vllm import upstream as base
 from rotationzoo.vllm.backend import (
     RotatedBackend,
     RotatedBuilder,
@@ -115,7 +114,7 @@ class LatentBackend(RotatedBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec of a layer's cache, with the bytes of a token."""
-        return in_two_bits(spec, cls.layer, MLAAttentionSpec)
+        return in_two_bits(spec, cls.layer, base.MLAAttentionSpec)
 
     @classmethod
     def get_impl_cls(cls) -> Any:

@@ -8,12 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.version import __version__
 from rotationzoo.vllm.refusals import SERVED_CONNECTORS
 from rotationzoo.vllm.settings import parse_options, read_settings
+from rotationzoo.vllm.upstream import KVConnectorFactory
 
 
 class SaysWhatItLoads:

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.selector import _cached_get_attn_backend
+from rotationzoo.vllm.upstream import AttentionBackendEnum, _cached_get_attn_backend
 
 
 def keep_own_backend(runner: Any, config: Any, worker: str) -> None:

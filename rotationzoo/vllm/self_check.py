@@ -48,7 +48,7 @@ class LayerRun:
     def step(self, start: int, query: torch.Tensor, rows: Rows, alone: bool) -> torch.Tensor:
         """Store new tokens from this position on, `rows` `[T, H, D]`, and return what their
         queries `[T, H_q, D]` read. `alone`: no token before them has an exact copy."""
-        from vllm.v1.attention.backend import CommonAttentionMetadata
+        from rotationzoo.vllm.upstream import CommonAttentionMetadata
 
         if alone:
             self._builder = self.layer.attn_backend.get_builder_cls()(*self._made_with)

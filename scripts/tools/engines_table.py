@@ -68,6 +68,12 @@ DESCRIPTIONS = {
         limits="clips; latents of another size than 512 are not packed; its codes round halves to "
         "even",
     ),
+    "modelopt": Description(
+        cache="none: formats of 8 and 4 bits by layer, in "
+        "[pull request 56116](https://github.com/vllm-project/vllm/pull/56116)",
+        reads="`kv_cache_quantized_layers` in `hf_quant_config.json`",
+        limits="everything but the choice of layers; keys and values apart",
+    ),
     "llama.cpp": Description(
         cache="[OSCAR's fork](https://github.com/FutureMLS-Lab/OSCAR/tree/zhongzhu/llamacpp) "
         "(`qwen3`), "
@@ -103,7 +109,7 @@ def _picks(name: str) -> list[str]:
     entry = ENGINES[name]
     start = f"`rotationzoo {entry.command}`" if entry.command else "`export` prints it"
     format = f"`{entry.format}`" if entry.format else "its own, not simulated"
-    if entry.budget:
+    if entry.budget and entry.format:
         format += f", or `{BUDGETED}` with a budget of bits"
     return [
         f"`{name}`",
@@ -122,6 +128,8 @@ def _picks(name: str) -> list[str]:
 def _rotations(entry: Entry) -> str:
     if "key" not in entry.takes:
         return "of latents"
+    if not entry.rotates:
+        return "none: the bits of layers alone"
     rotations = "per KV head" if entry.heads else "per layer"
     if "latent" in entry.on_cpu:
         return f"{rotations}, or of latents on a CPU"

@@ -125,9 +125,9 @@ class Parameter:
             return ""
         if get_origin(kind) is list:
             kind = get_args(kind)[0]
-        if self.info.metavar:
-            return str(self.info.metavar)
-        return "|".join(get_args(kind)) if get_origin(kind) is Literal else TYPES[kind]
+        if get_origin(kind) is Literal:
+            return "|".join(get_args(kind))
+        return str(self.info.metavar or TYPES[kind])
 
     @property
     def limits(self) -> list[str]:

@@ -209,7 +209,8 @@ def test_recipes_of_engines():
 
     recipes = {name: recipe_of(name) for name in ENGINES}
     assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
-    assert {name for name in recipes if recipes[name] == "oscar"} == {"vllm", "transformers"}
+    budgeted = {"vllm", "modelopt", "transformers"}
+    assert {name for name in recipes if recipes[name] == "oscar"} == budgeted
     assert set(recipes.values()) == {"oscar", "oscar-quick", "oscar-v1"}
     assert recipe_of("llama.cpp", recipe="random") == "random"
     with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):

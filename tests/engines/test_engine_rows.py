@@ -42,7 +42,7 @@ def test_the_engines_page_says_what_the_code_does(made, tmp_path):
     default recipe."""
     page = PAGE.read_text(encoding="utf-8")
     artifact = made(recipe=QUICK, head_dim=128)
-    for engine in WRITTEN:
+    for engine in (*WRITTEN, "modelopt"):
         assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.MULTILINE), engine
         changes = {}
         if ENGINES[engine].needs_base:

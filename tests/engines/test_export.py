@@ -2,12 +2,17 @@
 own codes with it."""
 
 import json
+import re
+from dataclasses import replace
 
 import gguf
 import pytest
+import torch
 from support.engine_artifacts import OSCAR, WRITTEN, base_for, check_engine, exported
 
-from rotationzoo.artifact.reductions import Options
+from rotationzoo.artifact.reductions import Options, Request, settle_request
+from rotationzoo.engines.formats import modelopt
+from rotationzoo.engines.payload import assemble_payload
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import sha256
 
@@ -119,3 +124,38 @@ def test_a_pair_is_replaced_whole(made, tmp_path):
     assert not list(done.path.glob(".oscar*")), "what marked the earlier pair is gone with it"
     whole = exported("sglang", artifact, tmp_path)
     assert {name: sha256(done.path / name) for name in whole.files} == whole.files
+
+
+def test_modelopt_gets_the_bits_of_layers(made, tmp_path, monkeypatch):
+    artifact = made(head_dim=32)
+    done = exported("modelopt", artifact, tmp_path)
+    assert "rotations: only the bits of each layer are written" in done.reduced
+    assert algorithms(done.path) == ("NVFP4", dict.fromkeys(range(4), "NVFP4"))
+    # Bits of a row of 32 channels beyond 2 a channel; those of values are fewer, and do not count.
+    beyond = {0: 16, 1: 64, 2: 65, 3: 192}
+
+    def with_bits(layer, side, rotation):
+        bits = beyond[layer] if side == "key" else 0
+        return replace(rotation, fine_channels=torch.tensor(bits))
+
+    rotations = artifact.rotations.replace(with_bits)
+    monkeypatch.setitem(vars(artifact), "rotations", rotations)
+    payload = assemble_payload(artifact, settle_request(artifact, Request("modelopt")))
+    assert payload.bits == {0: 2.5, 1: 4, 2: 4 + 1 / 32, 3: 8}
+    (tmp_path / "mixed").mkdir()
+    modelopt.write_files(tmp_path / "mixed", tmp_path, payload, Options())
+    formats = {0: "NVFP4", 1: "NVFP4", 2: "FP8", 3: "FP8"}
+    assert algorithms(tmp_path / "mixed") == ("MIXED_PRECISION", formats)
+
+
+def algorithms(folder) -> tuple[str, dict[int, str]]:
+    """What ModelOpt's schema 1 says of a cache: of all layers, and of each."""
+    content = json.loads((folder / "hf_quant_config.json").read_text())
+    assert content["producer"]["name"] == "modelopt"
+    said = content["quantization"]
+    assert (said["quant_algo"], said["kv_cache_schema_version"]) == (None, 1)
+    layers = {
+        int(re.fullmatch(r"model\.layers\.(\d+)\.self_attn", name)[1]): each["quant_algo"]
+        for name, each in said["kv_cache_quantized_layers"].items()
+    }
+    return said["kv_cache_quant_algo"], layers

@@ -18,7 +18,7 @@ from support.engine_readers import write_gguf
 from support.oscar_files import KEY, VALUE, entry, model_of, refused, torch_file, v1
 
 from rotationzoo.artifact.reductions import Options
-from rotationzoo.engines.formats.gguf_file import read_gguf
+from rotationzoo.engines.formats.gguf_file import read as read_gguf
 from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError

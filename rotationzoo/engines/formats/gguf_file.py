@@ -74,7 +74,7 @@ def rotation_tensors(payload: Payload) -> dict[str, np.ndarray]:
     return tensors
 
 
-def read_gguf(path: Path) -> list[RotationFile]:
+def read(path: Path) -> list[RotationFile]:
     """The key and value rotations in a model file.
 
     Raises `RotationZooError` if either side is missing.

@@ -1,5 +1,5 @@
 """The `.pt` files of OSCAR's servers, written and read; read too are the bare tables of tensors of
-vLLM, and folders with a file for each layer's rotation of latents (MLA).
+vLLM.
 
 Version 1 has one matrix per layer, version 2 one per KV head, and version 3 adds a key mean. A file
 is `{format_version, objective, source_grouping, layers: {id: {layer_id, rotation, eigenvalues}}}`.
@@ -23,7 +23,7 @@ from rotationzoo.engines.base import Payload, SideMatrices, clip_text
 from rotationzoo.engines.rotation_file import RotationFile, as_mapping
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
-from rotationzoo.sides import LATENT, SIDES
+from rotationzoo.sides import SIDES
 from rotationzoo.storage import folders
 from rotationzoo.storage.disks import check_regular
 
@@ -94,7 +94,6 @@ def write_pt(path: Path, content: Any) -> None:
 # Objectives that say which side a file holds; the last ones of keys look like those of values.
 _OF_KEYS = re.compile(r"(qqt|ktk)(_|$)|identity-k$|optr_output_aware_(.*_)?k$")
 _OF_VALUES = re.compile(r"(sst|vtv)(_|$)|identity-v$|optr_output_aware_|oscar2_v_")
-_OF_A_LAYER = re.compile(r"layer_\d{1,9}\.pt")
 _COMPANIONS = ("q_rotation", "o_rotation")  # the second matrices of non-orthogonal rotations
 # Name in a file -> name here.
 _TENSORS = {"rotation": "rotation", "eigenvalues": "eigenvalues", "k_mean": "mean"}
@@ -105,16 +104,16 @@ _MOST_ENTRIES = (len(_TENSORS) + 1) * MOST_LAYERS
 _LARGEST_PICKLE = 2 << 20  # bytes; 1,024 layers of three tensors each took 0.25 MB
 
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_Entries = dict[int, dict[str, Any]]
+Entries = dict[int, dict[str, Any]]
 """Layer -> the file's entry for it."""
 
 
 def read_pt(path: Path) -> RotationFile:
     """One side's file. Raises `RotationZooError` for anything but a rotation file, and for one
     whose entries contradict each other."""
-    table, entries = _load(path)
+    table, entries = load(path)
     objective = rotation_file.objective_name(table.get("objective"))
-    content = SideMatrices(objective=objective, **_tensors(path, entries))
+    content = SideMatrices(objective=objective, **tensors_of(path, entries))
     version = "V2" if content.per_head else "V1"
     if content.mean or table.get("format_version") == 3:
         version = "V3"
@@ -125,27 +124,12 @@ def read_pt(path: Path) -> RotationFile:
     return RotationFile(path, version, side, content, calibration)
 
 
-def latent_files(folder: Path) -> list[Path]:
-    """The files of a folder's layers, each with a bare matrix of latents, or with a table of the
-    matrix, its mean and its eigenvalues."""
-    return sorted(each for each in folder.iterdir() if _OF_A_LAYER.fullmatch(each.name))
+def read(path: Path) -> list[RotationFile]:
+    """The side of a file, as `read_pt`."""
+    return [read_pt(path)]
 
 
-def read_latents(folder: Path) -> RotationFile:
-    """The rotations of latents in a folder. Raises `RotationZooError` as `read_pt` does."""
-    entries: _Entries = {}
-    folder = folder.resolve()
-    for path in latent_files(folder):
-        layer = rotation_file.check_layer(path, path.stem.removeprefix("layer_"))
-        if layer in entries:
-            raise RotationZooError(f"{folder.name} has layer {layer} twice")
-        entries |= _load(path, layer)[1]
-    tensors = _tensors(folder, entries)
-    tensors["mean"] = {layer: mean.flatten() for layer, mean in tensors["mean"].items()}
-    return RotationFile(folder, "latents", LATENT, SideMatrices(objective=folder.name, **tensors))
-
-
-def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], _Entries]:
+def load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entries]:
     """A file's table, and its entries by layer; with a `layer`, the file holds that one's alone.
 
     Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
@@ -198,7 +182,7 @@ def _no_rotations(path: Path, reason: str, hint: str = "do not use it") -> Rotat
     return RotationZooError(f"{path.name} is not a rotation file: {reason}", hint)
 
 
-def _check_sizes(path: Path, entries: _Entries) -> None:
+def _check_sizes(path: Path, entries: Entries) -> None:
     """Raise `RotationZooError` if the tensors on `meta` need more bytes than the file can hold."""
     size, total = path.stat().st_size, 0
     for tensor in (entry.get(name) for entry in entries.values() for name in _TENSORS):
@@ -212,7 +196,7 @@ def _check_sizes(path: Path, entries: _Entries) -> None:
             raise _no_rotations(path, f"its tensors ask for {total:,} bytes and it has {size:,}")
 
 
-def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
+def _entries(path: Path, content: Any, layer: int | None) -> Entries:
     """The entries of all layers, from a table of layers, a bare table of tensors, or one tensor
     that stacks all layers."""
     if layer is not None:  # alone in its file, and its mean may have another name
@@ -222,7 +206,7 @@ def _entries(path: Path, content: Any, layer: int | None) -> _Entries:
     if isinstance(content, torch.Tensor) and content.ndim == 3:
         content = dict(enumerate(content))
     table = as_mapping(as_mapping(content).get("layers", content))
-    entries: _Entries = {}
+    entries: Entries = {}
     for name, entry in table.items():
         number = _layer_number(name)
         if isinstance(entry, torch.Tensor):
@@ -249,7 +233,7 @@ def _layer_number(name: Any) -> int | None:
     return int(number[1]) if number and isinstance(name, int | str) else None
 
 
-def _tensors(path: Path, entries: _Entries) -> dict[str, dict[int, torch.Tensor]]:
+def tensors_of(path: Path, entries: Entries) -> dict[str, dict[int, torch.Tensor]]:
     """The tensors of each name by layer: of all layers or of none, and each a dense table of real
     numbers that is not empty."""
     tables = {}

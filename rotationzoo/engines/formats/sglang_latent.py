@@ -1,17 +1,24 @@
-"""The SGLang engine of models with latents (MLA), which reads a folder of `.pt` files, one a layer.
+"""The SGLang engine of models with latents (MLA), which reads a folder of `.pt` files, one a layer;
+and such folders of others, read back.
 
 The 2-bit cache of latents is in OSCAR's own server, which finds the folder by an environment
 variable. Each file holds one float32 matrix R `[D, D]`, for `c @ R`.
 """
 
+import re
 import shlex
 from pathlib import Path
 
 from rotationzoo.artifact.reductions import Options
-from rotationzoo.engines.base import Launch, Payload
-from rotationzoo.engines.formats.oscar_pt import write_pt
+from rotationzoo.engines import rotation_file
+from rotationzoo.engines.base import Launch, Payload, SideMatrices
+from rotationzoo.engines.formats.oscar_pt import Entries, load, tensors_of, write_pt
 from rotationzoo.engines.formats.sglang import windows_of
+from rotationzoo.engines.rotation_file import RotationFile
+from rotationzoo.errors import RotationZooError
+from rotationzoo.sides import LATENT
 
+_OF_A_LAYER = re.compile(r"layer_\d{1,9}\.pt")
 _PACKED = 512  # elements of the latents that the server's own kernels pack
 _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
 
@@ -24,6 +31,8 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
         "SGLANG_OSCAR_MLA_KV_ROTATION_PATH": str(final),
         "SGLANG_OSCAR_MLA_KV_GROUP_SIZE": str(payload.largest_group),
         "SGLANG_OSCAR_MLA_KV_BITS": "2",
+        # Without it, latents go through 2 bits and are stored in the model's type.
+        "SGLANG_OSCAR_MLA_KV_PACKED": str(int(payload.head_dims == {_PACKED})),
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
         **windows_of(payload),
     }
@@ -37,6 +46,8 @@ def _notes(payload: Payload) -> list[str]:
     notes = [
         "needs OSCAR's SGLang; these files follow its own tools, and no server has read them here",
         "a layer without its file is served without rotation, and nothing says so",
+        "requests that share a cached prefix may lose its exact tokens: --disable-radix-cache "
+        "keeps them",
     ]
     if payload.head_dims != {_PACKED}:
         notes.append(f"the server packs latents of {_PACKED} elements, and stores others unpacked")
@@ -46,3 +57,25 @@ def _notes(payload: Payload) -> list[str]:
             f"one scale for {payload.largest_group} channels; its makers measured {groups}"
         )
     return notes
+
+
+def latent_files(folder: Path) -> list[Path]:
+    """The files of a folder's layers, each with a bare matrix of latents, or with a table of the
+    matrix, its mean and its eigenvalues; none where it is no folder."""
+    files = folder.iterdir() if folder.is_dir() else ()
+    return sorted(each for each in files if _OF_A_LAYER.fullmatch(each.name))
+
+
+def read(folder: Path) -> list[RotationFile]:
+    """The rotations of latents in a folder. Raises `RotationZooError` as `read_pt` does."""
+    entries: Entries = {}
+    folder = folder.resolve()
+    for path in latent_files(folder):
+        layer = rotation_file.check_layer(path, path.stem.removeprefix("layer_"))
+        if layer in entries:
+            raise RotationZooError(f"{folder.name} has layer {layer} twice")
+        entries |= load(path, layer)[1]
+    tensors = tensors_of(folder, entries)
+    tensors["mean"] = {layer: mean.flatten() for layer, mean in tensors["mean"].items()}
+    content = SideMatrices(objective=folder.name, **tensors)
+    return [RotationFile(folder, "latents", LATENT, content)]

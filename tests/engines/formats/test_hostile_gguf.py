@@ -10,7 +10,7 @@ from support.engine_artifacts import base_for, exported
 from support.oscar_files import gguf_bytes, gguf_field, gguf_tensor, refused
 
 from rotationzoo.artifact.reductions import Options
-from rotationzoo.engines.formats.gguf_file import read_gguf
+from rotationzoo.engines.formats.gguf_file import read as read_gguf
 from rotationzoo.errors import RotationZooError
 
 

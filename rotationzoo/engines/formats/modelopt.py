@@ -1,0 +1,39 @@
+"""NVIDIA's ModelOpt, whose word for bits by layer is `kv_cache_quantized_layers` (schema 1) in a
+checkpoint's `hf_quant_config.json`. It has no rotations: only the bits of layers go there.
+"""
+
+import shlex
+from pathlib import Path
+
+from rotationzoo.artifact.reductions import Options
+from rotationzoo.engines.base import Launch, Payload
+from rotationzoo.storage import strict_json
+from rotationzoo.storage.folders import write_new
+from rotationzoo.version import __version__
+
+FILE = "hf_quant_config.json"
+
+
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+    """Write the file: a layer gets NVFP4 where no side has more than 4 bits, and else FP8, since no
+    row has more than 8."""
+    layers = {}
+    for layer, bits in sorted(payload.bits.items()):
+        layers[f"model.layers.{layer}.self_attn"] = {"quant_algo": "NVFP4" if bits <= 4 else "FP8"}
+    used = {each["quant_algo"] for each in layers.values()}
+    quantization = {
+        "quant_algo": None,
+        "kv_cache_quant_algo": used.pop() if len(used) == 1 else "MIXED_PRECISION",
+        "kv_cache_quantized_layers": layers,
+        "kv_cache_schema_version": 1,
+    }
+    # Readers know the schema by this name.
+    producer = {"name": "modelopt", "version": f"rotationzoo {__version__}"}
+    write_new(work / FILE, strict_json.text({"producer": producer, "quantization": quantization}))
+    notes = [
+        f"put {FILE} beside config.json: vLLM's pull request 56116 reads it, and no release does",
+        "layers are named as in models of one decoder; scales are not in the file",
+        "layers of fewer than 4 bits get NVFP4, the smallest format there is",
+    ]
+    command = f"vllm serve {shlex.quote(payload.model)} --kv-cache-dtype auto"
+    return Launch([command], {}, notes)
