@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
+from rotationzoo.settings import Signatures
 from rotationzoo.zoo.lookup import read_index
 from rotationzoo.zoo.pull import pull_first
 from rotationzoo.zoo.signed_index import check_index
@@ -41,7 +42,8 @@ def fetch_signed(repo: str, out: Path, signer: str, trust_config: Path | None) -
 
     Raises `RotationZooError` for the first that is not sound or not signed by `signer`.
     """
-    demand = make_demand(signers=[signer], require_signature=True, trust_config=trust_config)
+    asked = Signatures(signers=[signer], require_signature=True, trust_config=trust_config)
+    demand = make_demand(asked)
     loaded = read_index(repo, HUB)
     check_index(loaded, demand)
     for entry in loaded.content.entries:
