@@ -76,6 +76,7 @@ def test_a_home_of_nobody(inside, words):
 # ---- streams
 
 
+@pytest.mark.thorough
 @pytest.mark.hostile("terminal")
 @pytest.mark.parametrize("closed", [(1,), (2,), (1, 2)])
 def test_streams_that_are_closed(command, closed):

@@ -111,6 +111,7 @@ def ask(model: Path, artifact: Artifact, keep: float):
     return evaluate(str(model), artifact, save=True, fewest_bits=True, keep=keep, **options)
 
 
+@pytest.mark.thorough
 def test_the_chosen_bits_become_an_artifact_with_its_report(induction, budgeted, monkeypatch):
     monkeypatch.setattr(decisions, "FEWEST_ANSWERS", 4)
     monkeypatch.setattr(rungs, "RUNGS", (2.25, 4.0))

@@ -84,6 +84,7 @@ def test_the_exact_model_alone_chooses_the_cheap_prompts():
     assert plan.notes[0].endswith("a right answer takes more time there: needles in 256 tokens")
 
 
+@pytest.mark.thorough
 def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):
     stages, told = [], []
     report = evaluate(job, lambda stage, *_: stages.append(stage), told.append)

@@ -88,6 +88,7 @@ def test_the_caches_are_a_stage_of_their_own(report, told):
         assert {each for _, each in steps} == {total}, "as the time left needs it"
 
 
+@pytest.mark.thorough
 def test_a_stopped_evaluation_asks_nothing_twice(job, monkeypatch):
     saved = job.artifacts[0].with_name("mine.answers.safetensors")
     tasks = replace(job.tasks, names=("needles", "quote"), questions=4)

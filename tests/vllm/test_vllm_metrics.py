@@ -98,6 +98,7 @@ print(generate_latest(REGISTRY).decode())
 """
 
 
+@pytest.mark.thorough
 def test_workers_write_what_another_process_answers(tiny, calibrated, tmp_path):
     """Once a second; and at once where nothing is left to run, when no request decodes."""
     pytest.importorskip("prometheus_client")
