@@ -2,7 +2,7 @@
 and dimensions, and which quantization groups divide these."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -81,6 +81,16 @@ def cached_rows(geometry: Geometry) -> CachedRows:
 def shifted_layers(geometry: Geometry) -> list[int]:
     """The layers whose attention changes when a mean is subtracted from all keys."""
     return [layer.index for layer in geometry if layer.shift_invariant is False]
+
+
+def shift_reason(layers: Sequence[int]) -> str:
+    """Why keys may not be stored without their mean, by the layers that a shift changes."""
+    where = f"layer {layers[0]}"
+    if len(layers) > 1:
+        where = f"{len(layers)} layers, {layers[0]} the first"
+    return (
+        f"attention depends on what all keys share, as with learned sinks or a soft cap ({where})"
+    )
 
 
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:

@@ -1,7 +1,7 @@
 """Reductions: what is left out of an artifact because its engine does not take it."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
@@ -12,17 +12,6 @@ from rotationzoo.sides import EVERY_SIDE, HEADS
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
 """What `--for` picks of a cache, in the words of the options that come before it."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options that only some engines need."""
-
-    base: Path | None = None
-    """The GGUF file to copy."""
-    model: str | None = None
-    """The model that the base was converted from, to compare the two. By default it is the
-    artifact's own model, if that is in the hub's cache."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +28,11 @@ class Request:
     """Clip ratios of keys and of values, instead of the artifact's own."""
     windows: tuple[int, int] | None = None
     """Sink and recent tokens, instead of the artifact's own."""
-    options: Options = field(default_factory=Options)
+    base: Path | None = None
+    """llama.cpp: the GGUF file to copy."""
+    model: str | None = None
+    """llama.cpp: the model that the base was converted from, to compare the two. By default it is
+    the artifact's own model, if that is in the hub's cache."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +82,9 @@ def settle_request(artifact: Artifact, request: Request) -> Settled:
             hint = f"--clip {max(clip):g}"
             raise UsageError(f"{request.engine} has a single clip ratio", hint)
         clip = (max(clip), max(clip))
-    return Settled(
-        request.engine,
-        request.output,
-        pooled=request.pooled or not engine.heads,
-        uncentered=request.uncentered,
-        clip=clip,
-        windows=request.windows or windows,
-        options=request.options,
-    )
+    settled = {"pooled": request.pooled or not engine.heads, "clip": clip}
+    settled["windows"] = request.windows or windows
+    return Settled(**{**vars(request), **settled})
 
 
 def list_reductions(artifact: Artifact, request: Settled) -> list[str]:

@@ -14,7 +14,7 @@ from rotationzoo.cache.decoding_step import MOST_CANDIDATES, DecodingStep, LazyR
 from rotationzoo.cache.stream import Reach, Rows, Stream
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.cache_names import given_cache
+from rotationzoo.model.capture import given_cache
 from rotationzoo.rotations import SIDES
 from rotationzoo.words import counted
 

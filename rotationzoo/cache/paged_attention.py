@@ -21,8 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rotationzoo.cache.decoding_step import LazyRows, MaskCheck
 from rotationzoo.codec.attention import Scores
 from rotationzoo.model import capture
-from rotationzoo.model.cache_names import given_cache
-from rotationzoo.model.capture import AttentionFunction
+from rotationzoo.model.capture import AttentionFunction, given_cache
 
 _OPTIONS = {
     *("module", "query", "key", "value", "attention_mask"),

@@ -20,10 +20,8 @@ from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions, Layout, Reading, Rounding
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
-from rotationzoo.geometry import shifted_layers
-from rotationzoo.model import centering
-from rotationzoo.model.cache_names import cache_argument, returned_cache
-from rotationzoo.model.capture import decoder
+from rotationzoo.geometry import shift_reason, shifted_layers
+from rotationzoo.model.capture import cache_argument, decoder, returned_cache
 from rotationzoo.model.changing_rope import changing_ropes, check_factors, generate
 from rotationzoo.model.compatibility import warn_of_other_weights
 from rotationzoo.model.geometry import geometry_of
@@ -285,6 +283,6 @@ def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
     if all(rotation.mean is None for rotation in keys):
         return
     if layers := shifted_layers(geometry_of(model)):
-        problem = f"keys of this model cannot be centered: {centering.reason(layers)}"
+        problem = f"keys of this model cannot be centered: {shift_reason(layers)}"
         hint = "give rotations of a recipe without center_keys"
         raise RotationZooError(problem, hint)

@@ -21,10 +21,9 @@ from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences
 from rotationzoo.calibration.collect import collect, read_row
 from rotationzoo.calibration.memory import device_name, peak_memory
-from rotationzoo.calibration.plan import Job, Plan, plan
-from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
+from rotationzoo.calibration.plan import Job, Plan, plan, settle_centering
 from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
-from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
+from rotationzoo.calibration.soundness import FETCH_AGAIN, check_recipe, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.figures import duration, finish
@@ -33,9 +32,14 @@ from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.model.own_name import remember_model
 from rotationzoo.model.placement import place_weights
-from rotationzoo.model.source import Source, fetch, fetch_weights, weights_fingerprint
+from rotationzoo.model.source import (
+    Source,
+    fetch,
+    fetch_weights,
+    remember_model,
+    weights_fingerprint,
+)
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import without_budget

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from rotationzoo.artifact.layout import matrix_count
 from rotationzoo.artifact.statistics_layout import statistic_dims
 from rotationzoo.geometry import Geometry, cached_layers
-from rotationzoo.linalg.run_sums import run_bytes
+from rotationzoo.linalg.moments import run_bytes
 from rotationzoo.model import placement
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
 from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory, sum_entries

@@ -2,6 +2,7 @@
 its recipe is adapted where that is allowed, and how much memory and disk it needs."""
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +14,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.calibration import memory as memories
-from rotationzoo.calibration import recipe_checks
+from rotationzoo.calibration.soundness import check_recipe
 from rotationzoo.codec.bit_allocation import has_room
 from rotationzoo.codec.engine_needs import DEFAULT
-from rotationzoo.errors import UnsupportedModel
-from rotationzoo.geometry import Geometry, shifted_layers
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.geometry import (
+    Geometry,
+    shift_reason,
+    shifted_layers,
+)
 from rotationzoo.model import loading
 from rotationzoo.model.files import check_engine, is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
@@ -26,9 +31,11 @@ from rotationzoo.model.quantized import check_loadable, is_dequantized, quantiza
 from rotationzoo.model.source import Source, find, has_weights
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import without_budget
+from rotationzoo.recipe.rope import check_positions, position_count
 from rotationzoo.settings import RunSettings
 from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.text.media import media_tokens
+from rotationzoo.words import counted
 
 _STATED = {"batch": "[1-9][0-9]{0,6}", "date": "[0-9]{4}(-[0-9]{2}){2}"}
 
@@ -136,16 +143,16 @@ def plan(job: Job) -> Plan:
         geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
-    recipe = recipe_checks.shorten_rows(job.recipe, config) if job.fit_length else job.recipe
-    recipe, notes = recipe_checks.settle_centering(recipe, shifted_layers(geometry or []))
+    recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
+    recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
     notes += check_engine(source.folder, job.engine)
     if source.model is not None and not has_weights(source):
         notes.append("the weights are not identified: the loaded model is in no files here")
     if job.fit_budget and (reason := _reason_for_equal_bits(job, geometry or [])):
         recipe = without_budget(recipe)
         notes.append(f"all layers have 2-bit codes with scales: {reason}")
-    recipe_checks.check_recipe(recipe, geometry or [])
-    recipe_checks.check_length(recipe, config)
+    check_recipe(recipe, geometry or [])
+    check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error
     job = replace(job, recipe=recipe, batch=1 if recipe.data.media else job.batch)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
@@ -160,6 +167,48 @@ def _reason_for_equal_bits(job: Job, geometry: Geometry) -> str | None:
     if not has_room(budget, job.recipe.group_size, geometry):
         return f"scales take too much of a budget of {budget.shares[0][1]:g}"
     return None
+
+
+def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
+    """The recipe for a model whose attention a common shift of keys changes in `layers`: keys keep
+    their mean. Also returns notes for the user."""
+    if not recipe.center_keys or not layers:
+        return recipe, []
+    reason = shift_reason(layers)
+    note = f"keys keep their mean, although the recipe {recipe.name} centers them: {reason}"
+    return recipe.model_copy(update={"center_keys": False}), [note]
+
+
+USUAL_LENGTH = 2048
+"""Tokens of a row where there are fewer than the preset's rows would take."""
+
+
+def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
+    """The recipe, with rows cut to the number of positions that the model has, and longer ones than
+    `USUAL_LENGTH` to all of its tokens."""
+    data = recipe.data
+    length = min(data.length, max(data.tokens, USUAL_LENGTH), position_count(config) or data.length)
+    if length == data.length:
+        return recipe
+    data = data.model_copy(update={"length": length})
+    return recipe.model_copy(update={"data": data})
+
+
+def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
+    """Raise `RotationZooError` if the recipe's rows are too long for the model, or too short to be
+    useful."""
+    if not recipe.needs_statistics:
+        return
+    length, data = recipe.data.length, recipe.data
+    check_positions(config, length, "rows", "add: --length {}")
+    if recipe.exclude_sink and length <= recipe.sink:
+        problem = f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens"
+        hint = "give longer rows with --length"
+        raise RotationZooError(problem, hint)
+    if not data.media and not data.rows:
+        problem = f"{counted(data.tokens, 'token')} cannot fill one row of {length:,}"
+        hint = f"ask for at least --tokens {length}, or for shorter rows with --length"
+        raise RotationZooError(problem, hint)
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:

@@ -21,8 +21,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
 from rotationzoo.model import prediction
-from rotationzoo.model.cache_names import returned_cache
-from rotationzoo.model.capture import Call, Intercept, intercept
+from rotationzoo.model.capture import Call, Intercept, intercept, returned_cache
 from rotationzoo.model.changing_rope import reading_whole
 from rotationzoo.model.latent import cached_of
 from rotationzoo.model.loading import input_device

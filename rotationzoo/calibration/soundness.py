@@ -14,17 +14,24 @@ from rotationzoo.artifact.statistics_layout import statistics_layout, statistics
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
 from rotationzoo.budget import EQUAL
-from rotationzoo.calibration.recipe_checks import check_recipe
-from rotationzoo.codec.bit_allocation import budget_problems
-from rotationzoo.errors import Unsound
-from rotationzoo.geometry import Geometry, geometry_from_json, shifted_layers
+from rotationzoo.codec.bit_allocation import budget_problems, check_room
+from rotationzoo.errors import RotationZooError, Unsound
+from rotationzoo.geometry import (
+    Geometry,
+    cached_rows,
+    check_group_size,
+    geometry_from_json,
+    head_dims,
+    shift_reason,
+    shifted_layers,
+)
 from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.linalg.moments import Average, Averages
-from rotationzoo.model import centering
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import from_dict
 from rotationzoo.rotations import SIDES, LayerRotations, Rotations
+from rotationzoo.sides import HEADS
 from rotationzoo.writer import write_artifact
 
 FETCH_AGAIN = "fetch the weights again; activations as large as theirs have no float32 statistics"
@@ -141,7 +148,7 @@ class Claim:
         keys = [rotation for _, side, rotation in rotations.each() if side == "key"]
         centered = any(rotation.mean is not None for rotation in keys)
         if centered and moved:
-            return [f"keys are stored without their mean: {centering.reason(moved)}"]
+            return [f"keys are stored without their mean: {shift_reason(moved)}"]
         return []
 
     def _formula_problems(self, rotations: Rotations) -> Iterator[Problem]:
@@ -190,6 +197,36 @@ class Claim:
             if not (difference.norm(dim=(-2, -1)) <= allowed).all():
                 return False
         return True
+
+
+def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise `RotationZooError` if the recipe's composition does not exist for a head dimension: for
+    want of a Hadamard matrix, for groups that do not divide it, or because it is `given`."""
+    if recipe.composition == GIVEN:
+        problem = "the composition 'given' stands for imported matrices and cannot be calibrated"
+        hint = "leave composition out of the recipe, or see docs/recipes.md for those that can"
+        raise RotationZooError(problem, hint)
+    cached = cached_rows(geometry)
+    if not all(map(recipe.target_kinds, cached.sides)):
+        raise RotationZooError(
+            f"{cached.words} have no statistics {recipe.key_statistic} and "
+            f"{recipe.value_statistic}, as the recipe {recipe.name} asks for",
+            hint="give key_statistic: query and value_statistic: output, or key and value",
+        )
+    if cached is not HEADS and recipe.data.media:
+        problem = f"images and audio are not counted for models that cache {cached.words} yet"
+        hint = f"calibrate on text, without {' and '.join(recipe.data.media)}"
+        raise RotationZooError(problem, hint)
+    dims = head_dims(geometry)
+    check_group_size(recipe.group_size, dims)
+    check_room(recipe.budget, recipe.group_size, geometry)
+    # Build the rotations only for the errors that it raises.
+    for dim in sorted(dims):
+        if recipe.has_eigenbasis:
+            identity = orthogonality.identity(dim)
+            compositions.compose(identity, recipe.composition, recipe.group(dim))
+        else:
+            compositions.data_free(dim, recipe.composition, seed=0)
 
 
 def write_sound_artifact(

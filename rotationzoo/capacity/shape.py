@@ -18,8 +18,7 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Layer, cached_layers, shares_blocks
 from rotationzoo.model import loading
-from rotationzoo.model.cache_names import returned_cache
-from rotationzoo.model.capture import decoder
+from rotationzoo.model.capture import decoder, returned_cache
 from rotationzoo.model.files import indexed_bytes, text_config, weight_files
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source

@@ -6,7 +6,8 @@ next to a device copy in the same run.
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,236 @@ import torch
 
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.comparison import KernelComparison, draw_rows
-from rotationzoo.codec import cuda
+from rotationzoo.codec import cuda, cuda_rows, feedback, int2
 from rotationzoo.codec.cuda_encoder import clip_encoder
 from rotationzoo.codec.cuda_rows import dequantize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
+from rotationzoo.linalg import compositions
+from rotationzoo.linalg.moments import Average
 from rotationzoo.model import loading
 from rotationzoo.progress import Progress, silent
 from rotationzoo.writer import add_files, check_writable
+
+EDGE_ROWS = 8
+_TAIL_DEGREES = 3  # degrees of freedom of drawn rows' Student t: few of them make heavy tails
+_HINT = "do not publish; report the GPU, the driver and this line as an issue"
+_FEW_ROWS = 16  # of each head
+_FLOAT32_ROUNDING = 2.0**-24
+_SMALLEST_BOUND = 1e-37  # the bound for rows of zeros: products below it are subnormal in float32
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Bytes per element -> the integer type of that size.
+
+Floats are compared as integers, bit by bit: -0 differs from 0, and NaN equals NaN.
+"""
+
+
+def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: int) -> torch.Tensor:
+    """Random rows `[heads, count, dim]`, float32, with heavy tails: multivariate Student t about
+    the mean of `moments`, normal with their covariance and each row scaled by a random factor of
+    its own. Without `moments` the rows are standard normal, scaled likewise."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(heads, count, dim, generator=generator, dtype=torch.float64)
+    degrees = torch.randn(heads, count, _TAIL_DEGREES, generator=generator, dtype=torch.float64)
+    chi_squared = degrees.square().sum(-1, keepdim=True)
+    tail = (_TAIL_DEGREES / chi_squared).sqrt()
+    if moments is None:
+        return (normal * tail).float()
+    mean, second = moments.mean, moments.second_moment
+    assert mean is not None, "keys and values of a calibration have a mean"
+    eigenvalues, vectors = compositions.eigenbasis(second - mean.unsqueeze(-1) * mean.unsqueeze(-2))
+    # Rounding can push eigenvalues of a singular covariance slightly below 0.
+    root = vectors * eigenvalues.clamp(min=0).sqrt().unsqueeze(-2)
+    rows: torch.Tensor = mean.unsqueeze(1) + tail * (normal @ root.mT)
+    return rows.float()
+
+
+def edge_rows(dim: int, largest: float) -> torch.Tensor:
+    """Rows `[EDGE_ROWS, dim]` at the edges of the codec's domain, with magnitudes up to `largest`:
+    the last are a tiny range on a large offset, and the grid of the codes themselves."""
+    rows = torch.zeros(EDGE_ROWS, dim)
+    rows[1] = 0.37
+    rows[2, dim // 3] = -5.0
+    rows[3] = 1e-40 * torch.arange(dim)
+    rows[4] = largest * torch.linspace(-1, 1, dim)
+    rows[5] = largest
+    rows[6] = 1000 + 1e-3 * torch.arange(dim)
+    rows[7] = torch.arange(dim) % 4
+    return rows
+
+
+def rows_of_each_type(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Edge rows followed by the rows `[H, N, D]`, in every dtype that the kernel reads."""
+    for dtype in cuda.TYPES:
+        # Rounding to bfloat16 may add one part in 256, which must not leave the codec's domain.
+        largest = min(int2.LARGEST, torch.finfo(dtype).max) * 0.99
+        edges = edge_rows(rows.shape[-1], largest).expand(len(rows), -1, -1)
+        yield torch.cat([edges, rows.clamp(-largest, largest)], dim=1).to(dtype)
+
+
+@dataclass
+class KernelComparison:
+    """A running comparison and its totals. Any difference raises `RotationZooError` at once."""
+
+    group_size: int | None
+    on_gpu: bool
+    """Without a GPU, only the definition itself is checked for consistency."""
+    rows: int = 0
+    elements: int = 0
+    feedback_rows: int = 0
+    """Rows whose codes were also chosen by error feedback."""
+    rotation_error: float = 0.0
+    """The largest error of a rotation, as a fraction of the bound for float32."""
+    name: str = ""
+    """The layer and side that are being compared, for error messages."""
+
+    def compare(
+        self,
+        name: str,
+        rows: torch.Tensor,
+        rotation: torch.Tensor,
+        clip: torch.Tensor,
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios `[H]`,
+        and with a `factor` `[H, D, D]` also the encoder of error feedback."""
+        self.name = name
+        self.rows += rows.shape[0] * rows.shape[1]
+        if self.on_gpu:
+            rotated = self._compare_kernel(rows, rotation, clip)
+            if factor is not None:
+                self._compare_feedback(rotated, factor)
+        else:
+            self._check_definition(rows, rotation, clip)
+
+    def report(self) -> dict[str, Any]:
+        """The keys of `validate --json`. The speeds are None here; they are measured elsewhere."""
+        device, equal, difference = "cpu", None, None
+        if self.on_gpu:  # nothing differed, since any difference would have raised
+            device, equal, difference = torch.cuda.get_device_name(), True, 0.0
+        return {
+            "device": device,
+            "on_gpu": self.on_gpu,
+            "rows": self.rows,
+            "elements": self.elements,
+            "codes_equal": equal,
+            "dequantized_equal": equal,
+            "max_difference": difference,
+            "feedback_rows": self.feedback_rows,
+            "rotation_error": self.rotation_error,
+            "formats": list(int2.FORMATS),
+            "quantize_bytes_per_second": None,
+            "dequantize_bytes_per_second": None,
+            "copy_bytes_per_second": None,
+        }
+
+    def _compare_kernel(
+        self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
+    ) -> torch.Tensor:
+        """Compare the kernels of `int2.cu`. Returns the rows as they rotated them."""
+        rotated = torch.empty(rows.shape, device="cuda")
+        # Models produce keys and values in bfloat16, so that is what the kernel rotates.
+        narrow = rows.bfloat16()
+        for format in int2.FORMATS.values():
+            packed = cuda_rows.quantize(
+                narrow.cuda(), clip, self.group_size, format, rotation.cuda(), rotated
+            )
+            # The definition quantizes the rows that the kernel rotated. If it rotated them itself,
+            # sums in another order, which are allowed, would now and then round to another code.
+            self._check_product("rotation", rotated.cpu(), narrow, rotation)
+            expected = self._check_quantized(packed, rotated.cpu(), clip, format)
+            restored = cuda_rows.dequantize(packed, torch.float32, rotation.cuda()).cpu()
+            dequantized = int2.dequantize(expected, format)
+            self._check_product("inverse rotation", restored, dequantized, rotation.mT)
+            for typed in rows_of_each_type(rotated.cpu()):
+                packed = cuda_rows.quantize(typed.cuda(), clip, self.group_size, format)
+                self._check_quantized(packed, typed, clip, format)
+        return rotated.cpu()
+
+    def _compare_feedback(self, rotated: torch.Tensor, factor: torch.Tensor) -> None:
+        """Compare the kernel of `feedback.cu` on rotated rows. Its definition runs on the GPU too:
+        on a CPU it would take seconds, and the tests compare both."""
+        self.feedback_rows += rotated.shape[0] * rotated.shape[1]
+        factor = factor.cuda()
+        for format in int2.FORMATS.values():
+            for typed in rows_of_each_type(rotated):
+                # All of them, and so few that another kernel takes them.
+                for on_gpu in (typed.cuda(), typed[:, :_FEW_ROWS].cuda()):
+                    packed = cuda_rows.quantize_with_feedback(
+                        on_gpu, factor, self.group_size, format
+                    )
+                    expected = feedback.quantize(on_gpu, factor, self.group_size, format)
+                    self.check_stored(packed, expected, format)
+
+    def _check_definition(
+        self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
+    ) -> None:
+        """Check the definition itself: rotations are within the error of float32, and packing
+        preserves every code."""
+        rotated = rows @ rotation
+        self._check_product("rotation", rotated, rows, rotation)
+        for format in int2.FORMATS.values():
+            codes = int2.quantize(rotated, clip[:, None], self.group_size, format).codes
+            unpacked = int2.unpack(int2.pack(codes, format), format)
+            self._check_equal("packed code", unpacked, codes)
+            self.elements += rows.numel()
+
+    def _check_quantized(
+        self, packed: cuda.Packed, rows: torch.Tensor, clip: torch.Tensor, format: int2.Format
+    ) -> int2.Quantized:
+        """Check the kernel on rotated rows. Returns what the definition stores."""
+        expected = int2.quantize(rows, clip[:, None], self.group_size, format)
+        self.check_stored(packed, expected, format)
+        return expected
+
+    def check_stored(
+        self, packed: cuda.Packed, expected: int2.Quantized, format: int2.Format
+    ) -> None:
+        """Check that a kernel stored what the definition stores, on whichever device, and that the
+        reader restores it."""
+        tensors = expected.codes, expected.scale, expected.offset
+        expected = int2.Quantized(*(tensor.cpu() for tensor in tensors))
+        codes = int2.unpack(packed.codes.cpu(), format)
+        self._check_equal("code", codes, expected.codes)
+        metadata = torch.stack([expected.scale, expected.offset], dim=-1)
+        self._check_equal("scale or offset", packed.metadata.cpu(), metadata)
+        for dtype in cuda.TYPES:
+            values = cuda_rows.dequantize(packed, dtype).cpu()
+            defined = int2.dequantize(expected, format).to(dtype)
+            self._check_equal("dequantized value", values, defined)
+        self.elements += codes.numel()
+
+    def _check_equal(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Raise `RotationZooError` unless the tensors are equal bit by bit."""
+        bits = _SAME_SIZE[expected.element_size()]
+        different = (actual.view(bits) != expected.view(bits)).nonzero()
+        if len(different):
+            where = tuple(different[0].tolist())
+            raise RotationZooError(
+                f"{self.name}, head {where[0]}, row {where[1]}: the kernel's {what} is "
+                f"{actual[where].item()!r} and the definition's is {expected[where].item()!r} "
+                f"({len(different)} differ)",
+                hint=_HINT,
+            )
+
+    def _check_product(
+        self, what: str, actual: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor
+    ) -> None:
+        """Check `rows @ matrix` as computed in float32 against float64: the error of a dot product
+        of D terms is at most D 2^-24 |x| |R| (Higham 2002, section 3.1)."""
+        rows, matrix = rows.double(), matrix.double()
+        allowed = rows.shape[-1] * _FLOAT32_ROUNDING * (rows.abs() @ matrix.abs())
+        error = (actual.double() - rows @ matrix).abs() / (allowed + _SMALLEST_BOUND)
+        worst = error.max().item()
+        self.rotation_error = max(self.rotation_error, worst)
+        if not worst <= 1:  # `worst > 1` would let NaN pass
+            head, row, _ = torch.unravel_index(error.argmax(), error.shape)
+            raise RotationZooError(
+                f"{self.name}, head {head}, row {row}: the kernel's {what} is off by {worst:.2g} "
+                "times what float32 allows",
+                hint=_HINT,
+            )
+
 
 VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
 _MEASURED_ROWS = 4 << 20

@@ -16,7 +16,7 @@ from pydantic import Field
 from rotationzoo.artifact.measured import Probe
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, Undecided, UsageError
-from rotationzoo.model.own_name import model_words
+from rotationzoo.model.source import model_words
 from rotationzoo.network import limits
 from rotationzoo.network.huggingface_session import limit_sessions
 from rotationzoo.network.tokens import check_token

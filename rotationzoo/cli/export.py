@@ -43,7 +43,7 @@ def export_command(
     from rotationzoo.artifact.store import Artifact
 
     opened, for_llama_cpp = Artifact.open(artifact), bool(base or model)
-    from rotationzoo.artifact.reductions import Options, Request
+    from rotationzoo.artifact.reductions import Request
     from rotationzoo.engines.export import export
 
     request = Request(
@@ -53,7 +53,8 @@ def export_command(
         uncentered=uncentered,
         clip=clip,
         windows=windows,
-        options=Options(base, model),
+        base=base,
+        model=model,
     )
     if to != "llama.cpp" and for_llama_cpp:
         raise UsageError("--base and --model are for llama.cpp", hint="--for llama.cpp")

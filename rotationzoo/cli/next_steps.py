@@ -93,7 +93,7 @@ def check_is_model(model: str, command: str, *option: str) -> None:
     if not (Path(model) / "manifest.json").is_file():
         return
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.model.own_name import model_words
+    from rotationzoo.model.source import model_words
 
     line = shell_line(command, *model_words(Artifact.open(model)), *option, model)
     raise UsageError(f"{model} has rotations and no model", f"give them with their model: {line}")
@@ -104,7 +104,7 @@ def suggest_step(
 ) -> None:
     """Suggest what an artifact lacks: an evaluation that it keeps, in the engine that the user
     named, and then the report on it. `model`: as in `suggest_text`."""
-    from rotationzoo.model.own_name import model_words
+    from rotationzoo.model.source import model_words
 
     folder = str(artifact.folder)
     if artifact.manifest.metrics.evaluation is not None:

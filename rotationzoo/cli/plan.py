@@ -43,11 +43,11 @@ def plan_command(
     """
     from rotationzoo.api import calibration_job
     from rotationzoo.budget import Budget
-    from rotationzoo.capacity import cards, plan, shape
+    from rotationzoo.capacity import plan, shape
     from rotationzoo.codec.options import check_budget
 
     check_budget(Budget(bits), True, format)
-    card = cards.parse_card(gpu or "24GiB")
+    card = plan.parse_card(gpu or "24GiB")
     is_quick = format != BUDGETED
     asked = CalibrationSettings(model, bits=bits, quick=is_quick, rope_scaling=rope_scaling)
     job = calibration_job(asked)
@@ -85,8 +85,7 @@ def plan_command(
 
 def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> None:
     """How long each of one, some and many requests can be, and what a server takes beside pages."""
-    from rotationzoo.capacity.cards import OWN
-    from rotationzoo.capacity.plan import WEIGHTS_WORDS
+    from rotationzoo.capacity.plan import OWN, WEIGHTS_WORDS
 
     card, wished, caches = capacity.wish.card, data["requests"], data["kv_bytes_per_request"]
     rows = []

@@ -61,7 +61,7 @@ def report_command(
 
 def _next_words(artifact: "Artifact", place: str) -> list[str]:
     """What the decision calls for, or the export to the engine that it was measured for."""
-    from rotationzoo.model.own_name import model_words
+    from rotationzoo.model.source import model_words
     from rotationzoo.report.commands import asked_options, decided_words, usual_engine
     from rotationzoo.report.page import label_arms
 

@@ -43,7 +43,7 @@ def verify_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
-    from rotationzoo.model.own_name import model_words
+    from rotationzoo.model.source import model_words
     from rotationzoo.zoo.signing.check import check_artifact, make_demand
 
     demand = make_demand(signatures)
@@ -86,7 +86,7 @@ def verify_command(
 
 def _error_of(artifact: "Artifact", verification: "Verification") -> RotationZooError:
     """The error for the problems that were found: damage, or only that the model is another."""
-    from rotationzoo.model.own_name import model_words
+    from rotationzoo.model.source import model_words
 
     folder, is_imported = str(artifact.folder), artifact.manifest.imported is not None
     if verification.only_misfits:

@@ -4,14 +4,14 @@ Outside `formats/`, a rotation R is always applied as `x @ R`. Each module in `f
 whether its engine wants R transposed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from rotationzoo.artifact.reductions import Options
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers, head_dims
 
@@ -84,13 +84,10 @@ class Launch:
     notes: list[str]
 
 
-class Engine(Protocol):
-    """The interface of an engine's module in `formats/`."""
-
-    def write_files(self, work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-        """Write the engine's files to the folder `work`, which is later moved to `final`. Raises
-        `RotationZooError` for what the engine cannot run and no reduction can fix, such as a head
-        dimension."""
+WriteFiles = Callable[[Path, Path, Payload, Request], Launch]
+"""`write_files` of a module in `formats/`: it writes the engine's files to the first folder, which
+later moves to the second. Raises `RotationZooError` for what the engine cannot run and no reduction
+can fix, such as a head dimension."""
 
 
 def clip_text(ratio: float, off: float) -> str:

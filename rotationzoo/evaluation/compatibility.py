@@ -8,8 +8,7 @@ from transformers import PretrainedConfig
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import Format
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.geometry import Geometry, shifted_layers
-from rotationzoo.model import centering
+from rotationzoo.geometry import Geometry, shift_reason, shifted_layers
 from rotationzoo.model.compatibility import other_weights_note
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import Data
@@ -34,7 +33,7 @@ def notes_for_reader(
         if calibration is not None and calibration.fingerprint == text.fingerprint:
             notes.append(f"{name} was calibrated on this very text")
         if artifact.recipe.center_keys and (layers := shifted_layers(geometry)):
-            reason = centering.reason(layers)
+            reason = shift_reason(layers)
             notes.append(f"{name} centers keys, which changes what this model computes: {reason}")
     return notes
 

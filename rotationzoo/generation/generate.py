@@ -18,7 +18,7 @@ from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import compatibility, loading
-from rotationzoo.model.cache_names import cache_argument
+from rotationzoo.model.capture import cache_argument
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import is_out_of_memory, memory_limits, place_weights
 from rotationzoo.model.prediction import check_finite

@@ -12,8 +12,7 @@ from unittest.mock import patch
 import torch
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.cache_names import given_cache
-from rotationzoo.model.capture import decoder
+from rotationzoo.model.capture import decoder, given_cache
 
 _BOUNDARY = "original_max_position_embeddings"
 _tokens = ContextVar("tokens", default=0)

@@ -14,8 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from rotationzoo.errors import Unsound
-from rotationzoo.model.cache_names import cache_argument, returned_cache
-from rotationzoo.model.capture import Call, decoder, intercept
+from rotationzoo.model.capture import Call, cache_argument, decoder, intercept, returned_cache
 from rotationzoo.model.changing_rope import reading_whole
 from rotationzoo.model.loading import input_device
 

@@ -12,21 +12,25 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 from huggingface_hub import errors as client
 
 from rotationzoo import errors
+from rotationzoo.artifact.manifest import Model, hash_config
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import files
 from rotationzoo.model.files import GGUF, ORIGINAL, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
-from rotationzoo.storage import strict_yaml
-from rotationzoo.storage.files import check_utf8
+from rotationzoo.storage import folders, strict_yaml
+from rotationzoo.storage.files import check_utf8, read
 from rotationzoo.words import nearest
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
 # Only files at the root are fetched: subfolders hold other formats of the same weights.
@@ -327,9 +331,9 @@ def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
 def _alike(model: str) -> str:
     """A folder that was probably meant, as the end of an error message."""
     path = Path(os.path.expanduser(model))
-    folders = [other.name for other in path.parent.glob("*") if other.is_dir()]
+    others = [other.name for other in path.parent.glob("*") if other.is_dir()]
     # Names alone are compared: two paths of one folder are always alike.
-    return nearest(path.name, folders, model.rstrip("/").removesuffix(path.name))
+    return nearest(path.name, others, model.rstrip("/").removesuffix(path.name))
 
 
 def license_of(source: Source) -> str | None:
@@ -382,3 +386,50 @@ def _arrived(snapshot: Path) -> Iterable[Path]:
     hub's client names others `.incomplete` next to those that the links lead to."""
     yield from snapshot.glob("*.safetensors")
     yield from (snapshot.parent.parent / "blobs").glob("*.incomplete")
+
+
+# ---- the model that an artifact was made for
+
+
+_FAILURES = RotationZooError, OSError, RuntimeError, ValueError
+
+
+def model_words(artifact: "Artifact") -> list[str]:
+    """The artifact's model as the words of a command: its name and, for a model from the hub, its
+    revision. A local model that is not found becomes `MODEL`: an artifact stores no paths."""
+    model = artifact.manifest.model
+    if model.revision:
+        return [model.id, "--revision", model.revision]
+    return [_locate(model)[0]]
+
+
+def find_model(artifact: "Artifact") -> Path | None:
+    """The path of the artifact's model, if it is the demo or is found: in the working folder under
+    its own name, or where it was when rotations were made for it."""
+    return _locate(artifact.manifest.model)[1]
+
+
+def remember_model(model: Model, path: str) -> None:
+    """Remember where a model on this machine lies, as well as the disk allows."""
+    with suppress(*_FAILURES):
+        if (given := Path.cwd() / Path(path).expanduser()).exists():
+            folders.replace_file(_place(model), str(given).encode())
+
+
+def _locate(model: Model) -> tuple[str, Path | None]:
+    """Its name in commands, as the user gave it where that still leads to it, and its path."""
+    here, paths = Path.cwd(), [Path(model.id)]
+    with suppress(*_FAILURES):
+        paths.append(Path(read(_place(model), 1 << 14).decode()))
+    for path in paths:
+        folder = DEMO if str(path) == "demo" else here / path
+        with suppress(*_FAILURES):  # a folder without a config is another thing of that name
+            is_gguf = folder.is_file() and folder.name == model.id
+            if is_gguf or hash_config(folder) == model.config_sha256:
+                return str(path.relative_to(here) if path.is_relative_to(here) else path), folder
+    return "MODEL", None
+
+
+def _place(model: Model) -> Path:
+    known = model.weights_fingerprint or model.config_sha256
+    return folders.state_folder() / "models" / known

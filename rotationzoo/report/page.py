@@ -19,7 +19,7 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
-from rotationzoo.model.own_name import model_words
+from rotationzoo.model.source import model_words
 from rotationzoo.report import tables
 from rotationzoo.report.card import TURN, template_environment
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed

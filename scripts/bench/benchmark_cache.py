@@ -43,7 +43,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from rotationzoo import RotatedCache
 from rotationzoo.artifact.fit import fit
-from rotationzoo.model.cache_names import cache_argument
+from rotationzoo.model.capture import cache_argument
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import Rotations

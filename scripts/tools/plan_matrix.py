@@ -61,8 +61,7 @@ def matrix_rows(
 
 def runner_chooser(runners: str) -> Callable[[str, str], str]:
     """Chooses a label for a model and its revision, by the size of the weights on the hub."""
-    from rotationzoo.capacity.cards import parse_card
-    from rotationzoo.capacity.plan import Wish, measure_capacity
+    from rotationzoo.capacity.plan import Wish, measure_capacity, parse_card
     from rotationzoo.model.placement import USABLE
 
     cards = {}

@@ -14,7 +14,6 @@ from rotationzoo.calibration import checkpoint as checkpoints
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
-from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.compositions import permutation
 from rotationzoo.linalg.hadamard import hadamard
 from rotationzoo.linalg.moments import Moment
@@ -149,7 +148,9 @@ def as_on_a_gpu(monkeypatch):
     """Call it to have rows of every type but float64 added in runs."""
 
     def switch() -> None:
-        monkeypatch.setattr(run_sums, "on_tensor_cores", lambda rows: rows.dtype != torch.float64)
+        monkeypatch.setattr(
+            f"{collect.__module__}.on_tensor_cores", lambda rows: rows.dtype != torch.float64
+        )
 
     return switch
 

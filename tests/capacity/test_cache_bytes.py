@@ -9,8 +9,7 @@ from support.architectures import EXPECTED, LATENTS, SPARSE, WINDOW, families
 from support.models import save_family
 from support.popular import CONFIGS, PARAMETERS, shape_of
 
-from rotationzoo.capacity.cards import parse_card
-from rotationzoo.capacity.plan import Wish, measure_capacity, remarks
+from rotationzoo.capacity.plan import Wish, measure_capacity, parse_card, remarks
 from rotationzoo.capacity.shape import CachedLayer, Shape, Storage, read_shape, weigh
 from rotationzoo.codec.formats import FINE, FORMATS, SGLANG, VLLM
 from rotationzoo.codec.windows import CacheLayout

@@ -5,8 +5,14 @@ import json
 import pytest
 from support.popular import CONFIGS, remember_shape
 
-from rotationzoo.capacity.cards import parse_card
-from rotationzoo.capacity.plan import Wish, capacity_json, judge_wish, measure_capacity, remarks
+from rotationzoo.capacity.plan import (
+    Wish,
+    capacity_json,
+    judge_wish,
+    measure_capacity,
+    parse_card,
+    remarks,
+)
 from rotationzoo.capacity.shape import Storage
 from rotationzoo.codec.formats import VLLM
 from rotationzoo.errors import UsageError
@@ -106,7 +112,7 @@ def test_a_claim_that_cannot_be(measure):
 )
 def test_an_h100_held_as_many_tokens_in_vllm(measure, monkeypatch, share, cache, tokens):
     """What a server of 64 requests reported, at two shares of the memory (docs/plan.md)."""
-    monkeypatch.setattr("rotationzoo.capacity.cards.UTILIZATION", share)
+    monkeypatch.setattr("rotationzoo.capacity.plan.UTILIZATION", share)
     capacity = measure("Qwen3-8B", "H100", storage=Storage(VLLM))
     each = capacity.longest("published", cache, capacity.wish.card, 64)
     assert 64 * each == pytest.approx(tokens, rel=1e-3)

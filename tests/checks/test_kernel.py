@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.comparison import KernelComparison, draw_rows, edge_rows, rows_of_each_type
-from rotationzoo.checks.kernel import validate_kernel
+from rotationzoo.checks.kernel import (
+    KernelComparison,
+    draw_rows,
+    edge_rows,
+    rows_of_each_type,
+    validate_kernel,
+)
 from rotationzoo.codec import cuda, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Average

@@ -13,8 +13,7 @@ from support.encoders import FORMATS, SHAPES, factors, sample
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.comparison import draw_rows
-from rotationzoo.checks.kernel import validate_kernel
+from rotationzoo.checks.kernel import draw_rows, validate_kernel
 from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, feedback, int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.codec.rotated import RotatedCodec

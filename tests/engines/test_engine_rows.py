@@ -6,7 +6,6 @@ from engines_table import PAGE, current_tables, tables
 from support.engine_artifacts import WRITTEN, base_for, exported
 from support.recipes import QUICK
 
-from rotationzoo.artifact.reductions import Options
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.codec.engine_needs import ENGINE_NAMES, ENGINES
 from rotationzoo.codec.formats import FORMATS
@@ -46,7 +45,7 @@ def test_the_engines_page_says_what_the_code_does(made, tmp_path):
         assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.MULTILINE), engine
         changes = {}
         if ENGINES[engine].needs_base:
-            changes["options"] = Options(base=base_for(artifact, tmp_path))
+            changes["base"] = base_for(artifact, tmp_path)
         done = exported(engine, artifact, tmp_path / engine, **changes)
         line = launch_line(done.launch).replace(str(done.path.absolute()), "FOLDER")
         line = line.replace("tiny/qwen3", "MODEL")

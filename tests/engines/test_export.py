@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.engine_artifacts import OSCAR, WRITTEN, base_for, check_engine, exported
 
-from rotationzoo.artifact.reductions import Options, Request, settle_request
+from rotationzoo.artifact.reductions import Request, settle_request
+from rotationzoo.engines.export import assemble_payload
 from rotationzoo.engines.formats import modelopt
-from rotationzoo.engines.payload import assemble_payload
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import sha256
 
@@ -38,7 +38,7 @@ def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
     agreed = {}
     if engine == "llama.cpp":
         base = base_for(artifact, tmp_path, "qwen35")
-        agreed = {"options": Options(base=base), "clip": (1.0, 1.0), "windows": (0, 0)}
+        agreed = {"base": base, "clip": (1.0, 1.0), "windows": (0, 0)}
     done = exported(engine, artifact, tmp_path / "x", **agreed)
     if engine != "llama.cpp":
         check_engine(engine, artifact, done)
@@ -143,7 +143,7 @@ def test_modelopt_gets_the_bits_of_layers(made, tmp_path, monkeypatch):
     payload = assemble_payload(artifact, settle_request(artifact, Request("modelopt")))
     assert payload.bits == {0: 2.5, 1: 4, 2: 4 + 1 / 32, 3: 8}
     (tmp_path / "mixed").mkdir()
-    modelopt.write_files(tmp_path / "mixed", tmp_path, payload, Options())
+    modelopt.write_files(tmp_path / "mixed", tmp_path, payload, Request("modelopt"))
     formats = {0: "NVFP4", 1: "NVFP4", 2: "FP8", 3: "FP8"}
     assert algorithms(tmp_path / "mixed") == ("MIXED_PRECISION", formats)
 

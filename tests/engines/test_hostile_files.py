@@ -17,8 +17,7 @@ from support.engine_artifacts import exported
 from support.engine_readers import write_gguf
 from support.oscar_files import KEY, VALUE, entry, model_of, refused, torch_file, v1
 
-from rotationzoo.artifact.reductions import Options
-from rotationzoo.engines.formats.gguf_file import read as read_gguf
+from rotationzoo.engines.formats.llama_cpp import read as read_gguf
 from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
@@ -90,8 +89,8 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
     words = refused(import_, Import([path, path], tmp_path / "out", "demo"))
     assert "there is no file" in words or "is not a regular file" in words
     if suffix == ".gguf":
-        artifact, options = made(head_dim=32), Options(base=path)
-        words = refused(lambda: exported("llama.cpp", artifact, tmp_path / "x", options=options))
+        artifact = made(head_dim=32)
+        words = refused(lambda: exported("llama.cpp", artifact, tmp_path / "x", base=path))
         assert "there is no file" in words or "is not a regular file" in words
 
 

@@ -28,14 +28,13 @@ from support.reports import evaluate
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.artifact.pooling import pooled_rotations
-from rotationzoo.artifact.reductions import Options, Request
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.oscar_pt import read_pt
-from rotationzoo.engines.gather import IMPORTED, gather_files
-from rotationzoo.engines.import_ import import_
+from rotationzoo.engines.import_ import IMPORTED, gather_files, import_
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -262,8 +261,8 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
     files = [next(done.path.glob("*.gguf"))] if engine == "llama.cpp" else [done.path]
     back = import_(Import(files, tmp_path / "back", engine_artifacts.model_of(artifact)))
     assert verify(back).ok, verify(back).problems
-    options = Options(base_for(artifact, tmp_path))
-    again = export(back, Request(engine, tmp_path / "again", options=options))
+    base = base_for(artifact, tmp_path)
+    again = export(back, Request(engine, tmp_path / "again", base=base))
     for name in done.files:
         if name.endswith(".pt"):
             one, two = read_pt(done.path / name), read_pt(again.path / name)

@@ -5,16 +5,16 @@ import pytest
 import torch
 from support.memory import allocated
 
-from rotationzoo.linalg import run_sums
-from rotationzoo.linalg.moments import Moment
-from rotationzoo.linalg.paired import paired_difference
-from rotationzoo.linalg.run_sums import (
+from rotationzoo.linalg import moments
+from rotationzoo.linalg.moments import (
+    Moment,
     add_runs,
     bfloat16_pieces,
     quadratic_form,
     rows_of_heads,
     run_bytes,
 )
+from rotationzoo.linalg.paired import paired_difference
 
 
 def rows(seed, heads=2, count=50, dim=8, dtype=torch.float64):
@@ -113,7 +113,7 @@ def test_rows_of_heads_are_those_of_their_queries(dim, first):
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1024, 1025])
 def test_runs_of_any_number_of_rows(count, monkeypatch):
-    monkeypatch.setattr(run_sums, "_BLOCK", 1)  # one head at a time
+    monkeypatch.setattr(moments, "_BLOCK", 1)  # one head at a time
     exact, fast = both(uneven_rows(0, heads=3, count=count))
     assert (fast.weight == count).all()
     assert torch.allclose(fast.second, exact.second, rtol=1e-6, atol=1e-3)
@@ -147,16 +147,16 @@ def test_quadratic_form(dtype):
 
 
 def test_float64_rows_and_rows_on_the_cpu_are_left_to_the_definition():
-    assert not run_sums.on_tensor_cores(uneven_rows(0))
+    assert not moments.on_tensor_cores(uneven_rows(0))
     on_gpu = torch.empty(1, 1, 1, dtype=torch.float64, device="meta")
-    assert not run_sums.on_tensor_cores(on_gpu)
+    assert not moments.on_tensor_cores(on_gpu)
 
 
 @pytest.mark.parametrize(("dtype", "item"), [(torch.bfloat16, 2), (torch.float32, 4)])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_memory_is_what_is_planned(dtype, item, weighted, monkeypatch):
     """Without the float32 copies that a CPU needs in place of tensor cores."""
-    monkeypatch.setattr(run_sums, "_multiply", lambda left, right: torch.ones(len(left), 64, 64))
+    monkeypatch.setattr(moments, "_multiply", lambda left, right: torch.ones(len(left), 64, 64))
     x = uneven_rows(0, heads=4, count=8191, dim=64, dtype=dtype)
     of_text = x.transpose(0, 1).contiguous()  # [N, H, D], as a model has them
     weights = torch.ones(4, 8191) if weighted else None

@@ -24,7 +24,7 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import geometry_from_json, geometry_json
-from rotationzoo.model import centering
+from rotationzoo.model import geometry
 from rotationzoo.model.capture import Attention
 from rotationzoo.recipe import Data
 from rotationzoo.settings import Import
@@ -57,11 +57,11 @@ def test_what_cannot_be_tried_is_not_trusted():
     def broken(*_, **__):
         raise KeyError
 
-    assert not centering.ignores_shift(Attention(torch.nn.Linear(2, 2), broken, None, {}), *tensors)
+    assert not geometry.ignores_shift(Attention(torch.nn.Linear(2, 2), broken, None, {}), *tensors)
     # An attention of its own, in no modeling file: tried as it is.
-    assert centering.ignores_shift(Attention(torch.nn.Linear(2, 2), _attend, None, {}), *tensors)
+    assert geometry.ignores_shift(Attention(torch.nn.Linear(2, 2), _attend, None, {}), *tensors)
     eager = Attention(module, broken, None, {"scaling": 0.25})
-    assert centering.ignores_shift(eager, *tensors), "eager is there"
+    assert geometry.ignores_shift(eager, *tensors), "eager is there"
 
 
 def _attend(_, query, key, value, mask, **__):

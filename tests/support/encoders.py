@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from rotationzoo.checks.comparison import draw_rows, rows_of_each_type
+from rotationzoo.checks.kernel import draw_rows, rows_of_each_type
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FINE
 from rotationzoo.linalg.error_feedback import factorize

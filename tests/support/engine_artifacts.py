@@ -10,7 +10,7 @@ import torch
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.pooling import pooled_rotations
-from rotationzoo.artifact.reductions import Options, Request
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
@@ -81,9 +81,9 @@ def base_for(artifact: Artifact, folder: Path, architecture: str = "qwen3") -> P
 
 
 def exported(engine: str, artifact: Artifact, folder: Path, **changes):
-    if engine == "llama.cpp" and "options" not in changes:
+    if engine == "llama.cpp" and "base" not in changes:
         folder.mkdir(parents=True, exist_ok=True)
-        changes["options"] = Options(base=base_for(artifact, folder))
+        changes["base"] = base_for(artifact, folder)
     return export(artifact, Request(engine, folder / "out", **changes))
 
 

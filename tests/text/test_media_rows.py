@@ -11,7 +11,7 @@ from support import media
 from support.models import write_jsonl
 from tokenizers.processors import TemplateProcessing
 
-from rotationzoo.calibration.recipe_checks import check_length
+from rotationzoo.calibration.plan import check_length
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.media import read_media_corpus

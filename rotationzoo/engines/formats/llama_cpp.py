@@ -8,21 +8,26 @@ not fail; it would only answer worse.
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.artifact.reductions import Options
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.engines.base import PAGE, Launch, Payload, check_limits, clip_text
-from rotationzoo.engines.formats import gguf_file
-from rotationzoo.engines.rotation_file import as_mapping, objective_name
-from rotationzoo.errors import RotationZooError
+from rotationzoo.engines import rotation_file
+from rotationzoo.engines.base import PAGE, Launch, Payload, SideMatrices, check_limits, clip_text
+from rotationzoo.engines.rotation_file import RotationFile, as_mapping, objective_name
+from rotationzoo.errors import RotationZooError, as_refusal, first_sentence
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.files import text_config
 from rotationzoo.model.source import Source, find, find_cached
+from rotationzoo.rotations import SIDES
 from rotationzoo.storage.files import read_json
-from rotationzoo.storage.gguf_reader import Reader, open_gguf
+from rotationzoo.storage.gguf_reader import Reader, gguf, open_gguf
 
 # Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
 # which neither clips nor keeps tokens exact.
@@ -39,7 +44,7 @@ _FIELDS = {
 }
 
 
-def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
     """Write a copy of the base model, with rotations added, to `work`.
 
     Raises `RotationZooError` for what neither fork can run, and for a base that does not fit.
@@ -50,7 +55,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
             blocks = f"its blocks have {_BLOCK} channels"
             hint = PAGE
             raise RotationZooError(f"llama.cpp cannot run head dimension {dim}: {blocks}", hint)
-    base = options.base
+    base = request.base
     if base is None:
         hint = "name it: --base MODEL.gguf"
         raise RotationZooError("llama.cpp reads rotations from the model's own file", hint)
@@ -59,15 +64,15 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
     architecture = objective_name(reader.value("general.architecture"))
     for problem, remedy in _problems(reader, architecture, payload):
         raise RotationZooError(problem, remedy)
-    compared = _compare_config(reader, architecture, options, payload)
-    tensors = gguf_file.rotation_tensors(payload)
+    compared = _compare_config(reader, architecture, request, payload)
+    tensors = rotation_tensors(payload)
     notes = {
         **payload.provenance,
         "key_objective": payload.key.objective,
         "value_objective": payload.value.objective,
     }
     name = f"{base.stem}-rot-kv.gguf"
-    gguf_file.write_copy(reader, work / name, tensors, notes)
+    write_copy(reader, work / name, tensors, notes)
     return _launch(final / name, architecture, payload, compared)
 
 
@@ -89,7 +94,7 @@ def _problems(
     if reader.value("split.count") not in (None, 0, 1):
         yield f"{base} is one part of several", "join them first with: llama-gguf-split --merge"
     shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
-    for name in filter(gguf_file.ROTATION_NAME.fullmatch, shapes):
+    for name in filter(ROTATION_NAME.fullmatch, shapes):
         yield f"{base} has rotations already ({name})", "start from the file without them"
     for misfit in _misfits(shapes, payload):
         yield f"{base} is not the model of this artifact: {misfit}", _OF_THE_MODEL
@@ -116,14 +121,14 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
                 )
 
 
-def _compare_config(reader: Reader, architecture: str, options: Options, payload: Payload) -> str:
+def _compare_config(reader: Reader, architecture: str, request: Request, payload: Payload) -> str:
     """Compare the base with the config of its model, and return a note that says what was compared.
     Unless the user names the model, it is looked for on this machine.
 
     Raises `RotationZooError` for a file that was converted from another model.
     """
-    if options.model:
-        source: Source | None = find(options.model)
+    if request.model:
+        source: Source | None = find(request.model)
     else:
         source = find_cached(payload.model, payload.provenance.get("model_revision"))
     if source is None:
@@ -132,8 +137,8 @@ def _compare_config(reader: Reader, architecture: str, options: Options, payload
             "found on this machine (--model says where it is)"
         )
     stated = payload.provenance.get("config_sha256")
-    if options.model and stated not in (None, hash_config(source.folder)):
-        problem = f"{options.model} is not the model of this artifact: its config differs"
+    if request.model and stated not in (None, hash_config(source.folder)):
+        problem = f"{request.model} is not the model of this artifact: its config differs"
         hint = "check --model"
         raise RotationZooError(problem, hint)
     config = text_config(read_json(source.folder / "config.json"))
@@ -180,3 +185,95 @@ def _launch(file: Path, architecture: str, payload: Payload, compared: str) -> L
     }
     applying = [note for note, applies in notes.items() if applies]
     return Launch([command], environment, applying)
+
+
+# ---- GGUF files
+
+
+ROTATION_NAME = re.compile(r"blk\.(\d{1,9})\.attn_([kv])_rot\.weight")
+NOTE = "rotationzoo."
+"""The prefix of the metadata fields that an export adds."""
+
+
+def write_copy(
+    reader: Reader, path: Path, tensors: Mapping[str, np.ndarray], notes: Mapping[str, Any]
+) -> None:
+    """Write a copy of the opened file to `path`, with tensors and notes added.
+
+    Everything else stays as it was. Raises `RotationZooError` for metadata that cannot be copied.
+    """
+    own = "general.architecture"
+    writer = gguf.GGUFWriter(path, reader.value(own), endianess=reader.endianess)
+    writer.data_alignment = reader.alignment
+    order: dict[str, Any] = {}
+    if reader.byte_order == "S":  # gguf 0.17 has no such argument
+        order["tensor_endianess"] = reader.endianess
+    try:
+        for field in reader.fields.values():
+            # The writer adds its own, and an earlier export's notes are dropped.
+            if field.name != own and not field.name.startswith(("GGUF.", NOTE)):
+                kind, inner = field.types[0], field.types[-1]
+                writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+        for name, note in notes.items():
+            if isinstance(note, bool):
+                writer.add_bool(f"{NOTE}{name}", note)
+            else:
+                writer.add_string(f"{NOTE}{name}", str(note))
+        for tensor in reader.tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type, **order)
+        for name, matrix in tensors.items():
+            writer.add_tensor(name, matrix)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    except (ValueError, TypeError) as error:
+        # The package can read empty lists and invalid text, but it cannot write them.
+        raise RotationZooError(
+            f"the base model's metadata cannot be copied: {first_sentence(error)}"
+        ) from error
+    finally:
+        writer.close()
+
+
+def rotation_tensors(payload: Payload) -> dict[str, np.ndarray]:
+    """Tensor name -> the matrix `[D, D]` that the file holds, keys before values."""
+    tensors = {}
+    for side, matrices in zip(SIDES, (payload.key, payload.value), strict=True):
+        for layer, matrix in matrices.rotation.items():
+            name = f"blk.{layer}.attn_{side[0]}_rot.weight"
+            tensors[name] = np.ascontiguousarray(matrix.mT.numpy())
+    return tensors
+
+
+def read(path: Path) -> list[RotationFile]:
+    """The key and value rotations in a model file.
+
+    Raises `RotationZooError` if either side is missing.
+    """
+    reader = open_gguf(path)
+    own = [name for name in reader.fields if name.startswith(NOTE)]
+    notes = rotation_file.primitives({name.removeprefix(NOTE): reader.value(name) for name in own})
+    matrices: dict[str, dict[int, torch.Tensor]] = {"k": {}, "v": {}}
+    for tensor in reader.tensors:
+        if match := ROTATION_NAME.fullmatch(tensor.name):
+            layer, letter = rotation_file.check_layer(path, match[1]), match[2]
+            matrices[letter][layer] = _read_matrix(path, tensor)
+    files = []
+    for side in SIDES:
+        rotation = dict(sorted(matrices[side[0]].items()))
+        if not rotation:
+            raise RotationZooError(
+                f"{path.name} holds no {side} rotations",
+                hint="give a file that was baked with both; values may be rotated in its weights, "
+                "from which they cannot be read",
+            )
+        objective = rotation_file.objective_name(notes.get(f"{side}_objective"))
+        files.append(RotationFile(path, "GGUF", side, SideMatrices(rotation, objective), notes))
+    return files
+
+
+def _read_matrix(path: Path, tensor: gguf.ReaderTensor) -> torch.Tensor:
+    """R, float32 `[D, D]`, from a tensor that holds it transposed, in any type."""
+    with as_refusal(f"{tensor.name} of {path.name} cannot be read"):  # of another type
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    return torch.from_numpy(np.atleast_2d(numbers).astype(np.float32)).mT.contiguous()

@@ -5,7 +5,7 @@ checkpoint's `hf_quant_config.json`. It has no rotations: only the bits of layer
 import shlex
 from pathlib import Path
 
-from rotationzoo.artifact.reductions import Options
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.engines.base import Launch, Payload
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.folders import write_new
@@ -14,7 +14,7 @@ from rotationzoo.version import __version__
 FILE = "hf_quant_config.json"
 
 
-def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
     """Write the file: a layer gets NVFP4 where no side has more than 4 bits, and else FP8, since no
     row has more than 8."""
     layers = {}

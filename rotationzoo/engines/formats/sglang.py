@@ -7,7 +7,7 @@ files by two environment variables.
 import shlex
 from pathlib import Path
 
-from rotationzoo.artifact.reductions import Options
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.engines.base import Launch, Payload, check_limits
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
@@ -16,7 +16,7 @@ from rotationzoo.geometry import cached_layers
 _PAGE = 8  # tokens leave the exact window in pages of this size
 
 
-def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
     """Write the pair to `work`. The environment variables name the files in `final`. Raises
     `RotationZooError` for what SGLang's kernels cannot run."""
     check_limits("SGLang", payload, powers=True)

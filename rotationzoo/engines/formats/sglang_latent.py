@@ -9,7 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from rotationzoo.artifact.reductions import Options
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import Launch, Payload, SideMatrices
 from rotationzoo.engines.formats.oscar_pt import Entries, load, tensors_of, write_pt
@@ -23,7 +23,7 @@ _PACKED = 512  # elements of the latents that the server's own kernels pack
 _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
 
 
-def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
     """Write a file for each layer to `work`. The environment variables name the folder `final`."""
     for layer, matrix in payload.key.rotation.items():
         write_pt(work / f"layer_{layer}.pt", matrix.float().contiguous().clone())

@@ -4,7 +4,7 @@ layer."""
 import shlex
 from pathlib import Path
 
-from rotationzoo.artifact.reductions import Options
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.engines.base import PAGE, Launch, Payload, check_limits
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
@@ -13,7 +13,7 @@ from rotationzoo.geometry import cached_layers
 _NAME = "vLLM's pull request"
 
 
-def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
     """Write the pair to `work`. The environment variables name the files in `final`. Raises
     `RotationZooError` for what the pull request cannot run."""
     check_limits(_NAME, payload, equal=True, groups=True)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from support.engine_artifacts import base_for, exported
 from support.oscar_files import gguf_bytes, gguf_field, gguf_tensor, refused
 
-from rotationzoo.artifact.reductions import Options
-from rotationzoo.engines.formats.gguf_file import read as read_gguf
+from rotationzoo.engines.formats.llama_cpp import read as read_gguf
 from rotationzoo.errors import RotationZooError
 
 
@@ -61,7 +60,7 @@ def test_a_base_with_bytes_changed(tmp_path, made, data):
         content[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
     (tmp_path / "changed.gguf").write_bytes(content)
     with contextlib.suppress(RotationZooError):
-        exported("llama.cpp", artifact, tmp_path, options=Options(tmp_path / "changed.gguf"))
+        exported("llama.cpp", artifact, tmp_path, base=tmp_path / "changed.gguf")
 
 
 ARCHITECTURE = b"general.architecture"
@@ -76,8 +75,8 @@ ODD_BASES = {
 @pytest.mark.parametrize("name", ODD_BASES)
 def test_a_base_of_no_architecture(tmp_path, made, name):
     (tmp_path / "x.gguf").write_bytes(ODD_BASES[name] + bytes(512))
-    options, artifact = Options(tmp_path / "x.gguf"), made(head_dim=32)
-    words = refused(lambda: exported("llama.cpp", artifact, tmp_path, options=options))
+    base, artifact = tmp_path / "x.gguf", made(head_dim=32)
+    words = refused(lambda: exported("llama.cpp", artifact, tmp_path, base=base))
     assert "is of architecture unknown" in words
 
 
@@ -88,6 +87,6 @@ def test_a_base_that_was_cut_off(tmp_path, made, cut):
     base = base_for(artifact, tmp_path)
     base.write_bytes(base.read_bytes()[:-cut])
     assert "was cut off" in refused(
-        lambda: exported("llama.cpp", artifact, tmp_path / "x", options=Options(base=base))
+        lambda: exported("llama.cpp", artifact, tmp_path / "x", base=base)
     )
     assert not (tmp_path / "x" / "out").exists()

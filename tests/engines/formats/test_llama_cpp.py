@@ -12,7 +12,7 @@ from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
 from support.models import save_tiny
 
-from rotationzoo.artifact.reductions import Options, Request
+from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
@@ -32,7 +32,7 @@ def test_two_head_dimensions_in_a_gguf(made, tmp_path):
     for architecture in ("gemma4", "qwen3"):
         path = tmp_path / f"{architecture}.gguf"
         wide = engines.write_base(path, 2, 64, 4, 2, 32, architecture, dims={1: 64})
-        agreed = dict(pooled=True, clip=(1.0, 1.0), windows=(0, 0), options=Options(base=wide))
+        agreed = dict(pooled=True, clip=(1.0, 1.0), windows=(0, 0), base=wide)
         request = Request("llama.cpp", tmp_path / architecture, **agreed)
         if architecture == "qwen3":
             with pytest.raises(RotationZooError, match="loads one head dimension"):
@@ -50,7 +50,7 @@ def test_two_head_dimensions_in_a_gguf(made, tmp_path):
 def test_a_gguf_keeps_everything_else(made, tmp_path):
     artifact = made(head_dim=32)
     base = base_for(artifact, tmp_path)
-    done = exported("llama.cpp", artifact, tmp_path, options=Options(base=base))
+    done = exported("llama.cpp", artifact, tmp_path, base=base)
     before, after = gguf.GGUFReader(base), gguf.GGUFReader(next(done.path.glob("*.gguf")))
     tensors = {tensor.name: tensor for tensor in after.tensors}
     for tensor in before.tensors:
@@ -72,9 +72,9 @@ def test_a_gguf_keeps_everything_else(made, tmp_path):
         "LLAMA_KV_HP_SINK": "8",
         "LLAMA_KV_HP_RECENT": "16",
     }
-    options = Options(base=next(done.path.glob("*.gguf")))
+    base = next(done.path.glob("*.gguf"))
     with pytest.raises(RotationZooError, match="has rotations already"):
-        exported("llama.cpp", artifact, tmp_path / "again", options=options)
+        exported("llama.cpp", artifact, tmp_path / "again", base=base)
 
 
 def test_bases_that_do_not_fit(made, tmp_path):
@@ -89,15 +89,15 @@ def test_bases_that_do_not_fit(made, tmp_path):
         options = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "dim": 32, **shape}
         base = engines.write_base(tmp_path / "wrong.gguf", **options)
         with pytest.raises(RotationZooError, match=reason):
-            exported("llama.cpp", artifact, tmp_path, options=Options(base=base))
+            exported("llama.cpp", artifact, tmp_path, base=base)
         with pytest.raises(RotationZooError, match=reason):
-            exported("llama.cpp", artifact, tmp_path / "new" / "place", options=Options(base=base))
+            exported("llama.cpp", artifact, tmp_path / "new" / "place", base=base)
         assert not (tmp_path / "new").exists()
     (tmp_path / "none.gguf").write_bytes(b"GGUF or not")
     with pytest.raises(RotationZooError, match="is no GGUF file"):
-        exported("llama.cpp", artifact, tmp_path, options=Options(base=tmp_path / "none.gguf"))
+        exported("llama.cpp", artifact, tmp_path, base=tmp_path / "none.gguf")
     with pytest.raises(RotationZooError, match="from the model's own file") as refused:
-        exported("llama.cpp", artifact, tmp_path, options=Options())
+        exported("llama.cpp", artifact, tmp_path, base=None)
     assert "--base" in refused.value.hint
 
 
@@ -112,8 +112,8 @@ def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
 
 def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
     model, artifact = of_a_model
-    options = Options(base=engines.convert_model(model, tmp_path / "base.gguf"), model=str(model))
-    notes = exported("llama.cpp", artifact, tmp_path, options=options).launch.notes
+    base = engines.convert_model(model, tmp_path / "base.gguf")
+    notes = exported("llama.cpp", artifact, tmp_path, base=base, model=str(model)).launch.notes
     assert f"the base has the config of {model}; its weights were not compared" in notes
 
 
@@ -132,17 +132,16 @@ def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, changes):
     base = engines.convert_model(model, tmp_path / "base.gguf", **changes)
     said = f"base.gguf was not converted from {re.escape(str(model))}"
     with pytest.raises(RotationZooError, match=said):
-        exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model=str(model)))
+        exported("llama.cpp", artifact, tmp_path, base=base, model=str(model))
     assert not (tmp_path / "out").exists()
     with pytest.raises(RotationZooError, match="demo is not the model of this artifact"):
-        exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model="demo"))
+        exported("llama.cpp", artifact, tmp_path, base=base, model="demo")
 
 
 def test_without_the_package_it_is_named_before_anything_is_read(made, tmp_path, monkeypatch):
     artifact = made(head_dim=32)
-    for name in ("gguf_file", "llama_cpp"):
-        monkeypatch.delitem(sys.modules, f"rotationzoo.engines.formats.{name}", raising=False)
-        monkeypatch.delattr(formats, name, raising=False)
+    monkeypatch.delitem(sys.modules, "rotationzoo.engines.formats.llama_cpp", raising=False)
+    monkeypatch.delattr(formats, "llama_cpp", raising=False)
     monkeypatch.delitem(sys.modules, "rotationzoo.storage.gguf_reader", raising=False)
     monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "model.gguf").write_bytes(b"no model")
