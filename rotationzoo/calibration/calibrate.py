@@ -1,7 +1,6 @@
 """Runs one whole calibration, from a model's name to an artifact on disk.
 
-A job can be stopped and resumed. The output folder is checked first: whether it is writable,
-replaceable, or already finished.
+A job can be stopped and resumed. The output folder is checked before anything else.
 """
 
 import time
@@ -61,9 +60,8 @@ _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed"
 
 
 def check_output(job: Job) -> None:
-    """Raise `RotationZooError` unless the output can be written and what is there may be
-    replaced: the artifact of another recipe only if the user asks for that with `--restart`, or
-    did so for the unfinished run that is being resumed."""
+    """Raise `RotationZooError` unless the output is writable and may be replaced: another recipe's
+    artifact needs `--restart`, now or in the unfinished run that is being resumed."""
     with disk_errors(job.output):
         recover(job.output)
         check_replaceable(job.output)
@@ -102,15 +100,13 @@ def _other_recipe(job: Job, artifact: Artifact) -> RotationZooError:
 
 
 def _asked_recipe(artifact: Artifact) -> str:
-    """The hash of the recipe that the user asked for. Another was followed if only the weights
-    showed that keys cannot be centered."""
+    """The hash of the recipe that was asked for; the weights may have changed `center_keys`."""
     manifest = artifact.manifest
     return str(manifest.identity.get("recipe", manifest.recipe_sha256))
 
 
 def calibrate(job: Job, progress: Progress = silent, note: Note = None) -> Artifact:
-    """Run a job, resuming from a checkpoint of the same job if there is one, and return its
-    artifact, unchanged if it is there already.
+    """Run a job, resuming from its checkpoint if any, and return its artifact, new or there before.
 
     `note` is told at the start what differs from what was asked for. Raises `RotationZooError` for
     everything that a user can put right, before the passes through the model where it can be known.
@@ -125,8 +121,7 @@ def calibrate(job: Job, progress: Progress = silent, note: Note = None) -> Artif
 
 
 def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Artifact:
-    """Run the job under a lock, which `locks` holds until the end, so that no other calibration
-    touches the checkpoint or the artifact's folder."""
+    """Run the job under a lock, held by `locks` to the end, so that no other run interferes."""
     started, versions = time.monotonic(), library_versions()
     progress("looking at the model", 0, 0)
     planned = plan(job)
@@ -136,8 +131,7 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
     if note:
         for each in planned.notes:
             note(each)
-    # Check the output first: it makes no sense to download a tokenizer and weights for a folder
-    # that cannot be written to.
+    # Check the output first: nothing is downloaded for a folder that cannot be written to.
     check_output(job)
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
@@ -151,8 +145,7 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
 
     identity = identify_job(job, source, text)
     checkpoint = Checkpoint(job.checkpoint, identity)
-    # `--restart` deletes an earlier run only under the lock and once the weights are there, so a
-    # failed download loses nothing.
+    # `--restart` deletes an earlier run only now, so that a failed download loses nothing.
     if job.restart:
         checkpoint.remove()
     finished = finished_artifact(job, identity)
@@ -170,16 +163,14 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
     content = manifest_content(planned, result, identity, versions, seconds)
     averages = None if result.statistics is None else average(result.statistics)
     artifact = write_sound_artifact(job.output, result.rotations, averages, content, FETCH_AGAIN)
-    # Remove the checkpoint last: a process killed before this line leaves both the artifact and the
-    # checkpoint.
+    # Last: a process killed before this line leaves both the artifact and the checkpoint.
     checkpoint.remove()
     remember_model(artifact.manifest.model, source.name)
     return artifact
 
 
 def read_text(planned: Plan) -> Corpus | None:
-    """The calibration text; None if the recipe needs no statistics. Raises `RotationZooError` as
-    `read_corpus`."""
+    """The text, or None if the recipe needs no statistics. Raises as `read_corpus` does."""
     recipe = planned.job.recipe
     if not recipe.needs_statistics:
         return None
@@ -201,8 +192,7 @@ class CalibrationResult:
     """The result of a run."""
 
     recipe: Recipe
-    """The recipe that was followed. Keys keep their mean if the loaded model shows that they must;
-    `notes` then say so."""
+    """The recipe that was followed. Keys may have kept their mean, which `notes` then say."""
     geometry: Geometry
     rotations: Rotations
     statistics: Statistics | None = None
@@ -215,9 +205,8 @@ class CalibrationResult:
 def run_model(
     planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress, note: Note
 ) -> CalibrationResult:
-    """Load the model and calibrate it, or only find its geometry where the recipe needs no text.
-    The `checkpoint` is what a stopped run left, and where this run saves. `note` is told how long
-    it takes."""
+    """Load the model and calibrate it, or only read its geometry if the recipe needs no text. The
+    `checkpoint` is resumed from and saved to, and `note` is told how long it takes."""
     job = planned.job
     assert planned.config is not None
     placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
@@ -295,8 +284,7 @@ def _tell_time(
 
 
 def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
-    """The job's identity: everything that decides the bytes of the result, which is only the recipe
-    and the config where these need no `text`."""
+    """The job's identity: what decides its bytes; without a `text`, only recipe and config."""
     identity = {
         "recipe": job.recipe.hash,
         "config": hash_config(source.folder),

@@ -1,8 +1,6 @@
-"""The checkpoint of an unfinished calibration, from which a stopped run resumes, and the comparison
-of two jobs' identities.
+"""The checkpoint of an unfinished calibration, and the comparison of two jobs' identities.
 
-An identity is everything that decides the bytes of a result, by key. A checkpoint has tensors, and
-metadata that says which job they belong to.
+An identity is everything that decides the bytes of a result, by key. A checkpoint stores it.
 """
 
 import json
@@ -21,8 +19,7 @@ from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.words import differing
 
 Identity = Mapping[str, str]
-"""A job's identity by key. A key that does not apply to the job, such as `device_map`, is left
-out."""
+"""A job's identity by key, without keys that do not apply, such as `device_map`."""
 
 
 def differences(saved: Mapping[str, Any], present: Identity) -> list[str]:
@@ -93,8 +90,7 @@ class Checkpoint:
             return False
         content = {"identity": dict(self.identity), "done": done}
         metadata = {name: json.dumps(value) for name, value in content.items()}
-        # In memory, because `save_file` would leave a temporary file with a random name behind if
-        # the process were killed.
+        # In memory: a killed `save_file` would leave a temporary file with a random name behind.
         folders.replace_file(self.path, save(to_raw(statistics), metadata))
         now = time.monotonic()
         self._due = now + _SHARE * (now - start)

@@ -1,6 +1,5 @@
-"""The main loop of a calibration: batches of token rows -> second moments of the attention's inputs
-and outputs. While it runs, the sums of whole batches, which a checkpoint keeps, stand apart from
-those of the batch under way."""
+"""The main loop of a calibration: batches of token rows -> second moments of attention's inputs and
+outputs. The sums of whole batches, which a checkpoint keeps, and of the current one are apart."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -43,17 +42,15 @@ def collect(
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> Statistics:
-    """Collect the second moments that a recipe needs, for each cached layer and KV head, from token
-    ids `[B, T]`, or from rows with images or audio.
+    """Collect a recipe's second moments, for each cached layer and KV head, from token ids `[B, T]`
+    or rows with images or audio.
 
-    The sums of whole batches are saved to the `checkpoint` now and then, and if the process is
-    interrupted, and those of the same job are read from there. Queries and outputs count at every
-    position, towards the layer that owns the cache they read. Keys and values count from position
-    `sink` on if the recipe excludes the sink. `key_energy` takes a second pass over the same rows,
-    because its weights depend on the queries of all of them.
+    Whole batches are saved to the `checkpoint` now and then and on interruption, and resumed from
+    it. Queries and outputs count at every position, towards the layer that owns the cache; keys and
+    values from `sink` on if the recipe excludes the sink. `key_energy` takes a second pass, because
+    its weights depend on the queries of all rows.
 
-    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` if an activation
-    or what the model returns is not finite.
+    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` for infinities.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     device = input_device(model)
@@ -143,8 +140,7 @@ def _check_sums(
 class RunningSums:
     """The sums of `done` whole batches in `whole`, and of the batch under way in `batch`.
 
-    A batch that is given up, by an error or Ctrl-C in the middle of the model, leaves no trace in
-    `whole`, so that what was done before it can be saved.
+    A batch that ends early, by an error or Ctrl-C, leaves no trace in `whole`, which can be saved.
     """
 
     def __init__(
@@ -165,8 +161,7 @@ class RunningSums:
         self._torn = False
 
     def finish_batch(self, kinds: tuple[str, ...]) -> None:
-        """Add the sums of the batch under way, of these kinds, to the others, and save them if the
-        last save is long ago."""
+        """Add these kinds of the current batch's sums to the others, and save them now and then."""
         self._torn = True
         totals, parts = [], []
         for layer, moments in self.batch.items():
@@ -184,8 +179,7 @@ class RunningSums:
 
     @contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """Save the whole batches, if there are any that were not saved, where Ctrl-C or a
-        scheduler's SIGTERM ends the block."""
+        """Save whole batches that are not saved yet if Ctrl-C or SIGTERM ends the block."""
         try:
             yield
         except KeyboardInterrupt:
@@ -218,8 +212,8 @@ def add_rows(
     tensor: torch.Tensor,
     weights: torch.Tensor | None = None,
 ) -> None:
-    """Add `[B, H, T, D]`, with optional weights `[B, H, T]`, to the sums of the owner of the cache
-    that a layer reads; H is a multiple of the KV heads."""
+    """Add `[B, H, T, D]`, with optional weights `[B, H, T]`, to the sums of the cache's owner; H is
+    a multiple of the KV heads."""
     moments = statistics[layer.owner]
     # Sums stay on the device of the layer that owns them; weights may be spread over several.
     if layer.owner == layer.index:
@@ -228,8 +222,7 @@ def add_rows(
 
 
 def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-    """Add `[B, H, T, D]`, with optional weights `[B, H, T]`, to a moment of as many heads or
-    fewer."""
+    """Add `[B, H, T, D]`, weighted by `[B, H, T]`, to a moment of as many heads or fewer."""
     heads = len(moment.weight)
     by_kv_head = torch.unflatten(tensor, 1, (heads, -1))
     weight = None if weights is None else torch.unflatten(weights, 1, (heads, -1))
@@ -244,8 +237,8 @@ def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = No
 
 
 class MomentObserver:
-    """Sums second moments of queries, outputs, keys and values, for the layer that owns their
-    cache. Keys and values count from position `skip` on."""
+    """Sums second moments of queries, outputs, keys and values at the layer that owns the cache.
+    Keys and values count from position `skip` on."""
 
     kinds: tuple[str, ...] = ("query", *HEADS.sides, "output", *LATENTS.sides)
     """What it adds to, of what a layer has."""
@@ -271,8 +264,7 @@ class MomentObserver:
         """Add the rows of a call with the output `[B, H_q, T, D_v]`."""
         add_rows(self.statistics, layer, "query", call.query)
         add_rows(self.statistics, layer, "output", output)
-        # A layer that reads another layer's cache receives the owner's keys and values. They count
-        # only once, at their owner.
+        # Keys and values that a layer reads from another's cache count once, at their owner.
         if layer.owner == layer.index:
             add_rows(self.statistics, layer, "key", call.key[:, :, self.skip :])
             add_rows(self.statistics, layer, "value", call.value[:, :, self.skip :])

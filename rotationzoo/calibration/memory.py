@@ -1,11 +1,9 @@
 """Estimates the memory and disk that a calibration needs, from the shapes of the model and the
 lengths of the text; and the memory that this machine has and used.
 
-Each term counts tensors that exist at the same time. The tests compare the terms with what is
-really allocated.
+Each term counts tensors that exist at the same time. The tests compare them with allocations.
 
-Where weights are spread over devices, a forward pass gets as many rows as fit, because every pass
-fetches the weights that are kept elsewhere again.
+With weights spread over devices, a pass gets as many rows as fit, since each fetches them again.
 """
 
 import os
@@ -32,8 +30,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def total_memory(on_cpu: bool, spread: bool) -> int:
-    """Bytes of memory where a job runs: main memory, within the limit of a container, the GPU's, or
-    all of both if the weights are `spread` over devices."""
+    """Bytes of memory where a job runs: main memory, the GPU's, or both for `spread` weights."""
     main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     main = min([main, *(limit for limit, _ in placement.container_limits())])
     if not torch.cuda.is_available() or (on_cpu and not spread):
@@ -44,8 +41,7 @@ def total_memory(on_cpu: bool, spread: bool) -> int:
 
 
 def peak_memory() -> int:
-    """The peak memory of this process in bytes: allocated on all CUDA devices if it used them, else
-    resident in main memory."""
+    """The process's peak memory in bytes: on all CUDA devices if it used them, else resident."""
     if torch.cuda.is_available():
         devices = range(torch.cuda.device_count())
         on_devices = sum(torch.cuda.max_memory_allocated(device) for device in devices)
@@ -94,8 +90,8 @@ class Footprint:
 
     @property
     def rotations(self) -> int:
-        """The rotations: a float32 matrix per side and KV head, or per layer if heads are pooled,
-        and the factors of error feedback of every KV head."""
+        """The rotations: a float32 matrix per side and head, or pooled layer, and feedback
+        factors."""
         total = 0
         for layer in cached_layers(self.geometry):
             squares = sum(layer.dims[side] ** 2 for side in layer.sides)
@@ -117,8 +113,7 @@ class Footprint:
         return max(passing, weights + 2 * self.statistics + self.rotations)
 
     def pass_bytes(self, batch: int) -> int:
-        """Bytes that a pass over `batch` rows takes on top of the weights, with the sums: of whole
-        batches, and of the batch under way."""
+        """Bytes of a pass over `batch` rows besides weights: activations and both sets of sums."""
         return self.activations(batch) + 2 * self.statistics
 
     def activations(self, batch: int) -> int:

@@ -56,8 +56,7 @@ class Job(RunSettings):
     """Whether rows longer than the model's positions are shortened instead of refused. True if the
     length is the recipe's default and not the user's choice."""
     fit_budget: bool = False
-    """Whether a budget of bits that does not fit the model is left out instead of refused: true if
-    it is the recipe's default."""
+    """Whether a budget that does not fit is left out, not refused, as the recipe's default."""
     source: Source | None = None
     """The model that the caller loaded."""
     asked_tokens: tuple[float, float] = (0, 0)
@@ -100,8 +99,7 @@ class Job(RunSettings):
 class Plan:
     """A job as it is known before any weights are read, with rows that fit the model.
 
-    `config` and `geometry` are None if the model is refused; `geometry` is also None if only the
-    weights can tell. Sizes are estimates in bytes.
+    `config` and `geometry` are None for a refused model; `geometry` also if only weights can tell.
     """
 
     job: Job
@@ -170,8 +168,7 @@ def _reason_for_equal_bits(job: Job, geometry: Geometry) -> str | None:
 
 
 def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
-    """The recipe for a model whose attention a common shift of keys changes in `layers`: keys keep
-    their mean. Also returns notes for the user."""
+    """The recipe, which keeps the key mean if a shift changes attention in `layers`, and notes."""
     if not recipe.center_keys or not layers:
         return recipe, []
     reason = shift_reason(layers)
@@ -184,8 +181,7 @@ USUAL_LENGTH = 2048
 
 
 def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
-    """The recipe, with rows cut to the number of positions that the model has, and longer ones than
-    `USUAL_LENGTH` to all of its tokens."""
+    """The recipe, with rows no longer than the model's positions, its tokens or `USUAL_LENGTH`."""
     data = recipe.data
     length = min(data.length, max(data.tokens, USUAL_LENGTH), position_count(config) or data.length)
     if length == data.length:
@@ -195,8 +191,7 @@ def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
 
 
 def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
-    """Raise `RotationZooError` if the recipe's rows are too long for the model, or too short to be
-    useful."""
+    """Raise `RotationZooError` if the recipe's rows are too long for the model or too short."""
     if not recipe.needs_statistics:
         return
     length, data = recipe.data.length, recipe.data

@@ -163,8 +163,7 @@ class Claim:
                 yield f"{side} rotation not the one that {self.recipe.name} makes", layer
 
     def _eigenbasis_problems(self, rotations: Rotations, statistics: Averages) -> Iterator[Problem]:
-        """Rotations whose eigenbasis does not diagonalise the statistic that they were made
-        from."""
+        """Rotations whose eigenbasis does not diagonalize their own statistic."""
         for layer, sides in rotations.items():
             averages = statistics.get(layer, {})
             if self._diagonalise(sides, averages, {side: side for side in sides.sides}):
@@ -249,8 +248,7 @@ def write_sound_artifact(
 def check(
     rotations: Rotations, statistics: Averages | None, content: dict[str, Any]
 ) -> Verification:
-    """Check rotations and statistics against the content of a manifest. Raises `RotationZooError`
-    for a manifest that is damaged."""
+    """Check tensors against a manifest's content. Raises `RotationZooError` if that is damaged."""
     claim, checked = Claim.from_manifest(content), ["geometry", "finiteness"]
     if claim.recipe.composition != GIVEN:
         check_recipe(claim.recipe, claim.geometry)

@@ -1,6 +1,4 @@
-"""Plans how a model is served: what its weights and caches take, what fits which GPU, and the
-verdict on a wish in plain sentences.
-"""
+"""Plans how a model is served: the sizes of its weights and caches, and what fits which GPU."""
 
 import re
 from collections.abc import Iterator
@@ -64,8 +62,7 @@ CARDS = {name: Card(name, int(size * _GIB)) for name, size in _SIZES.items()}
 
 
 def parse_card(text: str) -> Card:
-    """A GPU from its name (`H100`), its memory (`24GiB`), or several of one (`2x24GiB`). Raises
-    `UsageError`."""
+    """A GPU by name (`H100`), by memory (`24GiB`), or several (`2x24GiB`). Raises `UsageError`."""
     match = _SEVERAL.fullmatch(text.strip())
     if match and int(match[1]) > 0:
         each = parse_card(match[2])
@@ -96,8 +93,7 @@ _SMALLEST = CACHES[-1]
 
 @dataclass(frozen=True)
 class Wish:
-    """The load to serve: `requests` at once, each with `context` tokens. A `context` of None is
-    `CONTEXT`, or the model's positions if these are fewer."""
+    """The load: `requests` at once of `context` tokens (None: `CONTEXT` or the positions)."""
 
     model: str
     context: int | None
@@ -131,8 +127,7 @@ class Capacity:
         return 0 if card.kind in OTHERS else room - self.shape.server_bytes(self.wish.storage, 0)
 
     def longest(self, weights: str, cache: str, card: Card, requests: int = 1) -> int | None:
-        """The most tokens that each of some requests can have next to these weights on a card. None
-        if there is no limit."""
+        """The most tokens of each request next to these weights on a card; None if unlimited."""
         room = self.room(weights, cache, card) // requests
         return self.shape.longest_context(cache, room, self.wish.storage)
 
@@ -169,8 +164,7 @@ def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a wish fits a card, in a sentence that says how, or what would fit instead. `weights`
-    and `cache` are the smallest change that makes it fit."""
+    """Whether a wish fits a card, in words, and the smallest change of weights and cache."""
 
     words: str
     weights: str | None = None
@@ -276,8 +270,7 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
 
 
 def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
-    """The largest contexts and batches on one card, for weights as published and in 4 bits, and
-    every cache."""
+    """The largest contexts and batches on a card, for both kinds of weights and every cache."""
     weights: dict[str, dict[str, Any]] = {}
     for name, size in capacity.weights.items():
         contexts = {cache: capacity.longest(name, cache, card) for cache in CACHES}

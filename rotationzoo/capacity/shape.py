@@ -59,20 +59,16 @@ class Shape:
     expert_parameters: int = 0
     """Those of routed experts, in all layers together."""
     state_bytes: int = 0
-    """Bytes per request of the states of linear attention, Mamba and convolutions, which do not
-    grow with the context."""
+    """Bytes per request of linear attention's, Mamba's and convolutions' states, of any context."""
     uncounted_states: bool = False
-    """Whether layers without keys and values keep states of a size that is not known here, or
-    sparse attention the keys of an index."""
+    """Whether there are states of unknown size, or the keys of a sparse attention's index."""
 
     def elements(self, context: int) -> int:
-        """Cached elements of one request of `context` tokens, without the states of linear
-        attention."""
+        """Cached elements of a request of `context` tokens, without states of linear attention."""
         return sum(each.elements * each.tokens_held(context) for each in self.layers)
 
     def request_bytes(self, cache: str, context: int, storage: "Storage") -> int:
-        """Bytes of the cache of one request of `context` tokens. States of linear attention count
-        in every cache.
+        """Bytes of the cache of one request of `context` tokens, with states of linear attention.
 
         * `bf16`, `fp8`: 16 and 8 bits an element, nothing else.
         * `int2`: as `storage` says. Our backend for vLLM stores every token in pages, with copies
@@ -100,8 +96,7 @@ class Shape:
         return total
 
     def longest_context(self, cache: str, free: int, storage: "Storage") -> int | None:
-        """The most tokens that one request can have in `free` bytes; None if there is no limit, as
-        where every layer slides."""
+        """The most tokens of a request in `free` bytes; None if every layer slides."""
         sizes = partial(self.request_bytes, cache, storage=storage)
         too_many = bisect_right(range(_LONGEST + 1), free, key=sizes)
         return None if too_many > _LONGEST else max(0, too_many - 1)
@@ -154,8 +149,7 @@ def _count_states(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class Storage(CacheLayout):
-    """How our own cache is stored: a layout, and a budget of bits an element. Without one, rows
-    have the bits of the format."""
+    """How our cache is stored: a layout, and bits an element (None: those of the format)."""
 
     bits: float | None = None
 
@@ -210,8 +204,7 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> tuple[dict[st
 
 
 def _packed(shape: Shape, bits: float, kept: int) -> int:
-    """Bytes where the parameters take `bits`, but for those `kept` in 16. Weights of 16 and 32 bits
-    are all alike."""
+    """Bytes if all parameters but `kept` take `bits`; those take 16. From 16 on, all are alike."""
     kept = 0 if bits >= 16 else min(kept, shape.parameters)
     return int(kept * 2 + (shape.parameters - kept) * bits / 8)
 

@@ -1,7 +1,6 @@
 """Validation of the CUDA reference kernel against the codec's definition.
 
-Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured
-next to a device copy in the same run.
+Every layer and head is compared bit by bit. Throughput is measured next to a device copy's.
 """
 
 import json
@@ -179,8 +178,7 @@ class KernelComparison:
     def _check_definition(
         self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
     ) -> None:
-        """Check the definition itself: rotations are within the error of float32, and packing
-        preserves every code."""
+        """Check the definition: rotations err as float32 does, and packing keeps every code."""
         rotated = rows @ rotation
         self._check_product("rotation", rotated, rows, rotation)
         for format in int2.FORMATS.values():
@@ -200,8 +198,7 @@ class KernelComparison:
     def check_stored(
         self, packed: cuda.Packed, expected: int2.Quantized, format: int2.Format
     ) -> None:
-        """Check that a kernel stored what the definition stores, on whichever device, and that the
-        reader restores it."""
+        """Check that a kernel stored what the definition does, and that the reader restores it."""
         tensors = expected.codes, expected.scale, expected.offset
         expected = int2.Quantized(*(tensor.cpu() for tensor in tensors))
         codes = int2.unpack(packed.codes.cpu(), format)
@@ -258,8 +255,8 @@ def validate_kernel(
     """Compare the kernel with the codec's definition on `rows` rows of every layer, KV head and
     side, and return the report, which is added to the artifact with the sources that ran.
 
-    Raises `RotationZooError` at the first difference. Without a GPU only the definition is checked:
-    the report says so, and the artifact is not changed.
+    Raises `RotationZooError` at the first difference. Without a GPU only the definition is checked,
+    as the report says, and the artifact is not changed.
     """
     on_gpu = loading.torch_device(device) == "cuda"
     # Fail now if the result could not be saved, not after it was computed.
@@ -282,8 +279,7 @@ def validate_kernel(
 
 
 def check_device(folder: Path, device: str) -> None:
-    """Raise `RotationZooError` if there is no GPU, unless the user asked for the CPU: it checks
-    less, so it is never chosen silently."""
+    """Raise `RotationZooError` without a GPU, unless the CPU was asked for: it checks less."""
     if device == "auto" and loading.torch_device(device) != "cuda":
         raise RotationZooError(
             f"{folder} is not validated: the CUDA reference needs an NVIDIA GPU, and there is none "
@@ -319,8 +315,8 @@ def _compare_layers(
 
 
 def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, float]:
-    """Bytes that a copy and both kernels read and write per second on bfloat16 rows `[1, N, D]`:
-    the rows, the packed codes and the metadata."""
+    """Bytes a second that a copy and both kernels move on bfloat16 rows `[1, N, D]`: rows, codes
+    and metadata."""
     dtype = torch.bfloat16
     free, _ = torch.cuda.mem_get_info()
     # Rows, their copy and restored rows; one byte per channel allows for codes and metadata.

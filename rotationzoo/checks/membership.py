@@ -1,5 +1,4 @@
-"""Whether an artifact belongs to a model's weights: the model is run on a text, and the rotations
-are compared with the resulting statistics."""
+"""Runs a model on a text and compares its statistics with an artifact's rotations."""
 
 from dataclasses import dataclass
 
@@ -43,8 +42,7 @@ class Agreement:
 
     @property
     def lowest(self) -> float:
-        """The smaller of the two, which decides: keys of any two models agree a little, because
-        RoPE leaves the same structure in them."""
+        """The smaller one decides: RoPE makes keys of any two models agree a little."""
         return min(self.key, self.value)
 
     @property
@@ -109,12 +107,10 @@ def check_membership(
 
 
 def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """How much of the structure of second moments `[H, D, D]` a basis `[H, D, D]`, in ascending
-    order of eigenvalues, explains: `[H]`.
+    """How much of the structure of moments `[H, D, D]` a basis of ascending order explains, `[H]`.
 
-    The share is the cosine between the logarithm of the moment and the matrix with the same
-    eigenvalues in this basis, both made traceless. Directions with nearly equal eigenvalues, which
-    differ from text to text, do not lower it.
+    The share is the cosine between the moment's logarithm and the matrix with its eigenvalues in
+    this basis, both traceless. Directions with nearly equal eigenvalues do not lower it.
     """
     eigenvalues, vectors = compositions.eigenbasis(moment)
     logarithms = eigenvalues.clamp(min=_FLOOR * eigenvalues.amax().item()).log()

@@ -96,8 +96,7 @@ class _Models(Strict):
 
 
 class LogProbabilities(Strict):
-    """The tokens of an answer, as `token_id:7`, and the log probabilities of the most probable ones
-    in the place of each."""
+    """An answer's tokens, as `token_id:7`, with the most probable candidates for each."""
 
     tokens: list[str]
     top_logprobs: list[dict[str, float]]
@@ -112,8 +111,7 @@ class _Completion(Strict):
 
 
 def recorded_probes(artifact: Artifact) -> list[Probe]:
-    """What a server with an artifact's rotations answers. Raises `RotationZooError` where that was
-    not recorded."""
+    """What a server with these rotations answers. Raises `RotationZooError` if not recorded."""
     probes = artifact.measured.probes if artifact.measured else []
     if not probes:
         model, *revision = model_words(artifact)
@@ -125,8 +123,8 @@ def recorded_probes(artifact: Artifact) -> list[Probe]:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is to read an artifact's rotations. Raises `UsageError` for an address that is
-    not of http or https."""
+    """A server meant to read an artifact's rotations. Raises `UsageError` without an HTTP
+    address."""
 
     address: str
     artifact: Artifact
@@ -252,8 +250,7 @@ class Server:
 
 
 def compare(probes: Sequence[Probe], answers: Sequence[LogProbabilities]) -> ServerCheck:
-    """Compare answers with the record, each up to its first other token. First tokens are left out,
-    because everything before them is read exact."""
+    """Compare answers with the record, up to the first other token, without the first one."""
     changes, to_record, to_exact = [], [], []
     for probe, answer in zip(probes, answers, strict=True):
         tables = probe.candidates, probe.log_probabilities, probe.exact

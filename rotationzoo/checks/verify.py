@@ -21,9 +21,8 @@ from rotationzoo.storage.files import read_settled
 def verify(
     artifact: Artifact, model: str | None = None, revision: str | None = None
 ) -> Verification:
-    """Recompute everything that can be recomputed. With `model`, also check that the artifact was
-    made for it. Raises `RotationZooError` only if the check itself cannot be made, for example
-    because the model cannot be found."""
+    """Recompute everything, and with `model` check that the artifact was made for it. Raises
+    `RotationZooError` only if the check cannot be made, for example without such a model."""
     problems = artifact.damaged_files()
     checked = [] if problems else ["checksums"]
     # After the checksums, so that a file that was changed comes first.
@@ -39,8 +38,7 @@ def verify(
         error = tensors.orthogonality_error
         checked += tensors.checked
     except RotationZooError as damage:
-        # Unreadable content is a problem of the artifact; its checksum may have reported it
-        # already.
+        # A checksum may have reported unreadable content already.
         if str(damage) not in problems:
             problems.append(str(damage))
     verification = Verification(problems, error, checked)
@@ -121,8 +119,7 @@ def unlisted_files(artifact: Artifact) -> list[str]:
 
 
 def _foreign_file(folder: Path, name: str) -> str | None:
-    """The first file of an entry that no client of a hub leaves in a folder; None if there is
-    none."""
+    """The first file of an entry that no hub client leaves in a folder, or None."""
     top = folder / name
     if top.is_symlink() or not top.is_dir():
         return None if _is_left_behind(folder, top) else name

@@ -1,7 +1,6 @@
 """The interface of a serving engine: the payload that it receives, and its launch command.
 
-Outside `formats/`, a rotation R is always applied as `x @ R`. Each module in `formats/` knows
-whether its engine wants R transposed.
+Everywhere else a rotation R is applied as `x @ R`; `formats/` transposes it if need be.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +28,11 @@ class SideMatrices:
     Layer numbers count all layers of the model, also those without a KV cache.
     """
     objective: str
-    """The statistic and the composition in the vocabulary of OSCAR's files, such as `qqt_r_h_pbr`,
-    or a data-free name, such as `identity`."""
+    """Statistic and composition in OSCAR's words (`qqt_r_h_pbr`), or a data-free name."""
     eigenvalues: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """Layer -> `[D]` or `[H, D]`; empty if a file has none."""
     mean: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """Layer -> the mean that is subtracted before the rotation, `[H, D]` or `[D]`; empty if there
-    is none."""
+    """Layer -> the mean subtracted before the rotation, `[H, D]` or `[D]`; empty without one."""
 
     @property
     def per_head(self) -> bool:
@@ -45,8 +42,7 @@ class SideMatrices:
 
 @dataclass(frozen=True)
 class Payload:
-    """The input of an engine: an artifact, reduced as far as the engine needs and the user
-    agreed."""
+    """The input of an engine: an artifact, reduced to what the engine takes."""
 
     model: str
     """The model as the launch command names it."""
@@ -85,9 +81,8 @@ class Launch:
 
 
 WriteFiles = Callable[[Path, Path, Payload, Request], Launch]
-"""`write_files` of a module in `formats/`: it writes the engine's files to the first folder, which
-later moves to the second. Raises `RotationZooError` for what the engine cannot run and no reduction
-can fix, such as a head dimension."""
+"""`write_files` of a module in `formats/`, which writes to the first folder, later moved to the
+second. Raises `RotationZooError` for what the engine cannot run, such as a head dimension."""
 
 
 def clip_text(ratio: float, off: float) -> str:

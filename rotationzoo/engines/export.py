@@ -64,8 +64,7 @@ def install_export(work: Path, target: Path) -> None:
 
 
 def _earlier_files(target: Path) -> list[str]:
-    """The names of files that the earlier export wrote. Anybody may have written the record, so a
-    name counts only if the file's hash matches."""
+    """The files of the earlier export whose hash still matches; anybody may write a record."""
     try:
         content = strict_json.read(target / EXPORT)
         record = strict_json.validate(_Record, content, str(target / EXPORT))
@@ -197,8 +196,7 @@ def _notes_of_artifact(artifact: Artifact, launch: Launch) -> list[str]:
 # ---- what an engine receives
 
 
-# OSCAR has no word for the exact `output` statistic. Files that rotationzoo writes state it under
-# `calibration`.
+# OSCAR has no word for the exact `output` statistic; our files state it under `calibration`.
 _WORDS = {statistic: word for word, statistic in STATISTICS.items()} | {"output": "sst"}
 PLACEHOLDER = "MODEL"
 """The placeholder in a launch command for a model whose location is unknown."""
@@ -207,9 +205,9 @@ Provenance = dict[str, str | int | float | bool]
 
 
 def provenance(artifact: Artifact, pools: bool, uncentered: bool, served: Provenance) -> Provenance:
-    """The provenance of an export, with the serving parameters `served`: model, recipe and text of
-    a calibration, or what imported files stated. The other flags say how the artifact was reduced:
-    pooled over heads, or without means."""
+    """The provenance of an export with the serving parameters `served`: model, recipe and text of a
+    calibration, or what imported files stated; whether it was pooled over heads or lost its
+    means."""
     # The generation id is the same for both sides of an export and differs between artifacts and
     # reductions. An import refuses two files whose ids differ.
     reduction = f"{artifact.identity} {pools} {uncentered} False"  # as in earlier exports
@@ -247,8 +245,7 @@ def provenance(artifact: Artifact, pools: bool, uncentered: bool, served: Proven
 
 
 def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
-    """The engine's payload, for a settled request. Raises `RotationZooError` if rotations should be
-    pooled and cannot be."""
+    """An engine's payload. Raises `RotationZooError` for rotations that cannot be pooled."""
     recipe = artifact.recipe
     pools = request.pooled and artifact.rotations.per_head
     uncentered = dropped_means(artifact, request)

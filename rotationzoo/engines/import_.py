@@ -1,5 +1,4 @@
-"""Importing other tools' rotation files as an artifact, with their matrices unchanged, and with the
-statistics that can be recovered from them."""
+"""Imports other tools' rotation files as an artifact: their matrices and recovered statistics."""
 
 import re
 import time
@@ -62,11 +61,9 @@ _CHECK = "check the model"
 
 
 def gather_files(files: Sequence[Path]) -> Files:
-    """Read the key side and the value side from the given files, or from a folder with one pair; or
-    the latents from a folder with a file for each layer.
+    """Read both sides from the given files or from a folder with one pair; or a folder of latents.
 
-    Raises `RotationZooError` if a side is missing, unidentified or damaged, and if two files do not
-    belong together.
+    Raises `RotationZooError` for a side that is missing, unknown or damaged, and for a mixed pair.
     """
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir() and not latent_files(paths[0]):
@@ -121,8 +118,7 @@ def _pair_in(folder: Path) -> list[Path]:
 
 
 def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str]]:
-    """Each reason why two files are no pair of orthogonal matrices for the same layers, and what to
-    do about it."""
+    """Why two files are no pair of orthogonal matrices for the same layers, each with a hint."""
     # SGLang's own calibration replaces a pair file by file, and marks the folder meanwhile.
     for pending in key.path.parent.glob(".oscar_*.pending.json"):
         written = "a pair that is being written, or was left half-written"

@@ -59,8 +59,7 @@ class RotationFile:
 
 
 def normalise(file: RotationFile) -> RotationFile:
-    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues. Raises
-    `RotationZooError` for unsorted ones."""
+    """The file in float32 and ascending order. Raises `RotationZooError` if it is unsorted."""
     name, notes, matrices = file.path.name, list(file.notes), file.content.rotation
     if any(matrix.dtype != torch.float32 for matrix in matrices.values()):
         notes.append(f"{name} is not float32; its matrices were converted")
@@ -71,8 +70,7 @@ def normalise(file: RotationFile) -> RotationFile:
         if any((eigenvalues[layer].diff(dim=-1) > 0).any() for layer in descending):
             of_layer = f"the eigenvalues of layer {descending[0]}"
             raise RotationZooError(f"{of_layer} in {name} are in no order")
-        # The matrices stay as they are: `descending` tells `describe` to name the composition
-        # that makes them from ascending eigenvalues.
+        # The matrices stay: `describe` names the composition that makes them from ascending order.
         eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
         notes.append(f"{name} has its eigenvalues in descending order; they were reversed")
     content = replace(file.content, rotation=matrices, eigenvalues=eigenvalues)
@@ -108,8 +106,7 @@ def _known(composition: str) -> str:
 
 
 def check_matrices(file: RotationFile) -> None:
-    """Raise `RotationZooError` unless every matrix is square, finite and orthogonal, and its
-    eigenvalues and mean are finite and of matching shape."""
+    """Raise `RotationZooError` for matrices, eigenvalues or means that no calibration makes."""
     content = file.content
     for layer, matrix in content.rotation.items():
         for problem in _problems(matrix, content.eigenvalues.get(layer), content.mean.get(layer)):
@@ -120,8 +117,7 @@ def check_matrices(file: RotationFile) -> None:
 def _problems(
     matrix: torch.Tensor, eigenvalues: torch.Tensor | None, mean: torch.Tensor | None
 ) -> Iterator[str]:
-    """What is wrong with the matrix `[D, D]` or `[H, D, D]` of a layer, or with what is beside it.
-    Each check relies on those before it."""
+    """What is wrong with a layer's matrix `[D, D]` or `[H, D, D]`, eigenvalues or mean."""
     if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2] or not matrix.numel():
         yield f"is not a square matrix, but {list(matrix.shape)}"
     if not torch.isfinite(matrix).all():
@@ -148,8 +144,7 @@ def as_mapping(content: Any) -> Mapping[str, Any]:
 
 
 def primitives(content: Any) -> dict[str, str | int | float]:
-    """The entries of a table that a manifest can hold: printable text, finite numbers and
-    booleans."""
+    """The entries that a manifest can hold: printable text, finite numbers and booleans."""
     entries = {}
     for name, value in as_mapping(content).items():
         is_number = isinstance(value, int | float) and abs(value) < 2**63 and math.isfinite(value)

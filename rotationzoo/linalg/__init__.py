@@ -1,2 +1,1 @@
-"""Mathematics that needs no models or files: Hadamard matrices, second moments, compositions,
-paired tests."""
+"""Mathematics without models or files: Hadamard matrices, moments, compositions, paired tests."""

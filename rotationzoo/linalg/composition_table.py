@@ -1,7 +1,6 @@
 """The compositions that a recipe may ask for, each with the names of its factors.
 
-A server reads recipes and multiplies nothing, so what the factors are stands in
-`linalg.compositions`.
+Servers read recipes and multiply nothing: `linalg.compositions` has the factors.
 """
 
 AROUND_EIGENBASIS = {
@@ -9,8 +8,7 @@ AROUND_EIGENBASIS = {
     "br": "permutation",
     "r_h": "hadamard",
     "r_h_pbr": "hadamard permutation",
-    # Eigenvectors in descending order, as in the published per-head files and in the calibrator of
-    # a llama.cpp fork.
+    # Descending eigenvectors, as in published per-head files and a llama.cpp fork's calibrator.
     "rdesc_h": "descending hadamard",
     "rdesc_h_br": "descending hadamard reversal",
     # Permuting before a block-diagonal Hadamard matrix sends strong directions to different groups.

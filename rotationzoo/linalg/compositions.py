@@ -1,5 +1,4 @@
-"""From a second moment to a rotation: compositions of its eigenbasis, Hadamard matrices and a
-bit-reversal permutation.
+"""From a second moment to a rotation: eigenbasis, Hadamard matrix and bit-reversal permutation.
 
 All vectors are rows. A key `k` is stored as `k R` and its query becomes `q R`; every rotation is
 orthogonal, so attention scores do not change. A composition's name lists its factors from left to
@@ -36,8 +35,7 @@ def permutation(dim: int) -> torch.Tensor:
 
 
 def block_hadamard(dim: int, group: int) -> torch.Tensor:
-    """Block-diagonal Hadamard matrix `[D, D]`. It mixes each quantization group of `group` channels
-    on its own."""
+    """Block-diagonal Hadamard matrix `[D, D]`, which mixes each group of `group` channels."""
     return torch.kron(identity(dim // group), hadamard(group))
 
 
@@ -52,18 +50,16 @@ _FACTORS: dict[str, Callable[[int, int], torch.Tensor]] = {
 
 
 def _multiply(names: str, dim: int, group: int) -> torch.Tensor:
-    """The product of factors, float64. It is exact, because each row of all but one of them is a
-    row of the identity."""
+    """The exact product of factors, float64: all but one of them permute rows."""
     factors = [_FACTORS[name](dim, group) for name in names.split()]
     return reduce(torch.matmul, factors, identity(dim))
 
 
 def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ascending eigenvalues `[..., D]` and eigenvectors as columns `[..., D, D]` of a symmetric
-    moment, in float64.
+    """Ascending eigenvalues `[..., D]` and eigenvectors (columns) of symmetric moments, float64.
 
-    The sign of an eigenvector is arbitrary. Its largest-magnitude entry is made positive, so that
-    one kind of machine writes the same bytes twice.
+    Each eigenvector's largest-magnitude entry is made positive, so that machines repeat their
+    bytes.
     """
     moment = moment.double().cpu()
     # Sums of products are symmetric only up to rounding, and eigh reads just one triangle.
@@ -87,8 +83,7 @@ def recover_basis(rotation: torch.Tensor, composition: str, group_size: int) -> 
 def data_free(dim: int, composition: str, seed: int) -> torch.Tensor:
     """A rotation `[D, D]` that needs no statistics.
 
-    Only `random` uses `seed`. It is Haar distributed: QR of a Gaussian matrix, with the signs of
-    R's diagonal moved into Q (Mezzadri 2007).
+    `random` uses `seed`: QR of a Gaussian matrix, Haar distributed by R's signs (Mezzadri 2007).
     """
     if composition != "random":
         return _multiply(FIXED[composition], dim, dim)

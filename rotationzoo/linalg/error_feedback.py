@@ -1,14 +1,12 @@
-"""The two matrices of error feedback (`codec.feedback`): the triangular factor of a metric, with
-which errors of channels make up for each other, and a whitening, after which all channels use the
-range that they share."""
+"""The matrices of error feedback (`codec.feedback`): a metric's triangular factor, which lets
+channels compensate for each other's errors, and a whitening, which evens out their ranges."""
 
 import torch
 
 from rotationzoo.linalg.compositions import eigenbasis
 
 DAMPING = 0.01
-"""Times the mean of the metric's diagonal, added to it. Directions that no query of the calibration
-text reads then still count a little."""
+"""A share of the diagonal's mean, added to the metric, so that unread directions count a little."""
 SHARE = 0.5
 """Of the way to white rows: 0 leaves them as they are, and 1 whitens them."""
 
@@ -17,10 +15,9 @@ def factorize(metric: torch.Tensor) -> torch.Tensor:
     """U and d of `M = U diag(d) U^T`, U unit upper triangular, for symmetric positive semidefinite
     metrics M `[H, D, D]`; float32 `[H, D, D]`, U with d on its diagonal.
 
-    M is damped and scaled to a mean diagonal of 1 first, which changes no choice of codes. The
-    product of all d is the determinant of M. Codes chosen channel by channel therefore err like the
-    geometric mean of M's eigenvalues, and codes rounded by themselves like their arithmetic mean
-    (QuIP, arXiv 2307.13304, theorem 1).
+    M is first damped and scaled to a mean diagonal of 1, which changes no code. The product of all
+    d is det M. So codes chosen channel by channel err like the geometric mean of M's eigenvalues,
+    and nearest codes like the arithmetic mean (QuIP, arXiv 2307.13304, theorem 1).
     """
     metric = metric.double().cpu()
     mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
@@ -36,8 +33,7 @@ def factorize(metric: torch.Tensor) -> torch.Tensor:
 
 
 def whitening(moment: torch.Tensor) -> torch.Tensor:
-    """The symmetric W = S^(-1/4) of second moments S `[H, D, D]`, damped, with a geometric mean of
-    1 of its eigenvalues; float32.
+    """The symmetric W = S^(-1/4) of second moments S `[H, D, D]`, damped, with determinant 1.
 
     Rows times W are half way from rows whose second moment is S to white ones. Codes share a step,
     so their errors grow with the arithmetic mean of the rows' spectrum, and codes of white rows by
@@ -53,11 +49,9 @@ def whitening(moment: torch.Tensor) -> torch.Tensor:
 
 
 def remaining_share(factor: torch.Tensor) -> torch.Tensor:
-    """By factors `[H, D, D]`: the mean error `e M e^T` of codes chosen channel by channel, as a
-    share of that of codes rounded by themselves, `[H]`.
+    """The error `e M e^T` of codes by feedback, over that of nearest codes, `[H]`, by factors.
 
-    It is the geometric mean of M's eigenvalues over their arithmetic mean, if the errors that are
-    left in the channels have one variance and no correlation.
+    It is the geometric over the arithmetic mean of M's eigenvalues, if remaining errors are white.
     """
     factor = factor.double()
     weights = factor.diagonal(dim1=-2, dim2=-1)

@@ -1,5 +1,4 @@
-"""Hadamard matrices of every order that Paley x Sylvester reaches, and the bit-reversal
-permutation, float64 and the same on every machine."""
+"""Hadamard matrices of all Paley x Sylvester orders, and the bit-reversal permutation; float64."""
 
 from functools import cache, reduce
 from itertools import product
@@ -16,13 +15,11 @@ _SYLVESTER = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
 def hadamard(order: int) -> torch.Tensor:
     """Normalised Hadamard matrix `[order, order]`, float64, with entries +-1/sqrt(order).
 
-    A power of two gives the Sylvester matrix in natural order, which is symmetric. Any other order
-    gives a Kronecker product of a Sylvester and a Paley matrix (Paley 1933, constructions I and
-    II). The Sylvester factor is the largest whose remaining factor has a Paley matrix. Callers
-    share one tensor: do not write to it.
+    A power of two gives the symmetric Sylvester matrix in natural order. Any other order is a
+    product of the largest possible Sylvester and a Paley matrix (Paley 1933, constructions I and
+    II). Callers share one tensor: do not write to it.
 
-    Raises `RotationZooError` for an order without such a factorisation (no odd order above 1 has
-    any Hadamard matrix).
+    Raises `RotationZooError` for an order without one, such as any odd order above 1.
     """
     if order < 1:
         raise RotationZooError(f"a Hadamard matrix needs a positive order, got {order}")
@@ -38,9 +35,8 @@ def hadamard(order: int) -> torch.Tensor:
 
 
 def _paley(order: int) -> torch.Tensor | None:
-    """The +-1 Paley matrix of this order, or None. Construction I needs order - 1 to be a prime
-    power that is 3 (mod 4). Construction II needs order / 2 - 1 to be a prime power that is 1 (mod
-    4)."""
+    """The +-1 Paley matrix of this order, or None. Construction I needs a prime power order - 1 = 3
+    (mod 4), and II a prime power order / 2 - 1 = 1 (mod 4)."""
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     q = order - 1
@@ -57,8 +53,7 @@ def _paley(order: int) -> torch.Tensor | None:
 
 
 def _bordered(jacobsthal: torch.Tensor, corner: int) -> torch.Tensor:
-    """The conference matrix of a Jacobsthal matrix: a zero corner, a row of ones and a column of
-    +-ones are added around it."""
+    """The conference matrix: a Jacobsthal matrix within a zero corner, a row of ones and +-ones."""
     conference = torch.nn.functional.pad(jacobsthal, (1, 0, 1, 0))
     conference[0, 1:] = 1
     conference[1:, 0] = corner
@@ -66,8 +61,7 @@ def _bordered(jacobsthal: torch.Tensor, corner: int) -> torch.Tensor:
 
 
 def _jacobsthal(prime: int, degree: int) -> torch.Tensor:
-    """`chi(a - b)` for all elements a, b of GF(prime^degree): +1 for a square, -1 for a non-square,
-    0 for zero."""
+    """`chi(a - b)` for all a, b of GF(prime^degree): 1 for squares, -1 for others, 0 for zero."""
     elements = list(product(range(prime), repeat=degree))
     modulus = _irreducible(prime, degree)
     squares = {_multiply(a, a, prime, modulus) for a in elements[1:]}
@@ -82,8 +76,7 @@ def _jacobsthal(prime: int, degree: int) -> torch.Tensor:
 def _multiply(
     a: tuple[int, ...], b: tuple[int, ...], prime: int, modulus: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Product of two polynomials over GF(prime), modulo the monic x^n + modulus. Coefficients start
-    at the lowest degree."""
+    """Product of polynomials over GF(prime), modulo x^n + modulus; lowest degree first."""
     degree = len(modulus)
     full = [0] * (2 * degree - 1)
     for i, x in enumerate(a):
@@ -119,13 +112,12 @@ def _prime_power(q: int) -> tuple[int, int] | None:
 
 
 def bit_reversal(order: int) -> torch.Tensor:
-    """Permutation `[order]`, int64: entry i is the channel that receives the i-th strongest
-    direction.
+    """Permutation `[order]`, int64: entry i is the channel of the i-th strongest direction.
 
-    For a power of two, entry i is i with its bits reversed. Any other order is odd * 2^k; i is then
-    read as a digit below the odd factor and k bits, and the digits are reversed: `i = d + odd * b`
-    goes to `d * 2^k + reversed(b)`. Either way the first order / G entries land in distinct groups
-    of G, for every power of two G that divides the order.
+    For a power of two, entry i is i with its bits reversed. Any other order is odd * 2^k, and i a
+    digit below the odd factor and k bits, all reversed: `i = d + odd * b` goes to `d * 2^k +
+    reversed(b)`. So the first order / G entries land in distinct groups of G, for every power of
+    two G that divides it.
     """
     bits = (order & -order).bit_length() - 1  # trailing zeros
     odd = order >> bits

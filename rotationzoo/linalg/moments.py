@@ -37,8 +37,7 @@ class Moment:
     def add(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
         """Add rows `[H, N, D]` of any floating dtype, with optional weights `[H, N]`.
 
-        The products are formed in float64. Float32 products leave the smallest eigenvalues of a
-        wide spectrum wrong by percents.
+        Products are float64: float32 would put the least eigenvalues off by percents.
         """
         rows = rows.to(self.second.device, torch.float64)
         weights = None if weights is None else weights.to(rows)
@@ -71,8 +70,7 @@ class Moment:
 
 
 def to_raw(statistics: Statistics) -> dict[str, torch.Tensor]:
-    """The sums themselves under flat names, on the CPU. A checkpoint stores these, so that resuming
-    loses no bit."""
+    """The sums under flat names, on the CPU, as a checkpoint stores them: resuming loses no bit."""
     return {
         f"{layer}.{kind}.{field.name}": getattr(moment, field.name).cpu().contiguous()
         for layer, kinds in statistics.items()
@@ -94,16 +92,14 @@ def from_raw(tensors: Mapping[str, torch.Tensor]) -> Statistics:
 
 @dataclass(frozen=True)
 class Average:
-    """A moment divided by its weight, which is what an artifact stores. Averages of several files
-    merge by `count`."""
+    """A moment divided by its weight, as an artifact stores it. Averages merge by `count`."""
 
     second_moment: torch.Tensor
     """`[H, D, D]`, exactly symmetric."""
     mean: torch.Tensor | None = None
     """`[H, D]`. None for key energy, and for imported files."""
     count: torch.Tensor | None = None
-    """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`; for
-    imported files it is None."""
+    """Rows, an int64 scalar; for key energy the total weight `[H]`, for imported files None."""
 
 
 Averages = dict[int, dict[str, Average]]
@@ -127,8 +123,7 @@ def _average(kind: str, moment: Moment) -> Average:
 
 
 def sums(averages: Averages) -> Statistics:
-    """Inverse of `average`, up to rounding. The weight is 1 where the count is unknown, and the
-    first moment is 0 where the mean is unknown."""
+    """Inverse of `average`, up to rounding. An unknown count is 1, and an unknown mean 0."""
     statistics: Statistics = {}
     for layer, kinds in averages.items():
         statistics[layer] = {kind: _sums(average) for kind, average in kinds.items()}
@@ -147,9 +142,8 @@ def _sums(average: Average) -> Moment:
 
 
 RUN = 128
-"""Rows whose products are added on tensor cores. With a software model of Hopper's tensor cores, an
-eigenvalue of a trained model of 32 M parameters was off by 1.6e-4, and with runs of 256 by
-4.3e-4."""
+"""Rows added on tensor cores. With a software model of Hopper's, an eigenvalue of a trained model
+of 32 M parameters was off by 1.6e-4, and with runs of 256 by 4.3e-4."""
 GROUP = 8
 """Runs whose sums are added in float32, which rounds to nearest. Torch copies to float64 before it
 adds, so that most of the time would go into copies of every run."""
@@ -164,8 +158,7 @@ _BLOCK = 2**24  # float32 sums of runs that are held at once, unless one head ha
 
 
 def on_tensor_cores(rows: torch.Tensor) -> bool:
-    """Whether rows are added here, and not as `Moment.add` does: those on a GPU, in a type with at
-    most the 24 bits that three pieces hold."""
+    """Whether rows are added in runs: those on a GPU, in a dtype of at most 24 bits."""
     return rows.is_cuda and rows.dtype in _PIECES
 
 
@@ -227,9 +220,8 @@ def quadratic_form(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def bfloat16_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Bfloat16 tensors that add up to `rows`: one for bfloat16, two for float16 and three for
-    float32, each at most 2^-9 of the one before. Only what bfloat16 cannot hold at all, below
-    1e-40, is lost."""
+    """Bfloat16 tensors that add up to `rows`: one for bfloat16, two for float16, three for float32,
+    each at most 2^-9 of the one before. Only magnitudes below 1e-40 are lost."""
     count = _PIECES[rows.dtype]
     if count == 1:
         return [rows]
@@ -260,8 +252,7 @@ def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False
 
 
 def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int, group: int) -> torch.Tensor:
-    """The sum `[H, D, D]`, float64, of `x^T y` over rows `[H, N, D]` of both; N is a multiple of
-    `run * group`."""
+    """The sum `[H, D, D]`, float64, of `x^T y` over rows `[H, N, D]`, whole groups of runs."""
     dim = left.shape[-1]
     runs = left.shape[1] // run
     held = max(1, _BLOCK // (runs * dim**2))
@@ -275,8 +266,7 @@ def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int, group: int)
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Products `[B, M, N]` in float32 of bfloat16 or float16 matrices. Tensor cores round only
-    where they add."""
+    """Products `[B, M, N]`, float32, of bfloat16 or float16; tensor cores round only sums."""
     # NVIDIA's GPUs have tensor cores for bfloat16 from Ampere on.
     is_of_nvidia = left.is_cuda and torch.version.hip is None
     if is_of_nvidia and torch.cuda.get_device_capability(left.device) >= (8, 0):

@@ -62,8 +62,7 @@ def is_orthogonal(rotation: torch.Tensor, imported: bool) -> bool:
     """
     dim, allowed = rotation.shape[-1], allowed_error(imported)
     error = (rotation @ rotation.mT - torch.eye(dim)).abs().max().item()
-    # Where a caller lets torch multiply in fewer bits, float64 decides. NaN, from an overflow, is
-    # never at most what is allowed.
+    # float64 decides if a caller lets torch multiply in fewer bits. NaN is never allowed.
     return error <= allowed + dim * 2.0**-24 or orthogonality_error(rotation) <= allowed
 
 

@@ -15,8 +15,7 @@ def paired_difference(
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, float | None]:
-    """Weighted mean over texts and its standard error. The error is None where only one text has
-    weight."""
+    """Weighted mean over texts and its standard error: None if only one text has weight."""
     counted = weights > 0  # a text of no weight must not count in the standard error
     shares = weights[counted] / weights.sum()
     values = values[counted]
@@ -32,9 +31,8 @@ def sign_flip(differences: Iterable[int]) -> float:
     """The two-sided p value of the sign-flip permutation test (Fisher 1935): the share of all signs
     of the differences whose sum is at least as far from 0 as theirs.
 
-    A difference is how many more questions of one prompt an arm answers than another. With one
-    question in each prompt this is McNemar's exact test. The distribution is exact: the sums of
-    whole numbers are counted one prompt after another.
+    A difference is how many more questions of a prompt one arm answers. With one question a prompt
+    this is McNemar's exact test. The distribution is exact, built prompt by prompt.
     """
     signed = [difference for difference in differences if difference]
     chances = torch.ones(1, dtype=torch.float64)  # of the sums -S, -S + 2, ..., S

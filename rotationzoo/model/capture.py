@@ -1,5 +1,4 @@
-"""The attention hook: it reads post-RoPE queries, keys, values and the attention output of every
-layer.
+"""The attention hook, which reads post-RoPE queries, keys, values and outputs of every layer.
 
 For each attention layer, transformers calls one function after RoPE, norms and the cache update. It
 looks that function up by name in a registry. `intercept` swaps the entry under the name that the
@@ -31,14 +30,12 @@ from collections.abc import Mapping
 _TAKES_LONG_MASKS = "takes_long_masks"
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
-"""`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]` and the weights or
-None, as transformers registers them."""
+"""`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]`, and any weights."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The model's own attention call of one layer, with its mask and options. Calling it returns
-    the output `[B, T, H_q, D_v]`.
+    """The model's own attention call of one layer, which returns the output `[B, T, H_q, D_v]`.
 
     `mask` has the form that the implementation takes: None for plain causal, boolean (True =
     attend) or additive. Of long rows it is a `LongMask`, which is made block by block.
@@ -49,8 +46,7 @@ class Attention:
     mask: torch.Tensor | LongMask | None
     options: dict[str, Any]
     latent: torch.Tensor | None = None
-    """The latents `[B, 1, T, R]` that the keys and values were made of, where the module has a
-    projection of them (`model.latent`)."""
+    """The latents `[B, 1, T, R]` behind the keys and values, where `kv_b_proj` projects them."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # An outer `intercept` of the same model takes the whole call.
@@ -95,9 +91,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class Call:
-    """An attention call that a layer makes. The tensors are post-RoPE, not repeated for GQA, in the
-    model's type and on the layer's device. They belong to the model: copy what you keep, and change
-    nothing."""
+    """One layer's attention call. The tensors are post-RoPE, not repeated for GQA, in the model's
+    dtype and on the layer's device. They belong to the model: copy what you keep, change none."""
 
     layer: int
     query: torch.Tensor
@@ -114,8 +109,7 @@ class Call:
 
 
 Intercept = Callable[[Call], torch.Tensor]
-"""Called in place of a layer's attention. The model goes on with the result in place of the output
-`[B, T, H_q, D_v]`."""
+"""Runs instead of a layer's attention and returns the output `[B, T, H_q, D_v]`."""
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """`(layer, query, key, value, output)`: called after a layer's attention, with the tensors of its
@@ -169,8 +163,7 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
 
 
 def _watching_latents(tower: "PreTrainedModel", latents: dict[int, torch.Tensor]) -> ExitStack:
-    """Keep what the projection of latents of each attention module reads, by the module's id: the
-    latents as its cache returned them."""
+    """Keep the latents that each attention module's `kv_b_proj` reads, by the module's id."""
 
     def note(attention: int, projection: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         latents[attention] = inputs[0].unsqueeze(1) if inputs[0].ndim == 3 else inputs[0]
@@ -185,8 +178,7 @@ def _watching_latents(tower: "PreTrainedModel", latents: dict[int, torch.Tensor]
 
 @contextmanager
 def capture(model: "PreTrainedModel", observe: Observe) -> Iterator[None]:
-    """Inside the block, `observe` sees every attention call of the decoder. What the model computes
-    does not change."""
+    """Inside the block, `observe` sees every attention call of the decoder; nothing changes."""
 
     def watch(call: Call) -> torch.Tensor:
         output = call.run()
@@ -198,8 +190,7 @@ def capture(model: "PreTrainedModel", observe: Observe) -> Iterator[None]:
 
 
 def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
-    """The text decoder, without its language-model head and without the other towers of a vision
-    model."""
+    """The text decoder, without its language-model head or the other towers of a vision model."""
     from transformers import PreTrainedModel
 
     untyped: Any = model

@@ -1,6 +1,5 @@
-"""Whether an artifact fits a model: its shapes, its scaling of RoPE, and its weights; the files of
-a model that the caller loaded; and adapters (LoRA), with which an evaluation says what rotations
-keep that were calibrated without them."""
+"""Whether an artifact fits a model: its shapes, RoPE scaling and weights; the files of a model that
+the caller loaded; and the LoRA adapters that an evaluation may add."""
 
 import logging
 import multiprocessing
@@ -39,8 +38,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for an artifact of a model with other shapes, of groups that do not
-    divide the heads, or with damaged rotations."""
+    """Raise `RotationZooError` for other shapes, group sizes that do not fit, or damage."""
     hint = f"make one with: rotationzoo calibrate {shlex.quote(model)}"
     for artifact in artifacts:
         made_for, cached = cached_rows(artifact.geometry), cached_rows(geometry)
@@ -82,8 +80,7 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: So
 
 
 def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
-    """Notes on the scaling of RoPE that the model runs with, and on artifacts that were calibrated
-    without."""
+    """Notes on the model's RoPE scaling, and on artifacts calibrated without it."""
     if scaling is None:
         return []
     plain = [each.folder.resolve().name for each in artifacts if each.recipe.rope_scaling is None]
@@ -111,8 +108,7 @@ def other_weights_note(artifact: Artifact, source: Source) -> str | None:
 
 
 def check_fits(artifact: Artifact, model: PreTrainedModel) -> None:
-    """Raise `RotationZooError` for an artifact of another model than this one, or of another
-    scaling of its RoPE."""
+    """Raise `RotationZooError` for an artifact of another model or RoPE scaling."""
     name = model.name_or_path or type(model).__name__
     check_artifacts(name, [artifact], geometry_of(model))
     wanted, present = artifact.recipe.rope_scaling, scaling_of(model.config)
@@ -200,8 +196,7 @@ _VALUES = {  # as Python writes those that are harmless
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """The config of an adapter. Raises `RotationZooError` for a folder without an adapter, for keys
-    that are not read, and where peft is missing."""
+    """The config of an adapter. Raises `RotationZooError` without one or peft, or for others."""
     path = folder / "adapter_config.json"
     if not path.is_file():
         hint = "give a folder that peft's save_pretrained has written"
@@ -250,8 +245,7 @@ def _try_adapter(folder: Path, config: PretrainedConfig, label: str) -> None:
 
 
 def add_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Let the model compute with an adapter of the folder. Raises `ModelUnavailable` for one of
-    another model."""
+    """Add a folder's adapter to the model. Raises `ModelUnavailable` if it does not fit."""
     import peft
 
     misfit = as_unavailable(f"{folder} does not fit the model", _OTHER)

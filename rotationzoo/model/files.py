@@ -64,12 +64,10 @@ def check_count(layers: int, name: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are fingerprinted and loaded as a model's weights: a single file,
-    or the shards that the index names; none unless all are present. Or the GGUF file, where the
-    folder stands for one.
+    """The files that a model's weights are fingerprinted and loaded from: one safetensors file, the
+    shards that the index names (none unless all are present), or a GGUF file.
 
-    Raises `ModelUnavailable` for an index that names anything but files in the folder, and where
-    transformers or a server would load something else.
+    Raises `ModelUnavailable` for an index that names files elsewhere, or if others would be loaded.
     """
     for other in chain.from_iterable(map(folder.glob, _OTHER_WEIGHTS)):
         raise ModelUnavailable(
@@ -98,8 +96,7 @@ def is_gguf(folder: Path) -> bool:
 
 
 def check_engine(folder: Path, engine: str = DEFAULT) -> list[str]:
-    """Which engines can use a model in its form, in words; none where all can. Raises
-    `RotationZooError` unless this one can."""
+    """The engines that can use this format; none if all can. Raises `RotationZooError` else."""
     if not is_gguf(folder):
         return []
     from rotationzoo.storage.gguf_reader import open_gguf
@@ -119,8 +116,7 @@ def entry_file(paths: list[Path]) -> str:
 
 
 def absent_weights(folder: Path) -> tuple[str, str] | None:
-    """The file without which the weights of a folder are not complete, with the reason; None where
-    it has no part of any."""
+    """The file that a folder's weights lack, and the reason; None if it has no weights."""
     named, shards = _named_shards(folder / INDEX), [path.name for path in folder.glob(_SHARDS)]
     absent = [name for name in named if not (folder / name).is_file()]
     if absent and set(shards) <= set(named):

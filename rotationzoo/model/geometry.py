@@ -1,5 +1,4 @@
-"""Reading the attention geometry of a model: which layers store keys and values, with what heads
-and dimensions.
+"""Reads a model's attention geometry: the layers that store keys and values, their heads and sizes.
 
 There is no list of supported models. The model runs on a few tokens, usually on `meta` without
 weights, and the inputs of attention are compared with what the cache stores. `geometry_of` refuses
@@ -38,8 +37,7 @@ def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
     caller then looks at real weights. Raises `UnsupportedModel` with the reason, and
     `ModelUnavailable` with the config's numbers where they do not fit each other."""
     name, tower = type(model).__name__, decoder(model)
-    # The default experts loop over the tokens that each expert got, which needs values. Batched
-    # experts do not, and have the same shapes.
+    # The default experts loop over their tokens, which needs values; batched experts do not.
     if getattr(tower.config, "_experts_implementation", None) is not None:
         model.set_experts_implementation("batched_mm")
     for rope in changing_ropes(tower):  # it compares positions, and needs no weights
@@ -127,8 +125,7 @@ def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int
     """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
     call, rows = calls[index], stored.get(index)
     cached = cached_of(call)
-    # One tensor that serves as both keys and values is a latent, too, although it has the shape of
-    # one head.
+    # One tensor that serves as both keys and values is a latent, even in the shape of one head.
     if call.key is call.value or not cached.is_in(rows):
         hint = "nothing to do: no rotation of heads or of latents fits such a cache"
         held, read = (rows or (call.key,))[0].shape, call.key.shape
@@ -187,9 +184,8 @@ def ignores_shift(
 ) -> bool:
     """Whether this attention gives the same output when all keys are shifted alike.
 
-    It is tried on the CPU, with random numbers for the queries `[B, H_q, T, D]`, the keys and
-    values `[B, H, T, D]` and the weights that the attention reads. One that cannot be tried counts
-    as one that does not ignore the shift.
+    It is tried on the CPU with random queries `[B, H_q, T, D]`, keys and values `[B, H, T, D]` and
+    weights. If it cannot be tried, the answer is no.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = _with_random_numbers(attend, generator)
@@ -215,8 +211,7 @@ def ignores_shift(
 
 
 def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Attention:
-    """The same call, with random numbers in place of its module's weights and of its tensor
-    options."""
+    """The same call, with random numbers for its module's weights and its tensor options."""
     drawn: dict[int, torch.Tensor] = {}
 
     def draw(given: Any) -> Any:

@@ -1,5 +1,4 @@
-"""The attention of a layer that caches latents (MLA): what it reads of a latent, and how errors of
-a latent count.
+"""Attention over latents (MLA): what a layer reads of a latent, and what errors of it cost.
 
 For every token such a layer caches a latent `c`, a row that all heads share, and a key `k` with
 RoPE. A projection `kv_b_proj` makes each head's keys `[c W_K^T, k]` and values `c W_V^T` of them.
@@ -21,14 +20,12 @@ _UP, _OUTPUT = "kv_b_proj", "o_proj"
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-"""The tensors `[B, H, T, D]` of a layer in a cache of transformers: keys and values, or what stands
-in their place."""
+"""Two tensors `[B, H, T, D]` of a transformers cache layer: keys and values, or their stand-ins."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What the cache of the layer of an attention call holds: keys and values as attention reads
-    them."""
+    """A layer's cache that holds keys and values, as attention reads them."""
 
     call: Call
 
@@ -38,8 +35,7 @@ class Heads:
         return {"key": self.call.key, "value": self.call.value}
 
     def read(self, sides: dict[str, torch.Tensor]) -> Rows:
-        """What attention reads as keys and values where the cache holds other rows of the same
-        tokens."""
+        """The keys and values that attention reads if the cache holds these rows."""
         return sides["key"], sides["value"]
 
     def is_in(self, rows: Rows | None) -> bool:
@@ -49,8 +45,7 @@ class Heads:
 
 
 class Latents(Heads):
-    """What the cache of the layer of an attention call holds: latents, of which keys and values
-    were made."""
+    """A layer's cache that holds latents, from which keys and values are made."""
 
     @property
     def sides(self) -> dict[str, torch.Tensor]:
@@ -63,9 +58,8 @@ class Latents(Heads):
         return expand(self.call, sides[LATENT])
 
     def is_in(self, rows: Rows | None) -> bool:
-        """Whether a cache holds latents and keys with RoPE, which all heads share, of which keys
-        and values were made. Some versions of transformers cache these instead; servers store the
-        latent. On `meta` only shapes can tell."""
+        """Whether a cache holds latents and the RoPE keys that all heads share, as some versions of
+        transformers do; servers store the latent. On `meta` only the shapes can tell."""
         call, latent = self.call, self.sides[LATENT]
         if rows is None or not hasattr(call.attend.module, _OUTPUT):
             return False
@@ -113,8 +107,7 @@ class Weights:
     value: torch.Tensor
     """`[H, D_v, R]`: values are `c @ value.mT`."""
     output: torch.Tensor
-    """`[H, D_v, D_v]`: an error `e` of a head's output changes the layer's by `e @ output @ e`, as
-    a square of its length."""
+    """`[H, D_v, D_v]`: an error `e` of a head's output costs the layer's `e @ output @ e`."""
 
     @classmethod
     def of(cls, call: Call) -> "Weights":
@@ -163,8 +156,7 @@ class ReadErrors:
     """`[R, R]`, float64: the second term is `e value_metric e^T`, summed over all queries."""
 
     def absorb(self, moment: Moment) -> Moment:
-        """The sums of all heads' absorbed queries, as of one head, by those `moment` of `queries`
-        head by head."""
+        """Sum the absorbed queries of all heads, from the `moment` of `queries` by head."""
         weight = self.key_weight
         second = weight.mT @ moment.second @ weight
         first = (moment.first[:, None] @ weight)[:, 0]
@@ -177,8 +169,7 @@ def read_errors(call: Call, output: torch.Tensor, skip: int) -> ReadErrors:
     tokens are never rounded.
 
     Sums over tokens of `p^2 f_s` are the mean square of `sum of p z_s f_s` for random signs z. So
-    the model's own attention function estimates them, of any length, and no matrix of all p is
-    made.
+    the model's own attention function estimates them, without a T x T matrix.
     """
     query, key, value, attend = call.query, call.key, call.value, call.attend
     weights = Weights.of(call)

@@ -1,5 +1,4 @@
-"""Loading a causal language model: config, tokenizer, shapes on `meta`, and weights on one or many
-devices."""
+"""Loading a causal language model: its config, tokenizer, shapes on `meta` and weights."""
 
 import copy
 import re
@@ -128,8 +127,7 @@ def load(
     placement: Placement | None = None,
     predicts: bool = True,
 ) -> "PreTrainedModel":
-    """Load the model with its weights, in eval mode, on one device unless a `placement` spreads
-    them. Raises `ModelUnavailable`.
+    """Load the model with its weights in eval mode. Raises `ModelUnavailable`.
 
     Quantized weights ignore the `dtype`: they load in the type that their makers chose, or are
     dequantized to that of the config; those of a GGUF file, to any. Where the model does not have
@@ -144,8 +142,7 @@ def load(
         dtype = "auto"
         dequantize(config)
     if device == "cuda":
-        # In a script that torchrun started, transformers would take the GPU of the local rank, even
-        # where the process sees only one.
+        # Under torchrun, transformers would take the local rank's GPU, even if only one is visible.
         device = f"cuda:{torch.cuda.current_device()}"
     where: dict[str, Any] = {"device_map": device} if placement is None else dict(vars(placement))
     of_gguf = _gguf_options(paths)
@@ -162,8 +159,7 @@ def load(
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
-                # Explicitly False: if it is absent, transformers asks on the terminal whether to
-                # run the repository's own code.
+                # If it is absent, transformers asks on the terminal whether to run remote code.
                 trust_remote_code=False,
                 **where,
                 **_implementations(config),
@@ -291,8 +287,7 @@ def load_processor(source: Source) -> Any:
 
 
 def torch_device(device: str) -> str:
-    """The name of an available device; `auto` is the accelerator if there is one. Raises
-    `UsageError`."""
+    """An available device; `auto` is the accelerator if any. Raises `UsageError`."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -303,8 +298,7 @@ def torch_device(device: str) -> str:
 
 
 def input_device(model: "PreTrainedModel") -> torch.device:
-    """The device for token ids. It is the CPU where the model's first weights are offloaded;
-    accelerate moves the ids from there."""
+    """The device for token ids: the CPU if the first weights are offloaded."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 

@@ -1,8 +1,7 @@
 """Attention masks of long rows, of which only blocks of queries are ever made.
 
-transformers makes a mask `[B, 1, T, T]` wherever attention is more than causal (sliding windows) or
-has no fused kernel (soft caps). At 131,072 tokens it takes 17 GB, and a head's eager scores take
-69 GB.
+transformers makes a mask `[B, 1, T, T]` for sliding windows and where no fused kernel exists (soft
+caps). At 131,072 tokens it takes 17 GB, and one head's eager scores take 69 GB.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,8 +38,7 @@ class NeedsWholeMask(UnsupportedModel):
 
 @dataclass(frozen=True, eq=False)
 class LongMask:
-    """A mask `[B, 1, Q, T]` that is known by what makes it: a function of transformers and the
-    options of its call."""
+    """A mask `[B, 1, Q, T]`, held as the function of transformers and the options that make it."""
 
     make: MaskFunction
     options: dict[str, Any]
@@ -66,8 +64,7 @@ class LongMask:
         return {**self.options, "q_length": last - first, "q_offset": offset}
 
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> "LongMask":
-        """The mask of some successive queries and all keys. Some layers take that of the last
-        queries alone (Gemma 4)."""
+        """The mask of some successive queries and all keys; Gemma 4 takes the last queries'."""
         _, _, queries, keys = index
         if keys.indices(self.shape[3]) != (0, self.shape[3], 1):
             raise NeedsWholeMask("keys")
@@ -82,8 +79,7 @@ class LongMask:
         return replace(self, device=device)
 
     def check(self, queries: int, keys: int, module: torch.nn.Module) -> None:
-        """Raise `NeedsWholeMask` if a module's attention reads something else than this mask
-        covers."""
+        """Raise `NeedsWholeMask` if a module's attention reads another shape than this."""
         if self.shape[2:] != (queries, keys):
             raise NeedsWholeMask(f"shape in {type(module).__name__}")
 
@@ -108,9 +104,8 @@ def seen_keys(mask: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def long_masks(implementation: str) -> Iterator[None]:
-    """Inside the block, models with this attention implementation get a `LongMask` in place of
-    every mask of more than `LARGEST_MASK` entries, which the caller reads block by block. Raises
-    `NeedsWholeMask` where a model asks it for more."""
+    """Inside the block, models with this attention implementation get a `LongMask` for masks above
+    `LARGEST_MASK`. Raises `NeedsWholeMask` where a model needs one whole."""
     from transformers import masking_utils
 
     functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS

@@ -30,15 +30,13 @@ _V1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "t
 _V2 = ["memory.max", "memory.current", "active_file", "inactive_file"]
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
-# On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does. torch
-# has no type for a full main memory.
+# On a full GPU, CUDA libraries fail before torch does. torch has no type for a full main memory.
 _FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate", "DefaultCPUAllocator: can't allocate")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """accelerate's device map, with memory limits per device and a scratch folder for weights
-    offloaded to disk."""
+    """accelerate's device map, limits per device, and a scratch folder for offloaded weights."""
 
     device_map: str
     max_memory: Limits | None
@@ -77,16 +75,14 @@ def devices_of(on_cpu: bool) -> list[int | str]:
 
 
 def free_memory(device: torch.device | int | str) -> int:
-    """Bytes that can still be allocated on a GPU, which may be named by its number, or in main
-    memory: within the limit of a container."""
+    """Free bytes of a GPU (by number or name) or of main memory, within a container's limit."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # torch keeps what it has freed for itself.
         reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         return free + reserved - used
-    # What the system's caches would give up is available. Where it does not say, half of the
-    # machine is a guess that leaves room for other programs.
+    # Caches of the system count as available. Without that number, half of the machine is a guess.
     half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = 1024 * sum_entries(_MEMORY, "MemAvailable:") or half
     return max(min([free, *(left for _, left in container_limits())]), 0)
@@ -104,8 +100,7 @@ def container_limits() -> Iterator[tuple[int, int]]:
             for group in (top / path[1:], *(top / path[1:]).parents):
                 with suppress(OSError, ValueError):  # no such limit, or the word "max"
                     limit, used = (int((group / name).read_text()) for name in names[:2])
-                    # Files that are kept in memory until it is needed, such as weights that were
-                    # read, count as used.
+                    # Cached files, such as weights that were read, count as used.
                     yield limit, limit - used + sum_entries(group / "memory.stat", *names[2:])
 
 

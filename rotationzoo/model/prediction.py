@@ -51,8 +51,7 @@ class HiddenStates:
         return replace(self, ids=self.ids[number : number + 1], output=part)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Blocks of the positions from `start` up to `stop`, each with its logits
-        `[B, P, vocabulary]`."""
+        """The positions from `start` to `stop` in blocks, each with logits `[B, P, vocabulary]`."""
         vocabulary: int = self.model.config.get_text_config(decoder=True).vocab_size
         size = max(1, BLOCK_LOGITS // (vocabulary * len(self.ids)))
         for first in range(start, stop, size):
@@ -77,8 +76,7 @@ def run_decoder(model: "PreTrainedModel", ids: torch.Tensor, cache: Any = None) 
 
 
 def divergence_of(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`KL(exact || other)` `[...]`, in nats, of predictions whose logits `[..., vocabulary]` these
-    are."""
+    """`KL(exact || other)` `[...]`, in nats, from logits `[..., vocabulary]`."""
     p, q = (logits.float().log_softmax(-1) for logits in (exact, other))
     return (p.exp() * (p - q)).sum(-1)
 
@@ -146,8 +144,7 @@ def keeping_outputs(modules: Iterable[torch.nn.Module]) -> Iterator[list[Any]]:
 
 @contextmanager
 def counting_layers(model: "PreTrainedModel", tell: Callable[[float], None]) -> Iterator[None]:
-    """Inside the block, `tell` is given the share of the decoder's layers that have run, after each
-    of them, because a pass over long rows takes minutes."""
+    """Inside the block, `tell` gets the share of decoder layers done, after each of them."""
     with ExitStack() as hooks:
         for count, layer in enumerate(layers := decoder_layers(model), 1):
             hook = partial(lambda part, *_: tell(part), count / len(layers))

@@ -1,5 +1,4 @@
-"""Quantized checkpoints: whether this machine can load them, and which are dequantized while they
-load."""
+"""Quantized checkpoints: whether this machine can load them, and which ones load dequantized."""
 
 import importlib
 import re
@@ -31,8 +30,7 @@ _PACKAGE = re.compile(r"pip install (?:-U )?([^`'\"]*[\w.\]])")
 
 
 def quantization_of(config: "PretrainedConfig") -> dict[str, Any] | None:
-    """The `quantization_config` of a checkpoint, which a multimodal model may keep in its text
-    part; None for weights that are not quantized."""
+    """The `quantization_config` of a checkpoint or of its text part; None if not quantized."""
     for part in (config, config.get_text_config(decoder=True)):
         if table := getattr(part, "quantization_config", None):
             return dict(table if isinstance(table, dict) else table.to_dict())
@@ -45,15 +43,13 @@ def is_dequantized(config: "PretrainedConfig") -> bool:
 
 
 def dequantize(config: "PretrainedConfig") -> None:
-    """Make transformers dequantize the weights of this config while it loads them, if they are of a
-    kind that otherwise needs kernels from a hub."""
+    """Dequantize while loading, if these weights would otherwise need kernels from a hub."""
     if is_dequantized(config):
         config.quantization_config = {**(quantization_of(config) or {}), "dequantize": True}
 
 
 def check_codes(tensors: Mapping[str, Stored], config: "PretrainedConfig", name: str) -> None:
-    """Raise `UnsupportedModel` where transformers would take codes of a checkpoint for weights,
-    because it finds no scale of a name that it knows.
+    """Raise `UnsupportedModel` if transformers would load codes as weights, without their scale.
 
     `tensors` are its headers. Weights in FP8 with blocks that are cut short are refused, too:
     transformers takes their size from the number of scales (`Fp8Dequantize` in 5.17 and 5.23).

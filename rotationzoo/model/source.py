@@ -1,5 +1,4 @@
-"""The source of a model: a hub repository, a folder, a GGUF file or the demo; how it is identified,
-and how its weights are fetched, which may take hours."""
+"""Finds and fetches a model: a hub repository, a folder, a GGUF file or the demo."""
 
 import atexit
 import hashlib
@@ -63,8 +62,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The name to publish. For a local folder it is only the folder's name, because its path is
-        private."""
+        """The name to publish: of a local folder, only its name, because paths are private."""
         is_folder = self.revision is None and self.name != "demo"
         return self.folder.resolve().name if is_folder else self.name.partition(":")[0]
 
@@ -76,17 +74,15 @@ class Source:
 
 
 def is_local(model: str) -> bool:
-    """Whether this is `demo`, a folder or a file, which may be missing: a hub id has at most one
-    slash, and a file in a repository comes after a colon."""
+    """Whether this is `demo` or a path, even a missing one: a hub id has at most one slash."""
     is_path = model.startswith((".", "/", "~")) or model.partition(":")[0].count("/") > 1
     return is_path or model == "demo" or Path(model).is_dir() or Path(model).is_file()
 
 
 def find(model: str, revision: str | None = None) -> Source:
-    """Locate a hub id, a local folder, `demo`, or a GGUF file: a path, or `REPOSITORY:FILE`. Where
-    there is no config, the only GGUF file of a folder or a repository is the model. Fetches at
-    most `config.json`, or else that file. Raises `ModelUnavailable`, also for a revision of what is
-    on this machine."""
+    """Locate a hub id, a folder, `demo`, or a GGUF file: a path, or `REPOSITORY:FILE`. Without a
+    config, the only GGUF file is the model. Fetches at most `config.json` or that file. Raises
+    `ModelUnavailable`, also for a revision of a local model."""
     folder = DEMO if model == "demo" else Path(os.path.expanduser(model))
     if folder.is_dir() or folder.is_file():
         check_utf8(folder)
@@ -139,9 +135,8 @@ def _stand_in(file: Path, name: str) -> Path:
     """Make the folder that stands for a GGUF file: with the config that transformers reads from the
     file, and a link to it. `fetch` adds the tokenizer. It lasts as long as the process.
 
-    Raises `RotationZooError` for no GGUF file and where the package that reads them is missing,
-    `ModelUnavailable` for what transformers does not read of it, and `UnsupportedModel` where it
-    would leave out what the file says of RoPE."""
+    Raises `RotationZooError` for another file or without the gguf package, `ModelUnavailable` if
+    transformers cannot read it, and `UnsupportedModel` if it would drop RoPE settings."""
     import torch
     from transformers import AutoConfig
 
@@ -219,8 +214,7 @@ def _with_metadata(config: Any, reader: Any, name: str) -> Any:
 
 
 def _only_gguf(names: Iterable[str], place: str) -> str | None:
-    """The GGUF file among these; None where there is none. Raises `ModelUnavailable` for several in
-    this `place`."""
+    """The only GGUF file, or None. Raises `ModelUnavailable` if `place` has several."""
     found = sorted(name for name in names if name.endswith(".gguf"))
     if len(found) > 1:
         problem = f"{place[:-1]} has no config.json, and {len(found)} GGUF files"
@@ -238,8 +232,7 @@ def find_cached(model: str, revision: str | None) -> Source | None:
 
 
 def fetch(source: Source, weights: bool = True) -> None:
-    """Fetch a model's tokenizer and, if `weights` is set, its weights, unless they are on this
-    machine or loaded. Raises `ModelUnavailable`."""
+    """Fetch a model's tokenizer and `weights`, unless they are here. Raises `ModelUnavailable`."""
     if source.model is not None:
         return
     if files.is_gguf(source.folder):
@@ -289,8 +282,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
 
 
 def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, str]:
-    """What an exception of the hub's client says, and what helps. Subclasses come before their
-    parents."""
+    """What the hub client's exception says, and a hint. Subclasses come before their parents."""
     repository, _, file = model.partition(":")
     match error:
         case client.GatedRepoError():
@@ -350,8 +342,7 @@ def license_of(source: Source) -> str | None:
 
 
 def weights_fingerprint(source: Source) -> str:
-    """sha256 over the name, dtype, shape and first and last 256 bytes of every tensor, in name
-    order; empty where there are no weights.
+    """sha256 over every tensor's name, dtype, shape and both ends, by name; empty without any.
 
     It is the same for every sharding of the same weights, and takes seconds for a model of any
     size. Training changes an end of nearly every tensor, so a fine-tune has another fingerprint.
@@ -369,8 +360,7 @@ _STAGE = "fetching the weights"
 def fetch_weights(source: Source, progress: Progress) -> None:
     """Fetch a model's weights unless they are on this machine. Raises `ModelUnavailable`.
 
-    Bytes are told where the index of the weights says how many there are: that is fetched with the
-    tokenizer, and models of a single file have none.
+    Bytes are reported if the index of the weights states their sum; a single file has no index.
     """
     total = files.indexed_bytes(source.folder)
     if source.revision is None or total is None or has_weights(source):

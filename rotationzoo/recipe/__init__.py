@@ -1,5 +1,4 @@
-"""Recipes: every choice that decides which rotation comes out. Here are the names of their
-schema."""
+"""Recipes: every choice that decides which rotation comes out."""
 
 from rotationzoo.recipe.schema import FILES, Data, Recipe, digest, name_of, without_paths
 

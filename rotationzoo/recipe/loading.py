@@ -87,9 +87,8 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:
-    """The recipe with the given `data` settings, of which None changes nothing. Where a recipe has
-    no eigenbasis, `seed` also becomes its own seed. With images or audio, it has no budget of bits.
-    Raises `UsageError`."""
+    """The recipe with these `data` settings; None changes nothing. Without an eigenbasis, `seed` is
+    also its own seed. With media, it has no budget of bits. Raises `UsageError`."""
     # The recipe is built anew, because pydantic's `model_copy` does not validate.
     changes = {key: value for key, value in data.items() if value is not None}
     base = without_budget(recipe) if changes.keys() & _MEDIA else recipe
@@ -108,8 +107,7 @@ def _from_options(content: dict[str, Any], hint: str | None = None) -> Recipe:
 
 
 def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
-    """The recipe with error feedback, or without it and the budget of bits that needs it, under a
-    name that says so. Raises `UsageError`."""
+    """The recipe, renamed, with feedback, or without it and its budget. Raises `UsageError`."""
     if recipe.feedback == feedback:
         return recipe
     suffix = "feedback" if feedback else "nearest"
@@ -119,8 +117,7 @@ def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
 
 
 def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
-    """The recipe with a budget of bits in place of its own, under a name that says so. Raises
-    `UsageError`."""
+    """The recipe, renamed, with another budget of bits. Raises `UsageError`."""
     content = {**recipe.model_dump(), **asdict(budget)}
     changed = _from_options(content, "as: --bits 2.5, with a recipe such as oscar")
     name = recipe.name.removesuffix(_name_budget(recipe.budget)) + _name_budget(budget)
@@ -145,8 +142,7 @@ def quicken(recipe: Recipe) -> Recipe:
 
 
 def with_rope_scaling(recipe: Recipe, scaling: str | None) -> Recipe:
-    """The recipe for a model whose RoPE is scaled, under a name that says so; of None, the recipe.
-    Raises `UsageError`."""
+    """The recipe, renamed, for a model with scaled RoPE, if any. Raises `UsageError`."""
     content = {**recipe.model_dump(), "rope_scaling": scaling}
     scaled = _from_options(content, "--rope-scaling yarn:4")
     if scaled.rope_scaling == recipe.rope_scaling:

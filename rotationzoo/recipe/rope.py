@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 _UNSCALED = "give no --rope-scaling, nor a recipe or rotations that were made with one"
 _TRAINED = "original_max_position_embeddings"
 _FULL = "full_attention"
-"""The layer type whose RoPE is scaled, where a config has parameters for each type: sliding layers
-read no distances beyond their window."""
+"""The layer type whose RoPE is scaled: sliding layers read no distances beyond their window."""
 
 
 def position_count(config: "PretrainedConfig") -> int | None:
@@ -52,9 +51,8 @@ def scaling_of(config: "PretrainedConfig") -> str | None:
 
 
 def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) -> None:
-    """Change a config so that the model is built with this scaling, of the positions that it states
-    or the config has; None changes nothing. Raises `RotationZooError` for a model without RoPE, and
-    for one whose config has another scaling."""
+    """Set this scaling in a config, from the positions that either states; None changes nothing.
+    Raises `RotationZooError` for a model without RoPE or with another scaling."""
     if scaling is None:
         return
     wanted = RopeScaling.parse(scaling)
@@ -111,8 +109,7 @@ def check_positions(config: "PretrainedConfig", tokens: int, what: str, shorter:
 
 
 def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> str:
-    """The hint for rows of more tokens than the model has positions: `shorter`, or scale its
-    RoPE."""
+    """The hint for rows longer than the model's positions: `shorter`, or scale its RoPE."""
     positions = position_count(config)
     if positions is None or not _parameters(config) or scaling_of(config) is not None:
         return shorter
@@ -120,8 +117,7 @@ def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> s
 
 
 def _parameters(config: "PretrainedConfig") -> dict[str, Any]:
-    """The RoPE parameters of layers of full attention; empty for models without RoPE, and where
-    only other types of layers have parameters."""
+    """The RoPE parameters of full attention; empty if there are none."""
     text = config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     full = parameters.get(_FULL) or parameters

@@ -1,5 +1,4 @@
-"""The schema of a recipe: the type, default, meaning and checks of every key, the scaling of RoPE
-among them, and which part of it may be published."""
+"""The schema of a recipe: each key's type, default, meaning and checks, and what is published."""
 
 import hashlib
 import json
@@ -104,8 +103,7 @@ class Data(Section):
     """The data set's configuration."""
     split: str = "train"
     column: str | None = None
-    """Column that holds the text or the chat messages. None takes the first of `text`, `messages`
-    and `conversations`."""
+    """Column of text or chat messages. None: the first of `text`, `messages`, `conversations`."""
     packing: Literal["packed"] = "packed"
     """Documents are joined and cut into rows of exactly `length` tokens."""
     tokens: Tokens = 32768
@@ -144,54 +142,44 @@ class Data(Section):
 
 
 class Recipe(Section):
-    """Every choice that decides which rotation comes out: how statistics become rotations, and the
-    cache that these are for."""
+    """Every choice that decides which rotation comes out, and the cache that it is for."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100)] = "oscar"
     """It is part of the default output folder."""
     model: str | None = None
     """The model that a released configuration is meant for."""
     key_statistic: Literal["query", "key"] = "query"
-    """`query`: second moment `C_Q` of the queries that read the keys. `key`: second moment of the
-    keys themselves."""
+    """`query`: second moment `C_Q` of the queries that read the keys. `key`: that of the keys."""
     value_statistic: Literal["output", "key_energy", "value"] = "output"
-    """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`. `key_energy`: the
-    published code's substitute, values weighted by `k C_Q k^T`, which takes two passes. `value`:
-    second moment of the values themselves."""
+    """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`. `key_energy`: its
+    published substitute, values weighted by `k C_Q k^T`, in two passes. `value`: that of values."""
     pooling: Literal["head", "layer"] = "head"
     """One rotation per KV head, or one per layer, fitted to the mean of its heads' moments."""
     composition: str = "r_h_pbr"
-    """The factors of the rotation, left to right: a name from
-    `linalg.composition_table.COMPOSITIONS`."""
+    """The rotation's factors, left to right: a name from `composition_table.COMPOSITIONS`."""
     center_keys: bool = False
-    """Subtract each KV head's mean key before the key is rotated and stored. A softmax ignores what
-    all keys share. A model whose attention does not keeps its means, and the artifact's recipe says
-    so."""
+    """Subtract each KV head's mean key before the rotation, which a softmax ignores. If a model's
+    attention does not, its keys keep their mean, and the artifact's recipe says so."""
     center_values: bool = False
-    """Subtract each KV head's mean value, too. The reader adds it back to the output, times the
-    attention that the tokens received."""
+    """Subtract each KV head's mean value; the reader adds it back, times the attention received."""
     feedback: bool = False
-    """Also store how errors of keys and of values count, so that a writer of the cache can choose
-    the codes of a row together, each making up for the errors of others. Readers and formats stay
-    the same."""
+    """Also store how errors of keys and values count, so that a writer can choose a row's codes
+    together. Readers and formats stay the same."""
     whiten: bool = False
-    """With `feedback`, also store matrices that keys and values are multiplied by before they are
-    rotated, so that their channels vary alike. Queries and outputs are then multiplied by other
-    matrices than the rotations."""
+    """With `feedback`, also store matrices that even out the channels before the rotation. Queries
+    and outputs are then multiplied by other matrices than the rotations."""
     bits: float | None = None
-    """Bits an element of the quantized rows, with their scales, on average over layers and sides.
-    With `feedback`, layers whose rounding costs more get more of them, in caches that store the
-    format `fine`. None leaves the same bits to all."""
+    """Bits an element of quantized rows, with scales, averaged over layers and sides. With
+    `feedback`, layers that lose more get more, in the format `fine`. None: the same bits for
+    all."""
     key_bits: float | None = None
     value_bits: float | None = None
     """The same for keys and for values, instead of `bits`."""
     exclude_sink: bool = True
-    """Leave the first `sink` tokens of each row out of the key and value sums, because they are
-    never quantized."""
+    """Leave each row's first `sink` tokens out of key and value sums: they are never quantized."""
     key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
     value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
-    """Clip ratios: the position in the sorted magnitudes of a rotated row at which it is clamped. A
-    ratio of 1 turns clipping off."""
+    """Clip ratios: the position in a row's sorted magnitudes at which it is clamped; 1 is off."""
     group_size: Count | None = None
     """Channels that share a scale; None means the whole head."""
     sink: WindowSize = 64
@@ -200,9 +188,8 @@ class Recipe(Section):
     seed: Seed = 0
     """Seeds the composition `random`."""
     rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
-    """How RoPE is scaled to more positions than the model's config has: `yarn:4` or `linear:2`, or
-    `yarn:4:32768` where the model was trained on other positions than its config says. None leaves
-    the config as it is."""
+    """RoPE scaling to more positions: `yarn:4`, `linear:2`, or `yarn:4:32768` if the model was
+    trained on other positions than its config says. None leaves the config as it is."""
     data: Data = Data()
 
     @field_validator("composition")
@@ -266,10 +253,9 @@ class Recipe(Section):
         return max(ratios[part] for part in read_as(side))
 
     def target_kinds(self, side: str) -> tuple[str, ...]:
-        """The statistics whose second moments add up to the one that the side's eigenbasis
-        diagonalizes. A side that is read as keys and as values has `query` and `output`, the costs
-        of errors in scores and in outputs, or its own second moment. Empty for a pair of statistics
-        that it lacks."""
+        """The statistics that add up to the one that a side's eigenbasis diagonalizes. A latent has
+        `query` and `output`, the costs of errors in scores and outputs, or its own second moment.
+        Empty for a pair of statistics that it lacks."""
         stated, parts = {"key": self.key_statistic, "value": self.value_statistic}, read_as(side)
         kinds = tuple(stated[part] for part in parts)
         if kinds == parts:

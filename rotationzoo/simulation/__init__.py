@@ -1,2 +1,1 @@
-"""A simulated 2-bit KV cache: which tokens stay exact, what it costs, and a model that reads from
-it."""
+"""Simulates a quantized KV cache, ours or another engine's, within a model's forward pass."""

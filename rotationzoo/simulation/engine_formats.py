@@ -1,7 +1,6 @@
 """What other engines' caches give back of rows, one function for each way of storing them.
 
-Each is written anew from the engine's source, in plain torch. Rows are `[..., D]`, one per token
-and KV head, in float32. Sources:
+Each is written anew from the engine's source. Rows are `[..., D]`, float32. Sources:
 
 * llama.cpp: `ggml/src/ggml-quants.c` (`quantize_row_q8_0_ref`, `quantize_row_q4_0_ref`);
 * vLLM: `vllm/v1/attention/ops/int4_per_token_head.py`; for TurboQuant (arXiv 2504.19874)
@@ -16,8 +15,7 @@ and KV head, in float32. Sources:
   `turbo_quant.py`;
 * MLX, whose `mx.quantize` stores the cache of mlx-lm: `mlx/backend/cpu/quantized.cpp`.
 
-Engines store 16-bit scales in the type of the model, and so that models do not differ, these are
-float16 here.
+16-bit scales have the model's dtype in engines, and are always float16 here.
 """
 
 import math
@@ -52,8 +50,7 @@ def read_q8_0(rows: torch.Tensor) -> torch.Tensor:
 
 
 def read_q4_0(rows: torch.Tensor) -> torch.Tensor:
-    """llama.cpp's q4_0: blocks of 32 channels with codes -8 to 7 and a float16 scale, so that the
-    entry of largest magnitude has the code -8."""
+    """llama.cpp's q4_0: blocks of 32 channels, codes -8 to 7 (-8: the largest), float16 scale."""
     blocks = torch.unflatten(rows, -1, (-1, BLOCK))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = largest / -8
@@ -114,8 +111,7 @@ def gaussian_centroids(bits: int) -> torch.Tensor:
 
 
 def read_uniform(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """TurboQuant's values in vLLM: codes of the whole row with a minimum and a scale, both stored
-    in float16 after rounding. They are not rotated."""
+    """TurboQuant's values in vLLM: unrotated, with a minimum and a scale a row in float16."""
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     steps = (1 << bits) - 1
     scale = ((high - low) / steps).clamp(min=1e-8)
@@ -124,8 +120,7 @@ def read_uniform(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def read_exl3(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """ExLlamaV3's quantized cache: blocks of 32 channels times a Hadamard matrix, symmetric
-    mid-rise codes, and the largest magnitude in float16."""
+    """ExLlamaV3: blocks of 32 channels times a Hadamard matrix, mid-rise codes, float16 maximum."""
     matrix = hadamard(BLOCK).to(rows.device, torch.float32)
     blocks = torch.unflatten(rows, -1, (-1, BLOCK)) @ matrix
     largest = blocks.abs().amax(-1, keepdim=True) + 1e-10
@@ -170,9 +165,8 @@ def read_mlx(rows: torch.Tensor, bits: int) -> torch.Tensor:
 def read_nvfp4(rows: torch.Tensor) -> torch.Tensor:
     """NVFP4: blocks of 16 channels with e2m1 codes, whose magnitudes are 0 to 6, and an e4m3 scale.
 
-    One more float32 scale per tensor brings the scales of blocks into the range of e4m3. It comes
-    with a checkpoint. Here it is a power of two that is never too large or too small, so that
-    scales of blocks are rounded to four significant bits.
+    A checkpoint's float32 scale per tensor brings block scales into the range of e4m3. Here it is
+    an ideal power of two, so that block scales are rounded to four significant bits.
     """
     blocks = torch.unflatten(rows, -1, (-1, NVFP4_BLOCK))
     mantissa, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True) / _E2M1_LARGEST)
@@ -226,8 +220,7 @@ def _scale_on(scales: torch.Tensor, deviations: torch.Tensor) -> torch.Tensor:
 
 
 def _imbalance(tiles: torch.Tensor) -> torch.Tensor:
-    """How far the standard deviations of columns and those of rows are apart: the largest over the
-    least, both summed, `[..., 1, 1]`."""
+    """How unequal standard deviations of columns and rows are: their ratios, `[..., 1, 1]`."""
     ratios = []
     for axis in (-2, -1):
         deviations = tiles.std(axis, keepdim=True)

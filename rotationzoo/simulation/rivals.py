@@ -1,9 +1,8 @@
 """Quantized caches that a user may pick instead, simulated: KIVI's and those of engines.
 
-They stand beside the 2-bit formats only in comparisons, because these caches take no calibrated
-rotation. `engine_formats` says how rows are stored. llama.cpp multiplies rows with Hadamard
-matrices first: `src/llama-kv-cache.cpp` (`build_input_k_rot`, `build_input_v_rot`), since pull
-request 21038.
+They are compared with the 2-bit formats, and take no calibrated rotation. `engine_formats` stores
+their rows. llama.cpp first multiplies rows with Hadamard matrices, since pull request 21038:
+`src/llama-kv-cache.cpp` (`build_input_k_rot`, `build_input_v_rot`).
 """
 
 import math
@@ -174,8 +173,7 @@ class RivalCodec:
     """
 
     storage: Callable[[str, int, int], Storage]
-    """`(side, head dimension, bits)` to the storage. Bits are those of the rotated caches' codes,
-    which few rivals heed."""
+    """`(side, head dimension, bits of our codes)` to the storage; few rivals use the bits."""
 
     @classmethod
     def of_engine(cls, name: str) -> "RivalCodec":

@@ -32,8 +32,7 @@ longer rows, 8.6 GB at 131,072 tokens, are made for each layer again."""
 
 @dataclass(frozen=True)
 class Block:
-    """A block of queries, the positions of `[exact; quantized]` that at least one of them sees, and
-    the mask between them."""
+    """A block of queries, the `[exact; quantized]` positions that it sees, and their mask."""
 
     queries: slice
     seen: torch.Tensor
@@ -55,8 +54,8 @@ class TwoCopyMask:
     _kept: list[Block] = field(default_factory=list)
 
     def blocks(self) -> Iterator[Block]:
-        """The mask, split by queries: those of a block see no later position, and one of the two
-        copies of nearly every earlier position."""
+        """The mask, split by queries: a block sees no later position and few of its second
+        copies."""
         kept_bytes = sum(block.mask.nbytes for block in self._kept)
         for number, queries in enumerate(query_blocks(self.length)):
             if number < len(self._kept):
@@ -71,9 +70,8 @@ class TwoCopyMask:
             yield block
 
     def rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
-        """The two-copy mask `[B or 1, 1, q, 2T]` of some of the T queries, boolean or additive like
-        the model's own: of all, 34 GB for 131,072 tokens. Raises `UnsupportedModel` for a mask of
-        another shape than transformers makes."""
+        """The two-copy mask `[B or 1, 1, q, 2T]` of some queries, of the own mask's kind (of all:
+        34 GB for 131,072 tokens). Raises `UnsupportedModel` for a mask of another shape."""
         single = self._own_rows(queries)
         positions = torch.arange(self.length, device=self.device)[queries]
         return _both_copies(single, self.cache.exact_for(positions, self.length))
@@ -130,8 +128,7 @@ class TwoCopyMasks:
 
 
 def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The mask over `[exact; quantized]` of queries with the model's own mask `[B or 1, 1, Q, T]`,
-    which read the positions `exact` `[Q, T]` exact."""
+    """The mask over `[exact; quantized]`, from the model's own and from `exact` `[Q, T]`."""
     if mask.dtype == torch.bool:
         return torch.cat([mask & exact, mask & ~exact], dim=-1)
     hidden = torch.finfo(mask.dtype).min
@@ -181,8 +178,7 @@ class Observers:
     output: Pair = _ignore
     """The attention block's outputs `[B, T, hidden]`, after the output projection."""
     kl: Pair = _ignore
-    """`(layer, divergence, positions)`: KL divergence `[B, Q]` of the attention of the queries at
-    these positions `[Q]`, averaged over heads."""
+    """`(layer, divergence, positions)`: KL `[B, Q]` of attention, the mean of heads, at `[Q]`."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +240,7 @@ class _SimulatedAttention:
         kwargs: Any,
         output: Any,
     ) -> None:
-        """A forward hook that runs an attention module again on the same input, with the model's
-        own attention, and compares both outputs."""
+        """A forward hook that reruns an attention module exactly, and compares both outputs."""
         self.switched_off = True
         try:
             # Call `forward`, because calling the module itself would run this hook again.
@@ -290,8 +285,7 @@ class _SimulatedAttention:
         """Rows of a side exact, and quantized as the layer that owns the cache stores them."""
         codec, cache = self.simulation.codec, self.simulation.cache
         exact = codec.keep_exact(rows, owner, side)
-        # No query reads a quantized sink token, and groups of tokens begin after the sink. Whole
-        # groups are quantized on their own.
+        # No query reads a quantized sink token. Groups of tokens begin after the sink.
         quantized, step = [], TOKENS // codec.token_group * codec.token_group
         for first in range(cache.sink, rows.shape[2], step):
             part = rows[:, :, first : first + step]
@@ -300,8 +294,7 @@ class _SimulatedAttention:
 
 
 def _hidden_states(output: Any) -> torch.Tensor:
-    """The hidden states of a module that returns them alone, or in a tuple before the attention
-    weights."""
+    """The hidden states of a module that returns them alone or in a tuple."""
     return cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
 
 
@@ -335,8 +328,7 @@ def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
     """`KL(exact || attention)` `[...]`, in nats, of attention weights `[..., T]`. The part of the
     probability that a model's own attention sinks take counts as one more position."""
     p, q = _with_rest(exact), _with_rest(attention)
-    # `xlogy` makes a position that the exact model ignores contribute 0. The clamp keeps the result
-    # finite where the simulated weight underflows.
+    # `xlogy` makes positions that the exact model ignores 0; the clamp avoids infinities.
     return (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1)
 
 

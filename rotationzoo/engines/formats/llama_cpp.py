@@ -1,8 +1,7 @@
 """The llama.cpp engine, which reads rotations from tensors in a copy of the model's GGUF file.
 
-Two forks have a 2-bit cache: OSCAR's, and one that grew from it. A base with other layers or heads
-than the artifact's would fail to load, or load for the wrong layers. One of other weights would
-not fail; it would only answer worse.
+Two forks have a 2-bit cache: OSCAR's, and one that grew from it. A base of another shape would fail
+to load, or load for the wrong layers; one of other weights would only answer worse.
 """
 
 import math
@@ -29,8 +28,7 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.storage.files import read_json
 from rotationzoo.storage.gguf_reader import Reader, gguf, open_gguf
 
-# Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
-# which neither clips nor keeps tokens exact.
+# Architecture -> cache type: `q2_0` of OSCAR's fork, or `oscar2`, which has no clip or windows.
 _CACHE_TYPE = dict.fromkeys(ENGINES["llama.cpp"].gguf, "oscar2") | {"qwen3": "q2_0"}
 _BLOCK = 32  # channels per block of either cache type
 _OF_THE_MODEL = "give the base that was converted from the model of the artifact"
@@ -161,8 +159,7 @@ def _launch(file: Path, architecture: str, payload: Payload, compared: str) -> L
     of_oscar = kind == "q2_0"
     types = f"--cache-type-k {kind} --cache-type-v {kind}"
     command = f"llama-server -m {shlex.quote(str(file))} {types} -fa on"
-    # The first variable turns off a Hadamard transform in the quantizer, the second one in the
-    # graph.
+    # They turn off Hadamard transforms in the quantizer and in the graph.
     environment = {"LLAMA_KV_NO_HADAMARD": "1", "LLAMA_ATTN_ROT_DISABLE": "1"}
     if of_oscar:
         environment["LLAMA_KV_CLIP_RATIO"] = clip_text(payload.clip[0], off=1)

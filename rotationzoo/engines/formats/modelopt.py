@@ -15,8 +15,7 @@ FILE = "hf_quant_config.json"
 
 
 def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
-    """Write the file: a layer gets NVFP4 where no side has more than 4 bits, and else FP8, since no
-    row has more than 8."""
+    """Write the file: NVFP4 for layers of up to 4 bits on each side, and FP8 for the others."""
     layers = {}
     for layer, bits in sorted(payload.bits.items()):
         layers[f"model.layers.{layer}.self_attn"] = {"quant_algo": "NVFP4" if bits <= 4 else "FP8"}

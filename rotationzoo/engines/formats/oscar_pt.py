@@ -1,12 +1,10 @@
-"""The `.pt` files of OSCAR's servers, written and read; read too are the bare tables of tensors of
-vLLM.
+"""The `.pt` files of OSCAR's servers, written and read; and vLLM's bare tables of tensors, read.
 
 Version 1 has one matrix per layer, version 2 one per KV head, and version 3 adds a key mean. A file
 is `{format_version, objective, source_grouping, layers: {id: {layer_id, rotation, eigenvalues}}}`.
 It holds only plain tensors and primitives, so that it loads with `weights_only=True`.
 
-The files of others are untrusted. Only tensors and primitives are unpickled, and no tensor is read
-before its size is checked against that of the file.
+Files of others are untrusted: only tensors and primitives are unpickled, and sizes checked first.
 """
 
 import io
@@ -61,8 +59,7 @@ def _file_name(letter: str, side: SideMatrices) -> str:
 def _content(
     letter: str, side: SideMatrices, provenance: Mapping[str, Any], version: int
 ) -> dict[str, Any]:
-    """The content of one side's file, of keys (`letter` is `k`) or values (`v`), in the order of
-    OSCAR's own tools."""
+    """A side's file, of keys (`letter` is `k`) or values (`v`), in OSCAR's own order."""
     name, centered = ("key", "oscar2_center") if letter == "k" else ("value", "oscar2_v_pre_wo")
     content: dict[str, Any] = {"format_version": version, "objective": side.objective}
     content["source_grouping"] = "head" if version == 3 and side.per_head else "layer"
@@ -84,8 +81,7 @@ def _content(
 
 
 def write_pt(path: Path, content: Any) -> None:
-    """Write tensors and primitives as a new `.pt` file. Raises `OSError`, which torch's own writer
-    does not for a full disk."""
+    """Write a new `.pt` file. Raises `OSError`, as torch's writer does not for a full disk."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     folders.write_new(path, buffer.getvalue())
@@ -97,8 +93,7 @@ _OF_VALUES = re.compile(r"(sst|vtv)(_|$)|identity-v$|optr_output_aware_|oscar2_v
 _COMPANIONS = ("q_rotation", "o_rotation")  # the second matrices of non-orthogonal rotations
 # Name in a file -> name here.
 _TENSORS = {"rotation": "rotation", "eigenvalues": "eigenvalues", "k_mean": "mean"}
-# How many bytes more than the file's size the tensors may take, since layers may share one stored
-# matrix. It is enough for a Hadamard file of any model.
+# Bytes that tensors may take beyond the file's size: layers may share one, as in Hadamard files.
 _MOST_SHARED = 1 << 28
 _MOST_ENTRIES = (len(_TENSORS) + 1) * MOST_LAYERS
 _LARGEST_PICKLE = 2 << 20  # bytes; 1,024 layers of three tensors each took 0.25 MB
@@ -109,8 +104,7 @@ Entries = dict[int, dict[str, Any]]
 
 
 def read_pt(path: Path) -> RotationFile:
-    """One side's file. Raises `RotationZooError` for anything but a rotation file, and for one
-    whose entries contradict each other."""
+    """One side's file. Raises `RotationZooError` for another kind of file or contradictions."""
     table, entries = load(path)
     objective = rotation_file.objective_name(table.get("objective"))
     content = SideMatrices(objective=objective, **tensors_of(path, entries))
@@ -132,8 +126,7 @@ def read(path: Path) -> list[RotationFile]:
 def load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entries]:
     """A file's table, and its entries by layer; with a `layer`, the file holds that one's alone.
 
-    Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
-    bytes can ask for terabytes.
+    Sizes are checked on `meta` first: a file of a few bytes can ask for terabytes.
     """
     check_regular(path)
     try:
@@ -197,8 +190,7 @@ def _check_sizes(path: Path, entries: Entries) -> None:
 
 
 def _entries(path: Path, content: Any, layer: int | None) -> Entries:
-    """The entries of all layers, from a table of layers, a bare table of tensors, or one tensor
-    that stacks all layers."""
+    """The entries by layer, from a table of layers or of tensors, or from one stacked tensor."""
     if layer is not None:  # alone in its file, and its mean may have another name
         content = {layer: content}
         if "mean" in as_mapping(content[layer]):
@@ -234,8 +226,7 @@ def _layer_number(name: Any) -> int | None:
 
 
 def tensors_of(path: Path, entries: Entries) -> dict[str, dict[int, torch.Tensor]]:
-    """The tensors of each name by layer: of all layers or of none, and each a dense table of real
-    numbers that is not empty."""
+    """The real, nonempty tensors of each name by layer: of all layers or of none."""
     tables = {}
     for stored, name in _TENSORS.items():
         found = {layer: entry.get(stored) for layer, entry in entries.items()}
@@ -254,8 +245,7 @@ def tensors_of(path: Path, entries: Entries) -> dict[str, dict[int, torch.Tensor
 
 
 def _side(path: Path, objective: str, transform: Mapping[str, Any]) -> str | None:
-    """`key` or `value`, from the file's name and its content, or None if neither says which. Raises
-    `RotationZooError` if the two differ."""
+    """`key` or `value` by name and content, or None. Raises `RotationZooError` if they differ."""
     stated = next((side for side in SIDES if side in transform), None)
     if _OF_VALUES.match(objective):
         stated = "value"

@@ -1,7 +1,6 @@
 """The SGLang engine, which reads a pair of `.pt` files.
 
-The 2-bit cache is in OSCAR's own server and in its pull request to SGLang. The server finds the
-files by two environment variables.
+The 2-bit cache is in OSCAR's server and its pull request to SGLang; two variables name the files.
 """
 
 import shlex

@@ -1,5 +1,4 @@
-"""The SGLang engine of models with latents (MLA), which reads a folder of `.pt` files, one a layer;
-and such folders of others, read back.
+"""SGLang with latents (MLA), whose folders of `.pt` files, one a layer, are written and read.
 
 The 2-bit cache of latents is in OSCAR's own server, which finds the folder by an environment
 variable. Each file holds one float32 matrix R `[D, D]`, for `c @ R`.

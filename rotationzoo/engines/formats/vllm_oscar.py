@@ -1,5 +1,4 @@
-"""The vLLM engine (pull request 46774), which reads a pair of `.pt` files with one matrix per
-layer."""
+"""The vLLM engine (pull request 46774), which reads a pair of `.pt` files, one matrix a layer."""
 
 import shlex
 from pathlib import Path
