@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import MANIFEST, Artifact
-from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences
+from rotationzoo.calibration.checkpoint import Checkpoint, Identity, asked_recipe, finished_artifact
 from rotationzoo.calibration.collect import collect, read_row
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan, settle_centering
@@ -49,7 +49,6 @@ from rotationzoo.storage.files import recover
 from rotationzoo.storage.locks import locked
 from rotationzoo.text.media import read_media_corpus
 from rotationzoo.text.rows import Corpus, read_corpus
-from rotationzoo.words import differing
 from rotationzoo.writer import check_replaceable, library_versions
 
 Note = Callable[[str], None] | None
@@ -67,23 +66,9 @@ def check_output(job: Job) -> None:
         check_replaceable(job.output)
         if (job.output / MANIFEST).is_file():
             artifact = Artifact.open(job.output)
-            if not (job.restart or job.unfinished or _asked_recipe(artifact) == job.recipe.hash):
+            if not (job.restart or job.unfinished or asked_recipe(artifact) == job.recipe.hash):
                 raise _other_recipe(job, artifact)
     folders.check_writable(job.output)
-
-
-def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
-    """The finished artifact of this same job, or None if it is missing, damaged or about to be
-    replaced. Raises `RotationZooError` if the folder holds the artifact of another job."""
-    if job.restart or job.unfinished or not (job.output / MANIFEST).is_file():
-        return None
-    artifact = Artifact.open(job.output)
-    saved = {**artifact.manifest.identity, "recipe": _asked_recipe(artifact)}
-    if changed := differences(saved, identity):
-        problem = f"{job.output} holds the work of another job: {differing(changed)}"
-        hint = "choose another place with --output, or replace it with --restart"
-        raise RotationZooError(problem, hint)
-    return None if artifact.damaged_files() else artifact
 
 
 def _other_recipe(job: Job, artifact: Artifact) -> RotationZooError:
@@ -99,17 +84,10 @@ def _other_recipe(job: Job, artifact: Artifact) -> RotationZooError:
     )
 
 
-def _asked_recipe(artifact: Artifact) -> str:
-    """The hash of the recipe that was asked for; the weights may have changed `center_keys`."""
-    manifest = artifact.manifest
-    return str(manifest.identity.get("recipe", manifest.recipe_sha256))
-
-
 def calibrate(job: Job, progress: Progress = silent, note: Note = None) -> Artifact:
     """Run a job, resuming from its checkpoint if any, and return its artifact, new or there before.
 
-    `note` is told at the start what differs from what was asked for. Raises `RotationZooError` for
-    everything that a user can put right, before the passes through the model where it can be known.
+    `note` gets what differs from what was asked for. Raises `RotationZooError` as early as it can.
     """
     with ExitStack() as locks:
         try:
@@ -148,7 +126,7 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
     # `--restart` deletes an earlier run only now, so that a failed download loses nothing.
     if job.restart:
         checkpoint.remove()
-    finished = finished_artifact(job, identity)
+    finished = finished_artifact(job.output, job.restart or job.unfinished, identity)
     if finished is not None:
         return finished
 
@@ -267,8 +245,8 @@ def run_model(
 def _tell_time(
     model: PreTrainedModel, job: Job, row: torch.Tensor, tokens: int, note: Note
 ) -> None:
-    """Tell how long the model takes for `tokens` tokens and for the questions after them, by the
-    pace of a row's first tokens, unless it is short. Spread weights would be fetched once more."""
+    """Tell how long the model takes for `tokens` tokens and the questions, from its pace on a few,
+    unless it is short. Spread weights would be fetched once more."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return
     ids, begun = row[None, :_PACED_TOKENS], time.monotonic()
@@ -315,8 +293,7 @@ def manifest_content(
     versions: dict[str, str],
     seconds: float,
 ) -> dict[str, Any]:
-    """The content of the manifest, without the keys that are added when it is written. `versions`
-    are those of libraries when the job started, and `seconds` is how long it took."""
+    """The manifest's content, with `versions` of libraries at the start and the job's `seconds`."""
     assert planned.config is not None
     job = planned.job
     return {

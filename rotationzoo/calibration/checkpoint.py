@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
+from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
 from rotationzoo.storage import files, folders, strict_json
@@ -26,6 +27,26 @@ def differences(saved: Mapping[str, Any], present: Identity) -> list[str]:
     """The keys in which a saved identity differs from that of the present job."""
     keys = dict.fromkeys([*present, *saved])
     return [key for key in keys if saved.get(key) != present.get(key)]
+
+
+def asked_recipe(artifact: Artifact) -> str:
+    """The hash of the recipe that was asked for; the weights may have changed `center_keys`."""
+    manifest = artifact.manifest
+    return str(manifest.identity.get("recipe", manifest.recipe_sha256))
+
+
+def finished_artifact(output: Path, replaces: bool, identity: Identity) -> Artifact | None:
+    """The finished artifact of the same job, or None if missing, damaged or to be replaced. Raises
+    `RotationZooError` for another job's."""
+    if replaces or not (output / MANIFEST).is_file():
+        return None
+    artifact = Artifact.open(output)
+    saved = {**artifact.manifest.identity, "recipe": asked_recipe(artifact)}
+    if changed := differences(saved, identity):
+        problem = f"{output} holds the work of another job: {differing(changed)}"
+        hint = "choose another place with --output, or replace it with --restart"
+        raise RotationZooError(problem, hint)
+    return None if artifact.damaged_files() else artifact
 
 
 def damaged(path: Path) -> RotationZooError:

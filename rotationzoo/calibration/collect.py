@@ -212,8 +212,7 @@ def add_rows(
     tensor: torch.Tensor,
     weights: torch.Tensor | None = None,
 ) -> None:
-    """Add `[B, H, T, D]`, with optional weights `[B, H, T]`, to the sums of the cache's owner; H is
-    a multiple of the KV heads."""
+    """Add `[B, H, T, D]`, weighted by `[B, H, T]`, to the sums of the cache's owner."""
     moments = statistics[layer.owner]
     # Sums stay on the device of the layer that owns them; weights may be spread over several.
     if layer.owner == layer.index:

@@ -1,5 +1,4 @@
-"""Estimates the memory and disk that a calibration needs, from the shapes of the model and the
-lengths of the text; and the memory that this machine has and used.
+"""Estimates the memory and disk of a calibration, and reads those of this machine.
 
 Each term counts tensors that exist at the same time. The tests compare them with allocations.
 
@@ -90,8 +89,7 @@ class Footprint:
 
     @property
     def rotations(self) -> int:
-        """The rotations: a float32 matrix per side and head, or pooled layer, and feedback
-        factors."""
+        """The rotations: a float32 matrix per side and head, or pooled layer; feedback factors."""
         total = 0
         for layer in cached_layers(self.geometry):
             squares = sum(layer.dims[side] ** 2 for side in layer.sides)
@@ -117,8 +115,7 @@ class Footprint:
         return self.activations(batch) + 2 * self.statistics
 
     def activations(self, batch: int) -> int:
-        """Peak memory of the decoder for one batch: the residual stream, one layer's projections,
-        what adding its rows to the sums takes and, under eager attention, the scores."""
+        """Peak memory of the decoder for a batch: residuals, projections, sums and eager scores."""
         length, tokens = self.recipe.data.length, self.recipe.data.length * batch
         scores = 0
         if self._text._attn_implementation == "eager":

@@ -1,5 +1,4 @@
-"""A calibration job, and what the model's config alone tells about it: whether it is refused, how
-its recipe is adapted where that is allowed, and how much memory and disk it needs."""
+"""A calibration job, and its plan from the config: refusals, adapted recipes, memory and disk."""
 
 import re
 from collections.abc import Sequence
@@ -18,11 +17,7 @@ from rotationzoo.calibration.soundness import check_recipe
 from rotationzoo.codec.bit_allocation import has_room
 from rotationzoo.codec.engine_needs import DEFAULT
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.geometry import (
-    Geometry,
-    shift_reason,
-    shifted_layers,
-)
+from rotationzoo.geometry import Geometry, shift_reason, shifted_layers
 from rotationzoo.model import loading
 from rotationzoo.model.files import check_engine, is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
@@ -53,8 +48,7 @@ class Job(RunSettings):
     """The engine that the rotations are for."""
     restart: bool = False
     fit_length: bool = False
-    """Whether rows longer than the model's positions are shortened instead of refused. True if the
-    length is the recipe's default and not the user's choice."""
+    """Whether too long rows are shortened, not refused: for the recipe's default length."""
     fit_budget: bool = False
     """Whether a budget that does not fit is left out, not refused, as the recipe's default."""
     source: Source | None = None

@@ -1,5 +1,4 @@
-"""What a model loses by rounding each layer's keys and values. It reads one side of one layer in
-codes of 2 bits and everything else exact, and its predictions are compared with its own.
+"""What a model's predictions lose by 2-bit codes of one side of one layer, with all else exact.
 
 Losses nearly add up: on a trained model of eight layers, their sum was 0.87 of the joint loss.
 """
@@ -70,9 +69,8 @@ def measure_sensitivities(
     the model's predictions at the compared positions of texts, in nats a token, where `group_size`
     channels share a scale (None: all of a row). What the arithmetic alone costs is subtracted.
 
-    Tokens before the first of these positions are read once, and the others once exact and once for
-    every layer and side. Layers before it are left out then: what they return is kept from the
-    exact run. Raises `RotationZooError` for predictions that are not finite.
+    Tokens before these positions are read once; the others once exact, and for every layer and side
+    without the layers before. Raises `RotationZooError` for predictions that are not finite.
     """
     layers = prediction.decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
@@ -104,8 +102,7 @@ def measure_sensitivities(
 
 @torch.no_grad()
 def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Raise `UnsupportedModel` for a model whose own cache loses count of the tokens of ids
-    `[B, T]`, as that of MiniMax does: what follows them would be predicted wrongly."""
+    """Raise `UnsupportedModel` if a model's cache miscounts ids `[B, T]`, as MiniMax's does."""
     cache = returned_cache(model(input_ids=ids, use_cache=True))
     if cache.get_seq_length() != ids.shape[1]:
         raise UnsupportedModel(

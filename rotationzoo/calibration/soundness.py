@@ -97,34 +97,32 @@ class Claim:
     def content_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """One sentence for each kind of problem with tensors of the right shapes."""
         problems = chain(
-            self.orthogonality_problems(rotations),
-            self._clip_problems(rotations),
+            self.side_problems(rotations, statistics or {}),
             self.origin_problems(rotations, statistics),
             factor_problems(rotations, statistics, self.recipe),
             budget_problems(rotations, self.recipe.budget, self.recipe.group_size),
-            self._mean_problems(rotations, statistics or {}),
         )
         return sentences(problems) + self.centering_problems(rotations)
 
-    def orthogonality_problems(self, rotations: Rotations) -> Iterator[Problem]:
-        """Matrices that are not orthogonal."""
+    def side_problems(self, rotations: Rotations, statistics: Averages) -> Iterator[Problem]:
+        """Matrices that are not orthogonal, and clip ratios and means of another origin."""
         allowed = orthogonality.allowed_error(self.imported)
         for layer, side, rotation in rotations.each():
             error = orthogonality.orthogonality_error(rotation.matrix)
             if not error <= allowed:  # not `error > allowed`, which is False for a NaN
                 yield f"{side} rotation not orthogonal", layer
-
-    def _clip_problems(self, rotations: Rotations) -> Iterator[Problem]:
-        """Clip ratios that differ from the recipe's."""
-        for layer, side, rotation in rotations.each():
             if not (rotation.clip == self.recipe.clip(side)).all():
                 yield f"{side} clip ratio not that of the recipe", layer
+            average = statistics.get(layer, {}).get(side)
+            if rotation.mean is None or average is None or average.mean is None:
+                continue
+            if not torch.equal(rotation.mean, average.mean.float()):
+                yield f"{side} mean not that of the statistics", layer
 
     def origin_problems(
         self, rotations: Rotations, statistics: Averages | None
     ) -> Iterator[Problem]:
-        """Rotations that the recipe would not make from the statistics, or from no data at all.
-        Those that were imported without their formula are not checked."""
+        """Rotations that the recipe would not make; unknown formulas of imports are not checked."""
         recipe = self.recipe
         if recipe.composition == GIVEN:
             return
@@ -133,21 +131,11 @@ class Claim:
         elif statistics is not None:
             yield from self._eigenbasis_problems(rotations, statistics)
 
-    def _mean_problems(self, rotations: Rotations, statistics: Averages) -> Iterator[Problem]:
-        """Means that differ from the statistics'."""
-        for layer, side, rotation in rotations.each():
-            average = statistics.get(layer, {}).get(side)
-            if rotation.mean is None or average is None or average.mean is None:
-                continue
-            if not torch.equal(rotation.mean, average.mean.float()):
-                yield f"{side} mean not that of the statistics", layer
-
     def centering_problems(self, rotations: Rotations) -> list[str]:
         """Keys stored without their mean, which attention of a layer is known not to ignore."""
-        moved = shifted_layers(self.geometry)
         keys = [rotation for _, side, rotation in rotations.each() if side == "key"]
         centered = any(rotation.mean is not None for rotation in keys)
-        if centered and moved:
+        if centered and (moved := shifted_layers(self.geometry)):
             return [f"keys are stored without their mean: {shift_reason(moved)}"]
         return []
 
@@ -199,8 +187,7 @@ class Claim:
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise `RotationZooError` if the recipe's composition does not exist for a head dimension: for
-    want of a Hadamard matrix, for groups that do not divide it, or because it is `given`."""
+    """Raise `RotationZooError` for a composition that does not exist for a head dimension."""
     if recipe.composition == GIVEN:
         problem = "the composition 'given' stands for imported matrices and cannot be calibrated"
         hint = "leave composition out of the recipe, or see docs/recipes.md for those that can"

@@ -142,8 +142,7 @@ class Capacity:
 
 
 def measure_capacity(wish: Wish) -> Capacity:
-    """Read what a model caches and weighs from its config. Raises `ModelUnavailable` if there is no
-    such model, and `UnsupportedModel` if it is not known what it caches."""
+    """Read what a model caches and weighs. Raises `ModelUnavailable` or `UnsupportedModel`."""
     source = find(wish.model, wish.revision)
     config = read_json(source.folder / "config.json")
     shape = read_shape(source)
@@ -202,8 +201,7 @@ def judge_wish(capacity: Capacity) -> Answer:
 
 
 def _smallest_change(capacity: Capacity, card: Card) -> tuple[str, str] | None:
-    """The weights and the cache with which a wish fits a card: weights as published come before
-    weights in 4 bits, and larger caches before smaller ones."""
+    """The weights and cache that make a wish fit: published weights and larger caches first."""
     requests, changes = capacity.wish.requests, product(WEIGHTS_WORDS, CACHES)
     return next((each for each in changes if capacity.most_requests(*each, card) >= requests), None)
 

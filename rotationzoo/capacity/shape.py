@@ -1,5 +1,4 @@
-"""The shape of a model as capacity planning sees it: what each layer caches, and what its weights
-are made of; and the bytes of a request's cache and of the weights that follow from it."""
+"""A model's shape for capacity planning: the bytes of its weights and of a request's cache."""
 
 import math
 from bisect import bisect_right
@@ -81,8 +80,8 @@ class Shape:
         return math.ceil(bits / 8) + self.state_bytes
 
     def server_bytes(self, storage: "Storage", requests: int) -> int:
-        """Bytes that our backend for vLLM takes in addition to pages for `requests` requests: exact
-        copies, rotation matrices, and memory to read prompts in."""
+        """Bytes that our vLLM backend takes besides pages: exact copies, matrices, prompt
+        memory."""
         layers, total = [each for each in self.layers if storage.has_pages(each)], 0
         for layer in layers:
             matrices = _MATRICES * layer.kv_heads * 4 + layer.query_heads * 2
@@ -103,9 +102,8 @@ class Shape:
 
 
 def read_shape(source: Source) -> Shape:
-    """Build a model from its config on `meta`, and look at what its attention reads and what
-    transformers' cache keeps of it. Raises `ModelUnavailable` for a config that cannot be read, and
-    `UnsupportedModel` for a cache that holds neither keys and values of KV heads nor latents."""
+    """Build a model on `meta` and look at its attention and cache. Raises `ModelUnavailable` for a
+    config that cannot be read, and `UnsupportedModel` for another kind of cache."""
     config = loading.load_config(source)
     model = loading.on_meta(config, source.name)
     geometry = geometry_on_meta(model)
@@ -134,8 +132,8 @@ def read_shape(source: Source) -> Shape:
 
 @torch.no_grad()
 def _count_states(model: PreTrainedModel) -> int:
-    """Bytes of the states that a model on `meta` keeps of a request, as servers store them: of a
-    convolution, all inputs but the newest, in bfloat16, and everything else in float32."""
+    """Bytes of a request's states, as servers store them: a convolution's inputs but the newest in
+    bfloat16, everything else in float32."""
     ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
     output, total = decoder(model)(input_ids=ids, use_cache=True), 0
     for layer in returned_cache(output).layers:
@@ -187,9 +185,8 @@ _TYPE_BITS = {"float64": 64.0, "float32": 32.0, "bfloat16": 16.0, "float16": 16.
 
 
 def weigh(source: Source, config: dict[str, Any], shape: Shape) -> tuple[dict[str, int], str]:
-    """The bytes of a model's weights as `published` and in `4bit`, and whether they come from its
-    `files`, its `index` or its `config`, whichever is at hand first. In 4 bits, embedding and
-    output projection stay in 16 bits, as AWQ and GPTQ have it."""
+    """The bytes of a model's weights, `published` and in `4bit`, and their origin: `files`, `index`
+    or `config`. Embedding and output projection stay in 16 bits, as in AWQ and GPTQ."""
     bits, kept = _published_bits(config), shape.embeddings
     if bits == _MXFP4_BITS:
         kept = shape.parameters - shape.expert_parameters

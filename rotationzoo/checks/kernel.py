@@ -59,8 +59,7 @@ def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: i
 
 
 def edge_rows(dim: int, largest: float) -> torch.Tensor:
-    """Rows `[EDGE_ROWS, dim]` at the edges of the codec's domain, with magnitudes up to `largest`:
-    the last are a tiny range on a large offset, and the grid of the codes themselves."""
+    """Rows `[EDGE_ROWS, dim]` at the edges of the codec's domain, of magnitudes up to `largest`."""
     rows = torch.zeros(EDGE_ROWS, dim)
     rows[1] = 0.37
     rows[2, dim // 3] = -5.0
@@ -161,8 +160,7 @@ class KernelComparison:
         return rotated.cpu()
 
     def _compare_feedback(self, rotated: torch.Tensor, factor: torch.Tensor) -> None:
-        """Compare the kernel of `feedback.cu` on rotated rows. Its definition runs on the GPU too:
-        on a CPU it would take seconds, and the tests compare both."""
+        """Compare the kernel of `feedback.cu` on rotated rows, with its definition on the GPU."""
         self.feedback_rows += rotated.shape[0] * rotated.shape[1]
         factor = factor.cuda()
         for format in int2.FORMATS.values():
@@ -315,8 +313,8 @@ def _compare_layers(
 
 
 def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, float]:
-    """Bytes a second that a copy and both kernels move on bfloat16 rows `[1, N, D]`: rows, codes
-    and metadata."""
+    """Bytes a second of a copy and both kernels on bfloat16 rows `[1, N, D]`, codes and
+    metadata."""
     dtype = torch.bfloat16
     free, _ = torch.cuda.mem_get_info()
     # Rows, their copy and restored rows; one byte per channel allows for codes and metadata.

@@ -68,8 +68,8 @@ class Candidate(RunSettings):
 def check_membership(
     artifact: Artifact, candidate: Candidate, progress: Progress = silent
 ) -> Agreement:
-    """Run a model on the bundled text and compare its statistics with an artifact's rotations.
-    Raises `RotationZooError` for rotations without an eigenbasis."""
+    """Compare a model's statistics on bundled text with rotations. Raises `RotationZooError`
+    without an eigenbasis."""
     memory_limits(candidate.device_map, candidate.max_memory)
     recipe = artifact.recipe
     if not recipe.has_eigenbasis:

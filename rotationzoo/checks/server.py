@@ -30,9 +30,9 @@ SECONDS = 120.0
 """For one answer: a CPU takes .15 s a token, and other requests may come first."""
 NEAR = 0.6
 """Up to this share of what rounding changes, two readings are the same. Measured with the demo
-model, server and record in float32 or bfloat16: with the artifact, a server is 0 to .49 from the
-record; without one, 0 to .34 from the exact model; with other rotations or another rounding, 1.08
-or more from both; with half of the recent window, .70 from the record."""
+model in float32 and bfloat16: with the artifact, a server is 0 to 0.49 from the record; without, 0
+to 0.34 from the exact model; with other rotations or rounding, 1.08 or more from both; with half of
+the recent window, 0.70 from the record."""
 LEAST_CHANGE = 0.05
 """Nats. The demo's are .15, and bfloat16 alone moves a server by .05."""
 LEAST_COMPARED = 40
@@ -123,8 +123,7 @@ def recorded_probes(artifact: Artifact) -> list[Probe]:
 
 @dataclass(frozen=True)
 class Server:
-    """A server meant to read an artifact's rotations. Raises `UsageError` without an HTTP
-    address."""
+    """A server that should read an artifact. Raises `UsageError` unless its address is of HTTP."""
 
     address: str
     artifact: Artifact
@@ -136,8 +135,7 @@ class Server:
             raise UsageError(f"{self.address} is not the address of a server", hint)
 
     def read(self) -> ServerCheck:
-        """Let it continue the recorded prompts, and compare what it answers. Raises
-        `RotationZooError` where it does not answer, or not as vLLM does."""
+        """Let it continue the recorded prompts, and compare. Raises `RotationZooError`."""
         model = self._ask("v1/models", _Models).data[0]
         if model.owned_by != "vllm":
             raise self.refuse("is not vLLM")

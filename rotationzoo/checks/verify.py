@@ -1,5 +1,4 @@
-"""Verification that an artifact is intact and sound: its checksums, geometry, orthogonality and
-statistics, and that its folder holds no files of others."""
+"""Verifies that an artifact is intact and sound, and that its folder holds no other files."""
 
 import os
 import pickletools
@@ -64,8 +63,7 @@ def _check_tensors(artifact: Artifact) -> Verification:
 
 
 def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
-    """Compare the config and, if the model's weights are on this machine, their fingerprint.
-    Returns the problems and a phrase that says what was compared."""
+    """Compare the config and any local weights. Returns problems, and what was compared."""
     expected, source = artifact.manifest.model, find(model, revision)
     fingerprint, compared, problems = expected.weights_fingerprint, f"the config of {model}", []
     if hash_config(source.folder) != expected.config_sha256:
@@ -102,8 +100,7 @@ _PICKLE_LIMIT = 1 << 20
 
 
 def unlisted_files(artifact: Artifact) -> list[str]:
-    """One sentence for each entry of the folder that the manifest does not list, but for the
-    manifest itself, the card, the signature, and what the clients of hubs leave behind."""
+    """One sentence for each entry that neither the manifest nor a hub's client accounts for."""
     folder, problems = artifact.folder, []
     for name in read_settled(folder, lambda: sorted(os.listdir(folder))):
         if name in artifact.manifest.files:

@@ -1,7 +1,7 @@
 """Serving engines, one row each: what an engine takes of an artifact.
 
 The command line, `export`, `evaluate`, `generate`, docs/engines.md and the tests take the engines
-from here. To add one, write a module in `engines/formats` (`engines.base.Engine` says what it
+from here. To add one, write a module in `engines/formats` (`engines.base.WriteFiles` says what it
 defines) and add a row here.
 """
 

@@ -94,8 +94,8 @@ def clip_text(ratio: float, off: float) -> str:
 def check_limits(
     engine: str, payload: Payload, powers: bool = False, equal: bool = False, groups: bool = False
 ) -> None:
-    """Raise `RotationZooError` for what an engine cannot run: heads whose dimension is no power of
-    two, keys and values that differ in dimension, or whole heads of many dimensions as groups."""
+    """Raise `RotationZooError` for dimensions that an engine cannot run: no powers of two, keys
+    unlike values, or groups of whole heads of several sizes."""
     dims, problems = sorted(payload.head_dims), []
     if powers and (others := [dim for dim in dims if dim & (dim - 1)]):
         problems.append(f"cannot run head dimension {others[0]}: only powers of two")

@@ -52,8 +52,7 @@ def check_target(target: Path) -> None:
 
 
 def install_export(work: Path, target: Path) -> None:
-    """Put the folder `work` in the place of `target`, with files that the user added to an earlier
-    export, and without those that it wrote: an engine never finds the files of two exports."""
+    """Put `work` in the place of `target`, with files that users added, without older exports."""
     if target.is_dir():
         written = {path.name for path in work.iterdir()}
         # SGLang's own calibration marks what it has written, or is writing, in such files.
@@ -205,9 +204,8 @@ Provenance = dict[str, str | int | float | bool]
 
 
 def provenance(artifact: Artifact, pools: bool, uncentered: bool, served: Provenance) -> Provenance:
-    """The provenance of an export with the serving parameters `served`: model, recipe and text of a
-    calibration, or what imported files stated; whether it was pooled over heads or lost its
-    means."""
+    """The provenance of an export with parameters `served`: of a calibration or of imported
+    files."""
     # The generation id is the same for both sides of an export and differs between artifacts and
     # reductions. An import refuses two files whose ids differ.
     reduction = f"{artifact.identity} {pools} {uncentered} False"  # as in earlier exports
@@ -281,8 +279,7 @@ def _most_bits(layer: LayerRotations) -> float:
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:
-    """The objective name, such as `qqt_r_h_pbr`: what imported files stated, unless pooling has
-    fitted new rotations, or the words for the recipe's statistic and composition."""
+    """The objective name, such as `qqt_r_h_pbr`: an import's own unless pooled, or the recipe's."""
     recipe, imported = artifact.recipe, artifact.manifest.imported
     if imported and not pools:
         pair = dict(zip(SIDES, rows_of(imported.objectives).pair, strict=True))

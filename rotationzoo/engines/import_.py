@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.artifact.store import MANIFEST, Artifact
-from rotationzoo.calibration.checkpoint import differences
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.checkpoint import finished_artifact
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.formats.sglang_latent import latent_files
 from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalise
@@ -141,8 +141,7 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
 
 
 def find_geometry(files: Files, model: str, revision: str | None) -> tuple[Source, Geometry]:
-    """The named model and its geometry. Raises `RotationZooError` for files that do not fit it, and
-    `UnsupportedModel` for one whose geometry its config does not tell."""
+    """The named model and its geometry. Raises `RotationZooError` for files that do not fit."""
     first, source = next(iter(files.values())), find(model, revision)
     geometry = geometry_on_meta(loading.on_meta(loading.load_config(source), source.name))
     if geometry is None:
@@ -205,8 +204,7 @@ _OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
 
 
 def import_(job: Import) -> Artifact:
-    """Read the files, check them, and write an artifact, unless the output holds that of this very
-    import. Raises `RotationZooError` that names what is ambiguous or broken."""
+    """Read and check the files and write an artifact if need be. Raises `RotationZooError`."""
     started = time.monotonic()
     check_replaceable(job.output)
     check_writable(job.output)
@@ -219,7 +217,7 @@ def import_(job: Import) -> Artifact:
     measured = {side: _measure(file.path) for side, file in files.items()}
     identity = {side: file["sha256"] for side, file in measured.items()}
     identity |= {"recipe": recipe.hash, "model": source.label, "revision": job.revision or ""}
-    if (finished := _finished_artifact(job, identity)) is not None:
+    if (finished := finished_artifact(job.output, job.restart, identity)) is not None:
         return finished
     stated = first.calibration
     # Without the paths of the machine that made the file.
@@ -252,8 +250,7 @@ def import_(job: Import) -> Artifact:
 
 
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
-    """The recipe, where the user's word overrides the files' own, and remarks on what neither
-    states. Raises `RotationZooError` for what no recipe allows."""
+    """The recipe, by the user's and the files' word, and remarks. Raises `RotationZooError`."""
     first, published = next(iter(files.values())), PRESETS[_PUBLISHED]
     of_latents = first.side == LATENT
     composition, notes = _composition_of(files, group_size)
@@ -313,8 +310,7 @@ def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str
 
 
 def _measure(path: Path) -> dict[str, Any]:
-    """The name, bytes and sha256 of a file; of a folder of latents, the bytes of the files of all
-    layers together, and a sha256 of their names and hashes."""
+    """Name, bytes and sha256 of a file, or of a folder of latents by its names and hashes."""
     if not path.is_dir():
         return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}
     paths = latent_files(path)
@@ -323,21 +319,8 @@ def _measure(path: Path) -> dict[str, Any]:
     return {"name": path.name, "size": size, "sha256": digest(lines.encode())}
 
 
-def _finished_artifact(job: Import, identity: Mapping[str, str]) -> Artifact | None:
-    """The artifact of an earlier, identical import, or None if there is none or it is damaged.
-    Raises `RotationZooError` if the output holds other work."""
-    if job.restart or not (job.output / MANIFEST).is_file():
-        return None
-    artifact = Artifact.open(job.output)
-    if differences(artifact.manifest.identity, identity):
-        hint = "choose another place with --output, or replace it with --restart"
-        raise RotationZooError(f"{job.output} exists and holds other work", hint)
-    return None if artifact.damaged_files() else artifact
-
-
 def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """Copies of the files' matrices, with the clip ratios of the recipe. A file may store one
-    matrix for all layers, and safetensors refuses tensors that share memory."""
+    """Copies of the matrices: files may share one over layers, which safetensors refuses."""
     layers = {}
     for layer in cached_layers(geometry):
         sides, index = {}, layer.index

@@ -1,5 +1,4 @@
-"""Imported rotation files: one side as a file holds it, what it says of its matrices, such as
-`qqt_r_h_pbr`, and the checks of its content, of which nothing is used unchecked."""
+"""Imported rotation files: a side's tensors, what it says of them, and the checks of both."""
 
 import math
 import re
@@ -25,8 +24,7 @@ STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
 _DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
 # These names state neither statistic nor composition, so `describe` assumes OSCAR's usual ones.
 _VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
-# What OSCAR's `compute_mla_oscar_rotation.py` calls a folder: the eigenbasis of the second moment
-# of latents, a permutation, and Hadamard matrices over groups of channels.
+# OSCAR's `compute_mla_oscar_rotation.py` names folders so: permutation, block Hadamard.
 _OF_LATENTS = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
 
 _LONGEST_TEXT = 1000

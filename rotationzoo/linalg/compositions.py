@@ -19,16 +19,14 @@ from rotationzoo.linalg.orthogonality import identity, one_thread
 def strongest_first(directions: torch.Tensor) -> torch.Tensor:
     """Eigenvalues `[..., D]` or eigenvectors as columns `[..., D, D]`, largest eigenvalue first.
 
-    The input is ascending, as in `eigenbasis`, artifacts and the published files; imports are
-    brought into that order. Whoever wants the strongest directions asks here. Code that pairs
-    eigenvalues with their eigenvectors needs no more than that both have one order.
+    The input is ascending, as everywhere. Code that wants the strongest directions asks here; code
+    that pairs eigenvalues with eigenvectors only needs one order for both.
     """
     return directions.flip(-1)
 
 
 def permutation(dim: int) -> torch.Tensor:
-    """`P` `[D, D]`: column `br(i)` of `X P` is the column of `X` with the i-th largest eigenvalue.
-    Their order alone decides, so P is the same for every model and layer."""
+    """`P` `[D, D]`: column `br(i)` of `X P` is `X`'s column of the i-th largest eigenvalue."""
     columns = torch.empty(dim, dtype=torch.long)
     columns[bit_reversal(dim)] = strongest_first(torch.arange(dim))
     return identity(dim)[:, columns]
@@ -58,8 +56,7 @@ def _multiply(names: str, dim: int, group: int) -> torch.Tensor:
 def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Ascending eigenvalues `[..., D]` and eigenvectors (columns) of symmetric moments, float64.
 
-    Each eigenvector's largest-magnitude entry is made positive, so that machines repeat their
-    bytes.
+    Each eigenvector's largest-magnitude entry is made positive, so that bytes are repeatable.
     """
     moment = moment.double().cpu()
     # Sums of products are symmetric only up to rounding, and eigh reads just one triangle.

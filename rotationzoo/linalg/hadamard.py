@@ -89,8 +89,7 @@ def _multiply(
 
 
 def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
-    """Low coefficients of the first irreducible monic polynomial over GF(prime): modulo it, no
-    product of non-zero elements is zero, of which all are tried."""
+    """Low coefficients of the first irreducible monic polynomial: no product is zero modulo it."""
     zero, *units = product(range(prime), repeat=degree)
     if degree == 1:
         return zero

@@ -1,12 +1,10 @@
 """The attention hook, which reads post-RoPE queries, keys, values and outputs of every layer.
 
-For each attention layer, transformers calls one function after RoPE, norms and the cache update. It
-looks that function up by name in a registry. `intercept` swaps the entry under the name that the
-model already uses. A new name would lose the mask function registered with it, and also the sparse
-masks that some models apply only under the names they know.
+transformers looks one function up by name and calls it after RoPE, norms and the cache update.
+`intercept` swaps the entry under the name that the model uses: a new name would lose its mask
+function, and sparse masks that some models apply only under known names.
 
-Nothing is compared with the cache here: `geometry` does that, and refuses models whose cache does
-not hold what attention reads.
+`geometry` refuses models whose cache does not hold what attention reads.
 """
 
 import sys
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rotationzoo.errors import UnsupportedModel
-from rotationzoo.model.long_masks import LongMask, long_masks, query_blocks, seen_keys
+from rotationzoo.model.long_masks import LongMask, long_masks, query_blocks, registered, seen_keys
 
 if TYPE_CHECKING:
     from transformers import AttentionInterface, PreTrainedModel
@@ -118,12 +116,10 @@ Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @contextmanager
 def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
-    """Inside the block, every attention call of the model's decoder goes to `function` instead, and
-    attention in other modules (vision towers, other models) is left alone."""
+    """Inside the block, the decoder's attention calls go to `function`; those of others do not."""
     tower = decoder(model)
     decoder_modules = set(map(id, tower.modules()))
     name = tower.config._attn_implementation
-    swapped: list[tuple[AttentionInterface, AttentionFunction | None]] = []
     latents: dict[int, torch.Tensor] = {}
 
     def replacement(original: AttentionFunction | None) -> AttentionFunction:
@@ -148,18 +144,13 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
         setattr(call, _TAKES_LONG_MASKS, True)
         return call
 
-    try:
+    with ExitStack() as swapped:
         for registry in attention_registries(tower):
-            original = registry.get(name)  # None for eager, which is in no registry
-            swapped.append((registry, original))
-            registry[name] = replacement(original)
-        with _watching_latents(tower, latents), long_masks(name):
-            yield
-    finally:
-        for registry, original in swapped:
-            registry.pop(name, None)  # uncovers the library's own entry ...
-            if registry.get(name) is not original:
-                registry[name] = original  # ... or puts back an override that was there before
+            own = registry.get(name)  # None for eager, which is in no registry
+            swapped.enter_context(registered(registry, name, replacement(own)))
+        swapped.enter_context(_watching_latents(tower, latents))
+        swapped.enter_context(long_masks(name))
+        yield
 
 
 def _watching_latents(tower: "PreTrainedModel", latents: dict[int, torch.Tensor]) -> ExitStack:
@@ -206,8 +197,7 @@ def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
 
 
 def eager_attention(module: torch.nn.Module) -> AttentionFunction:
-    """The eager implementation. It is in no registry: each modeling file defines its own, and the
-    registry look-up falls back to that. Raises `AttributeError` where there is none."""
+    """A module's eager implementation, which its modeling file defines. Raises `AttributeError`."""
     modeling_file = sys.modules[type(module).__module__]
     return cast(AttentionFunction, modeling_file.eager_attention_forward)
 

@@ -56,9 +56,8 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
 
 
 def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: Source) -> str | None:
-    """The scaling of RoPE that the model runs with: the one that was asked for, or else that of the
-    artifacts. `yarn:2` and `yarn:2:8192` are the same for a model of 8,192 positions. Raises
-    `UsageError` for a scaling that cannot be, and `RotationZooError` for artifacts of another."""
+    """The RoPE scaling to run with: `asked`, or that of the artifacts. `yarn:2` is `yarn:2:8192`
+    for 8,192 positions. Raises `UsageError` or `RotationZooError` if it cannot be."""
     try:
         scaling = None if asked is None else normalize(asked)
     except ValueError as error:
@@ -89,8 +88,7 @@ def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
 
 
 def check_weights(artifacts: list[Artifact], source: Source, anyway: bool) -> None:
-    """Raise `RotationZooError` for artifacts that are known to be made for other weights than a
-    model's, unless the user wants them anyway. The weights must be on this machine."""
+    """Raise `RotationZooError` for artifacts known to be of other weights, unless `anyway`."""
     for note in filter(None, (other_weights_note(artifact, source) for artifact in artifacts)):
         if not anyway:
             make = f"make one with: rotationzoo calibrate {shlex.quote(source.name)}"
@@ -141,8 +139,8 @@ def source_of(model: PreTrainedModel) -> Source | None:
 
 
 def take_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
-    """The source of a loaded model: its files, or a folder with its config alone where there are
-    none, or where the model has changed since it was read from them."""
+    """A loaded model's source: its files or, without them or changed since, a folder of its
+    config."""
     source = source_of(model)
     if source is None or not _is_in(source.folder, model):
         folder = Path(mkdtemp(prefix="rotationzoo-"), type(model).__name__)

@@ -1,8 +1,7 @@
 """Reads a model's attention geometry: the layers that store keys and values, their heads and sizes.
 
-There is no list of supported models. The model runs on a few tokens, usually on `meta` without
-weights, and the inputs of attention are compared with what the cache stores. `geometry_of` refuses
-a model family that cannot be calibrated, with the reason in one sentence.
+There is no list of models. A model runs on a few tokens, usually on `meta`, and attention's inputs
+are compared with the cache. `geometry_of` refuses what cannot be calibrated, with the reason.
 """
 
 import logging
@@ -33,9 +32,9 @@ CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
 
 
 def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
-    """The attention geometry of a model on `meta`. None where its attention needs values; the
-    caller then looks at real weights. Raises `UnsupportedModel` with the reason, and
-    `ModelUnavailable` with the config's numbers where they do not fit each other."""
+    """The attention geometry of a model on `meta`, or None if its attention needs values. Raises
+    `UnsupportedModel` with the reason, or `ModelUnavailable` for a config that contradicts
+    itself."""
     name, tower = type(model).__name__, decoder(model)
     # The default experts loop over their tokens, which needs values; batched experts do not.
     if getattr(tower.config, "_experts_implementation", None) is not None:
@@ -170,8 +169,8 @@ def _same_rows(rows: torch.Tensor, earlier: torch.Tensor) -> bool:
 # ---- whether attention ignores a shift that all keys share
 
 
-# Changes of the output up to this, relative to the largest output, count as none. On tiny models
-# of 20 families the change is at most 2e-6 where a shift cancels, and .5 or more where it does not.
+# Relative changes of the output up to this count as none. On tiny models of 20 families they are at
+# most 2e-6 where a shift cancels, and 0.5 or more where it does not.
 NONE = 1e-3
 # Scale of queries and keys: large enough for a soft cap of 50 to show, and small enough not to
 # saturate a softmax, where 1 - exp(-30) is 1.
@@ -215,8 +214,7 @@ def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Atten
     drawn: dict[int, torch.Tensor] = {}
 
     def draw(given: Any) -> Any:
-        """Random numbers in the shape of a tensor. The same tensor always gets the same numbers,
-        because sinks are passed both as a weight and as an option."""
+        """The same random numbers for the same tensor: sinks are both a weight and an option."""
         if not isinstance(given, torch.Tensor):
             return given
         if id(given) not in drawn:

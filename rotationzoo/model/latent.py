@@ -111,8 +111,7 @@ class Weights:
 
     @classmethod
     def of(cls, call: Call) -> "Weights":
-        """The weights of a call, at least in float32. They are read from what the modules make of
-        an identity matrix: that works wherever accelerate keeps them, and for any type of them."""
+        """The weights of a call, at least float32: what its modules make of an identity."""
         attend, heads, value_dim = call.attend, call.query.shape[1], call.value.shape[-1]
         assert attend.latent is not None
         rank, dtype, device = attend.latent.shape[-1], attend.latent.dtype, attend.latent.device

@@ -77,8 +77,7 @@ def describe(source: Source, config: "PretrainedConfig", fingerprint: str | None
 
 
 def _model_class(config: "PretrainedConfig", name: str) -> Any:
-    """The auto class that builds models of this config, with the parts for images and audio only if
-    it is marked with `READS_MEDIA` or there is no class without. Raises `UnsupportedModel`."""
+    """The auto class of a config, without media unless `READS_MEDIA`. Raises `UnsupportedModel`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -107,11 +106,9 @@ def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
 
 
 def _implementations(config: "PretrainedConfig") -> dict[str, str | None]:
-    """How attention and experts are computed. `config.json` does not decide: it may name another's
-    repository of kernels, whose code would be fetched and run.
+    """How attention and experts are computed: not by `config.json`, which may name code to fetch.
 
-    None is the library's own choice. Models with a soft cap get eager, because sdpa silently drops
-    the cap, and some versions (5.17, for Gemma 2) would choose sdpa all the same.
+    None is the library's choice. Soft caps need eager: sdpa drops them, and 5.17 would choose it.
     """
     text = config.get_text_config(decoder=True)
     eager = "eager" in (config._attn_implementation, text._attn_implementation)
@@ -304,8 +301,7 @@ def input_device(model: "PreTrainedModel") -> torch.device:
 
 @contextmanager
 def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
-    """Turn an error inside the model's own forward, on batches of `batch` rows of `length` tokens,
-    into a `RotationZooError`; where memory ran out, its hint is smaller settings."""
+    """Turn an error of a forward on `batch` rows of `length` tokens into a `RotationZooError`."""
     try:
         with as_unavailable(f"{model} fails when it runs"):
             yield

@@ -123,17 +123,26 @@ def long_masks(implementation: str) -> Iterator[None]:
         return LongMask(original, options, options.get("device", "cpu"))
 
     setattr(make, _IN_BLOCKS, True)
-    functions[implementation] = make
     try:
-        yield
+        with registered(functions, implementation, make):
+            yield
     except AttributeError as error:
         if isinstance(error.obj, LongMask):
             raise NeedsWholeMask(str(error.name)) from error
         raise
+
+
+@contextmanager
+def registered(registry: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block, a registry of transformers has this function under a name."""
+    original = registry.get(name)
+    registry[name] = function
+    try:
+        yield
     finally:
-        functions.pop(implementation)  # uncovers the library's own entry ...
-        if functions.get(implementation) is not original:
-            functions[implementation] = original  # ... or puts back what stood before it
+        registry.pop(name)  # uncovers the library's own entry ...
+        if registry.get(name) is not original:
+            registry[name] = original  # ... or puts back an earlier override
 
 
 def _is_skipped(implementation: str, options: dict[str, Any]) -> bool:

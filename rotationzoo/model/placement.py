@@ -1,5 +1,4 @@
-"""Placing weights that do not fit one device: accelerate's device map, memory limits, the scratch
-folder of weights that are offloaded to disk, and how a full memory shows."""
+"""Places weights that do not fit one device: device maps, memory limits and offloading to disk."""
 
 import os
 import tempfile
@@ -89,8 +88,7 @@ def free_memory(device: torch.device | int | str) -> int:
 
 
 def container_limits() -> Iterator[tuple[int, int]]:
-    """The limit of each control group around this process, and what it leaves, in bytes: its own
-    group may be inside others that have one. A container may see its own as the root."""
+    """The limit of each control group around this process, and what it leaves, in bytes."""
     with suppress(OSError, ValueError):  # no Linux
         for line in _GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

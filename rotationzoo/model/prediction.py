@@ -1,5 +1,4 @@
-"""A model's predictions: in blocks of positions, so that the logits of only some hundred positions
-exist at a time, and the tokens that it finds most probable, one after another."""
+"""A model's predictions: logits in blocks of positions, and greedy continuations."""
 
 import copy
 import math
@@ -35,9 +34,8 @@ class HiddenStates:
     """The decoder's own output, whose `last_hidden_state` is `[B, T, hidden]`."""
 
     def logits(self, positions: slice | list[int]) -> torch.Tensor:
-        """The logits `[B, P, vocabulary]` at some positions. The model's own forward runs, with a
-        decoder that returns what it has returned before: a head is more than one matrix in models
-        that cap their logits (Gemma) or scale them (Granite, Cohere)."""
+        """The logits `[B, P, vocabulary]` at some positions, by the model's own forward on the
+        decoder's output: some heads cap (Gemma) or scale (Granite, Cohere) their logits."""
         part = copy.copy(self.output)
         part["last_hidden_state"] = self.output.last_hidden_state[:, positions]
         with returning([decoder(self.model)], part):
@@ -60,9 +58,8 @@ class HiddenStates:
 
 
 def run_decoder(model: "PreTrainedModel", ids: torch.Tensor, cache: Any = None) -> HiddenStates:
-    """Run a model over rows of token ids `[B, T]`, and return what its decoder makes of them. Of
-    the head's predictions only the last is computed, where a model can leave out the others. The
-    tokens follow those in a `cache`, if there is one, to which they are added."""
+    """Run a model over token ids `[B, T]`, after those in a `cache`, and return what its decoder
+    makes of them. Only the last prediction is computed, if the model can omit the others."""
     given = {} if cache is None else cache_argument(model, cache)
     ids = ids.to(input_device(model))
     # A slice: for a number some decoders leave out earlier positions themselves (Gemma 4), and a

@@ -90,8 +90,7 @@ def check_codes(tensors: Mapping[str, Stored], config: "PretrainedConfig", name:
 
 
 def check_loadable(config: "PretrainedConfig", name: str, device: str) -> None:
-    """Raise `UnsupportedModel` unless transformers can load the quantized weights of a model onto
-    `device` with the packages of this machine. Reads no weights."""
+    """Raise `UnsupportedModel` unless transformers can load these weights onto `device` here."""
     table = quantization_of(config)
     if table is None:
         return

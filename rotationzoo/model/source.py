@@ -50,8 +50,7 @@ _NOT_FILES = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: the name that the user gave, the local folder of its files, or that
-    stands for its GGUF file, and the hub commit (None for a folder)."""
+    """Where a model is from: the given name, its folder or its GGUF file's, and the hub commit."""
 
     name: str
     folder: Path
@@ -132,8 +131,7 @@ def find(model: str, revision: str | None = None) -> Source:
 
 @cache
 def _stand_in(file: Path, name: str) -> Path:
-    """Make the folder that stands for a GGUF file: with the config that transformers reads from the
-    file, and a link to it. `fetch` adds the tokenizer. It lasts as long as the process.
+    """The folder that stands for a GGUF file, with its config and a link, until the process ends.
 
     Raises `RotationZooError` for another file or without the gguf package, `ModelUnavailable` if
     transformers cannot read it, and `UnsupportedModel` if it would drop RoPE settings."""
@@ -183,8 +181,7 @@ def _write_tokenizer(folder: Path, name: str) -> None:
 
 
 def _with_metadata(config: Any, reader: Any, name: str) -> Any:
-    """The config with what a GGUF file says of RoPE, heads, windows and tokens, of which
-    transformers may read less. Raises `UnsupportedModel` for what has no field."""
+    """The config with a GGUF file's RoPE, heads, windows and tokens. Raises `UnsupportedModel`."""
     kind, table = reader.value("general.architecture"), config.to_dict()
     rows = [int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"]
     table["vocab_size"] = rows[0] if rows else table["vocab_size"]
@@ -372,8 +369,8 @@ def fetch_weights(source: Source, progress: Progress) -> None:
 
 
 def _arrived(snapshot: Path) -> Iterable[Path]:
-    """The files of a download so far: whole ones are in the snapshot's folder, as links, and the
-    hub's client names others `.incomplete` next to those that the links lead to."""
+    """A download's files so far: links to whole ones, and `.incomplete` ones next to their
+    targets."""
     yield from snapshot.glob("*.safetensors")
     yield from (snapshot.parent.parent / "blobs").glob("*.incomplete")
 
@@ -394,8 +391,7 @@ def model_words(artifact: "Artifact") -> list[str]:
 
 
 def find_model(artifact: "Artifact") -> Path | None:
-    """The path of the artifact's model, if it is the demo or is found: in the working folder under
-    its own name, or where it was when rotations were made for it."""
+    """The path of the artifact's model: the demo, here under its own name, or where it last was."""
     return _locate(artifact.manifest.model)[1]
 
 

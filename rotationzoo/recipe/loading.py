@@ -60,8 +60,8 @@ def load(recipe: str) -> Recipe:
 
 
 def from_dict(content: dict[str, Any], origin: str) -> Recipe:
-    """Build a recipe from parsed YAML or JSON. Missing keys come from the preset that it `extends`,
-    by default `oscar`. Raises `RotationZooError`, naming `origin`."""
+    """Build a recipe from parsed YAML or JSON, on top of the preset that it `extends` (`oscar`).
+    Raises `RotationZooError`, naming `origin`."""
     # YAML allows numbers as keys. As text, they get the usual error for unknown keys.
     content = {str(key): value for key, value in content.items()}
     base = str(content.pop("extends", "oscar"))

@@ -87,8 +87,7 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
 
 
 def same_scaling(wanted: str | None, present: str | None) -> bool:
-    """Whether a config's scaling is the one that is wanted, which need not say the positions. A
-    config never says those of linear scaling. Where none is wanted, any will do."""
+    """Whether a config has the wanted scaling (any if None), whose positions may be left out."""
     if wanted is None or present is None:
         return wanted is None
     if wanted.startswith("linear:"):

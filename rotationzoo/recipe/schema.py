@@ -163,8 +163,7 @@ class Recipe(Section):
     center_values: bool = False
     """Subtract each KV head's mean value; the reader adds it back, times the attention received."""
     feedback: bool = False
-    """Also store how errors of keys and values count, so that a writer can choose a row's codes
-    together. Readers and formats stay the same."""
+    """Also store how errors of keys and values count, to choose a row's codes together."""
     whiten: bool = False
     """With `feedback`, also store matrices that even out the channels before the rotation. Queries
     and outputs are then multiplied by other matrices than the rotations."""
@@ -243,8 +242,7 @@ class Recipe(Section):
         return tuple(side for side, centered in centers.items() if centered)
 
     def centers(self, side: str) -> bool:
-        """Whether a side is stored with its mean subtracted. Of one that is read as keys and as
-        values, the mean is added back, so centering either centers it."""
+        """Whether a side is stored without its mean: a latent if either of keys and values is."""
         return not set(self.centered).isdisjoint(read_as(side))
 
     def clip(self, side: str) -> float:

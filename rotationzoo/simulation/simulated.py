@@ -4,7 +4,7 @@ A server keeps the first `sink` and the last `recent` tokens of a request exact.
 a position therefore read it exact, and later queries read it quantized. To simulate this in one
 pass over whole rows, the model's own attention function is called on keys and values
 `[exact; quantized]` of twice the length. A mask shows each query one of the two copies of each
-position (see `masks`). The model's own sliding windows, soft cap and attention sinks still apply.
+position (`TwoCopyMask`). The model's own sliding windows, soft cap and attention sinks still apply.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +26,7 @@ from rotationzoo.model.latent import cached_of
 from rotationzoo.model.long_masks import LongMask, query_blocks, seen_keys
 
 KEPT_BYTES = 2**28
-"""Bytes of blocks that are kept for the layers that follow: all blocks of 16,384 tokens. Blocks of
-longer rows, 8.6 GB at 131,072 tokens, are made for each layer again."""
+"""Bytes of blocks kept for later layers: those of 16,384 tokens. Longer rows' are made again."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ class TwoCopyMask:
     _kept: list[Block] = field(default_factory=list)
 
     def blocks(self) -> Iterator[Block]:
-        """The mask, split by queries: a block sees no later position and few of its second
-        copies."""
+        """The mask in blocks of queries, each with only the positions that it sees."""
         kept_bytes = sum(block.mask.nbytes for block in self._kept)
         for number, queries in enumerate(query_blocks(self.length)):
             if number < len(self._kept):
@@ -92,8 +90,8 @@ class TwoCopyMask:
         return mask[:, :, queries]
 
     def fits(self, attend: Attention, length: int, device: torch.device) -> bool:
-        """Whether this mask was made from the same model mask, for as many positions, on the same
-        device. Layers on a second device each receive their own copy, so content counts."""
+        """Whether this mask was made from the same model mask, length and device; content
+        counts."""
         if self.device != device or self.length != length:
             return False
         mask, other = self.attend.mask, attend.mask
@@ -167,8 +165,7 @@ class SimulatedCodec(Sized, Protocol):
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: Format
     ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of tokens after the sink as a reader gets them back, in their type.
-        Rows of an incomplete group of tokens come back as they are."""
+        """Rows `[B, H, T, D]` after the sink as they are read; incomplete groups as they are."""
 
 
 @dataclass(frozen=True)

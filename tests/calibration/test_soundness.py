@@ -50,14 +50,10 @@ def change_one(rotations: Rotations, layer: int, side: str, **changes) -> Rotati
 def test_imported_matrices_may_be_less_orthogonal(sound):
     claim, rotations, _ = sound
     scaled = change_one(rotations, 3, "value", matrix=rotations[3].value.matrix * 1.001)
-    assert sentences(claim.orthogonality_problems(scaled)) == [
-        "value rotation not orthogonal: layer 3"
-    ]
-    assert not list(replace(claim, imported=True).orthogonality_problems(scaled))
+    assert sentences(claim.side_problems(scaled, {})) == ["value rotation not orthogonal: layer 3"]
+    assert not list(replace(claim, imported=True).side_problems(scaled, {}))
     nothing = change_one(rotations, 3, "value", matrix=rotations[3].value.matrix * float("nan"))
-    assert sentences(claim.orthogonality_problems(nothing)) == [
-        "value rotation not orthogonal: layer 3"
-    ]
+    assert sentences(claim.side_problems(nothing, {})) == ["value rotation not orthogonal: layer 3"]
 
 
 def test_what_no_formula_makes_again_is_not_held_against_one(sound):

@@ -290,7 +290,7 @@ def test_the_command(pair, inside):
     assert "imported" in card
     assert inside("verify", "rotations/pair-model-imported").returncode == 0
     assert inside("inspect", "rotations/pair-model-imported").returncode == 0
-    assert "holds other work" in inside(*words, "--clip", "1").stderr
+    assert "holds the work of another job" in inside(*words, "--clip", "1").stderr
     missing = inside("import", inside.folder / "none", "--model", "demo").stderr
     assert missing.startswith("Error: there is no file")
     assert inside("import", folder).returncode == 2

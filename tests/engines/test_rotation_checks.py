@@ -123,7 +123,7 @@ def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     assert (tmp_path / "imported" / "manifest.json").stat().st_ino == before, (
         "the same import is not done twice"
     )
-    with pytest.raises(RotationZooError, match="holds other work"):
+    with pytest.raises(RotationZooError, match="holds the work of another job"):
         import_(
             Import([folder / VALUE, folder / KEY], tmp_path / "imported", model, clip=(1.0, 1.0))
         )

@@ -120,8 +120,7 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
 
 
 def _compare_config(reader: Reader, architecture: str, request: Request, payload: Payload) -> str:
-    """Compare the base with the config of its model, and return a note that says what was compared.
-    Unless the user names the model, it is looked for on this machine.
+    """Compare the base with its model's config, if that is here, and return a note about it.
 
     Raises `RotationZooError` for a file that was converted from another model.
     """

@@ -158,8 +158,8 @@ def load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entri
 
 
 def _check_archive(path: Path) -> None:
-    """Raise `RotationZooError` for a compressed archive, which may unpack to any size and which
-    torch never writes, and for one of more tensors than the layers of any model have."""
+    """Raise `RotationZooError` for a compressed archive, or one of more tensors than models
+    have."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     unpacked, size = sum(entry.file_size for entry in entries), path.stat().st_size

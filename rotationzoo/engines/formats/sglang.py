@@ -16,8 +16,7 @@ _PAGE = 8  # tokens leave the exact window in pages of this size
 
 
 def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
-    """Write the pair to `work`. The environment variables name the files in `final`. Raises
-    `RotationZooError` for what SGLang's kernels cannot run."""
+    """Write the pair to `work`. Raises `RotationZooError` for what SGLang's kernels cannot run."""
     check_limits("SGLang", payload, powers=True)
     cannot, group = "SGLang cannot", payload.largest_group
     if group & (group - 1):

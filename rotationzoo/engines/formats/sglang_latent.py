@@ -59,8 +59,7 @@ def _notes(payload: Payload) -> list[str]:
 
 
 def latent_files(folder: Path) -> list[Path]:
-    """The files of a folder's layers, each with a bare matrix of latents, or with a table of the
-    matrix, its mean and its eigenvalues; none where it is no folder."""
+    """A folder's files by layer: matrices of latents, or tables with a mean and eigenvalues."""
     files = folder.iterdir() if folder.is_dir() else ()
     return sorted(each for each in files if _OF_A_LAYER.fullmatch(each.name))
 

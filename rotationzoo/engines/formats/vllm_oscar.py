@@ -13,8 +13,7 @@ _NAME = "vLLM's pull request"
 
 
 def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
-    """Write the pair to `work`. The environment variables name the files in `final`. Raises
-    `RotationZooError` for what the pull request cannot run."""
+    """Write the pair to `work`. Raises `RotationZooError` for what the pull request cannot run."""
     check_limits(_NAME, payload, equal=True, groups=True)
     for layer in cached_layers(payload.geometry):
         if payload.group_size is not None and payload.group_size < layer.key_dim:
