@@ -137,8 +137,7 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
         assert planned.geometry is not None
         rotations = fit(None, job.recipe, planned.geometry)
         result = CalibrationResult(job.recipe, planned.geometry, rotations)
-    seconds = time.monotonic() - started
-    content = manifest_content(planned, result, identity, versions, seconds)
+    content = manifest_content(planned, result, identity, versions, time.monotonic() - started)
     averages = None if result.statistics is None else average(result.statistics)
     artifact = write_sound_artifact(job.output, result.rotations, averages, content, FETCH_AGAIN)
     # Last: a process killed before this line leaves both the artifact and the checkpoint.

@@ -25,8 +25,7 @@ Identity = Mapping[str, str]
 
 def differences(saved: Mapping[str, Any], present: Identity) -> list[str]:
     """The keys in which a saved identity differs from that of the present job."""
-    keys = dict.fromkeys([*present, *saved])
-    return [key for key in keys if saved.get(key) != present.get(key)]
+    return [key for key in dict.fromkeys([*present, *saved]) if saved.get(key) != present.get(key)]
 
 
 def asked_recipe(artifact: Artifact) -> str:

@@ -53,8 +53,7 @@ def collect(
     Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` for infinities.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
-    device = input_device(model)
-    sums = RunningSums(geometry, recipe, checkpoint, device)
+    sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
     if checkpoint is not None and sums.done > passes * len(batches):
         raise damaged(checkpoint.path)
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
@@ -228,8 +227,7 @@ def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = No
     if on_tensor_cores(tensor):
         if weight is not None:
             weight = weight.transpose(0, 1).flatten(1).to(moment.second.device)
-        rows = rows_of_heads(tensor, heads).to(moment.second.device)
-        add_runs(moment, rows, weight)
+        add_runs(moment, rows_of_heads(tensor, heads).to(moment.second.device), weight)
         return
     for number, row in enumerate(by_kv_head):  # one at a time limits the size of float64 copies
         moment.add(row.flatten(1, 2), None if weight is None else weight[number].flatten(1))
@@ -274,8 +272,7 @@ class MomentObserver:
         by_head = Moment.zeros(heads, dim, errors.queries.device)
         _add(by_head, errors.queries)
         absorbed = errors.absorb(by_head)
-        nothing = torch.zeros_like(absorbed.first)
-        reads = Moment(errors.value_metric[None], nothing, absorbed.weight)
+        reads = Moment(errors.value_metric[None], torch.zeros_like(absorbed.first), absorbed.weight)
         moments = self.statistics[index]
         for kind, added in {"query": absorbed, "output": reads}.items():
             moments[kind] = moments[kind].to(errors.queries.device) + added

@@ -147,8 +147,7 @@ def plan(job: Job) -> Plan:
     check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error
     job = replace(job, recipe=recipe, batch=1 if recipe.data.media else job.batch)
-    known = Plan(job, source, config, geometry, None, notes=tuple(notes))
-    return _with_sizes(known, model)
+    return _with_sizes(Plan(job, source, config, geometry, None, notes=tuple(notes)), model)
 
 
 def _reason_for_equal_bits(job: Job, geometry: Geometry) -> str | None:
@@ -180,8 +179,7 @@ def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
     length = min(data.length, max(data.tokens, USUAL_LENGTH), position_count(config) or data.length)
     if length == data.length:
         return recipe
-    data = data.model_copy(update={"length": length})
-    return recipe.model_copy(update={"data": data})
+    return recipe.model_copy(update={"data": data.model_copy(update={"length": length})})
 
 
 def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
@@ -192,8 +190,7 @@ def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
     check_positions(config, length, "rows", "add: --length {}")
     if recipe.exclude_sink and length <= recipe.sink:
         problem = f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens"
-        hint = "give longer rows with --length"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, "give longer rows with --length")
     if not data.media and not data.rows:
         problem = f"{counted(data.tokens, 'token')} cannot fill one row of {length:,}"
         hint = f"ask for at least --tokens {length}, or for shorter rows with --length"

@@ -94,8 +94,7 @@ def measure_sensitivities(
             done += 1
 
     def add_loss(layer: int, side: str, rotation: Rotation) -> Rotation:
-        loss = torch.tensor(losses[layer, side], dtype=torch.float64)
-        return replace(rotation, sensitivity=loss)
+        return replace(rotation, sensitivity=torch.tensor(losses[layer, side], dtype=torch.float64))
 
     return rotations.replace(add_loss)
 
@@ -192,8 +191,7 @@ def _reading_stored(
         if rounds:
             read = codec.fake_quantize(stored, owner, side, COARSE)
         else:
-            rotated = codec.rotate(stored, owner, side)
-            read = codec.restore(rotated, owner, side).to(rows.dtype)
+            read = codec.restore(codec.rotate(stored, owner, side), owner, side).to(rows.dtype)
         return torch.cat([exact[:, :, :first], read, exact[:, :, last:]], dim=2)
 
     def read(call: Call) -> torch.Tensor:

@@ -81,8 +81,7 @@ class Claim:
     def from_manifest(cls, content: Mapping[str, Any]) -> "Claim":
         """The claim of a manifest's content. Raises `RotationZooError` if it is damaged."""
         recipe = from_dict(content["recipe"], "the manifest's recipe")
-        geometry = geometry_from_json(content["geometry"])
-        return cls(recipe, geometry, "imported" in content)
+        return cls(recipe, geometry_from_json(content["geometry"]), "imported" in content)
 
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Tensors that are missing, superfluous, misshapen or not finite."""
@@ -90,8 +89,7 @@ class Claim:
         layout = rotation_layout(*claimed)
         problems = tensor_problems(rotation_tensors(rotations), layout)
         if statistics is not None:
-            layout = statistics_layout(*claimed)
-            problems += tensor_problems(statistics_tensors(statistics), layout)
+            problems += tensor_problems(statistics_tensors(statistics), statistics_layout(*claimed))
         return problems
 
     def content_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
@@ -143,8 +141,7 @@ class Claim:
         """Rotations that differ from those that a recipe without an eigenbasis makes."""
         # Leave out what comes from statistics, which is checked elsewhere.
         measured = "center_keys", "center_values", "feedback", "whiten"
-        formula = dict.fromkeys(measured, False) | asdict(EQUAL)
-        alone = self.recipe.model_copy(update=formula)
+        alone = self.recipe.model_copy(update=dict.fromkeys(measured, False) | asdict(EQUAL))
         for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix
             if not torch.allclose(rotation.matrix, stored, atol=orthogonality.ORTHOGONAL):
@@ -209,8 +206,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     # Build the rotations only for the errors that it raises.
     for dim in sorted(dims):
         if recipe.has_eigenbasis:
-            identity = orthogonality.identity(dim)
-            compositions.compose(identity, recipe.composition, recipe.group(dim))
+            compositions.compose(orthogonality.identity(dim), recipe.composition, recipe.group(dim))
         else:
             compositions.data_free(dim, recipe.composition, seed=0)
 

@@ -109,8 +109,7 @@ def read_shape(source: Source) -> Shape:
     geometry = geometry_on_meta(model)
     if geometry is None:
         problem = f"what the layers of {source.name} cache shows only with its weights"
-        hint = "fetch them and look at: rotationzoo generate"
-        raise UnsupportedModel(problem, hint)
+        raise UnsupportedModel(problem, "fetch them and look at: rotationzoo generate")
     kept, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
     windows = {index: getattr(each, "sliding_window", None) for index, each in enumerate(kept)}
     owners = cached_layers(geometry)

@@ -45,8 +45,7 @@ def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: i
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(heads, count, dim, generator=generator, dtype=torch.float64)
     degrees = torch.randn(heads, count, _TAIL_DEGREES, generator=generator, dtype=torch.float64)
-    chi_squared = degrees.square().sum(-1, keepdim=True)
-    tail = (_TAIL_DEGREES / chi_squared).sqrt()
+    tail = (_TAIL_DEGREES / degrees.square().sum(-1, keepdim=True)).sqrt()
     if moments is None:
         return (normal * tail).float()
     mean, second = moments.mean, moments.second_moment
@@ -181,8 +180,7 @@ class KernelComparison:
         self._check_product("rotation", rotated, rows, rotation)
         for format in int2.FORMATS.values():
             codes = int2.quantize(rotated, clip[:, None], self.group_size, format).codes
-            unpacked = int2.unpack(int2.pack(codes, format), format)
-            self._check_equal("packed code", unpacked, codes)
+            self._check_equal("packed code", int2.unpack(int2.pack(codes, format), format), codes)
             self.elements += rows.numel()
 
     def _check_quantized(

@@ -74,8 +74,7 @@ def check_membership(
     recipe = artifact.recipe
     if not recipe.has_eigenbasis:
         problem = f"{artifact.folder} holds no eigenbasis to look for in a model"
-        hint = "leave --run out"
-        raise RotationZooError(f"{problem} (composition {recipe.composition})", hint)
+        raise RotationZooError(f"{problem} (composition {recipe.composition})", "leave --run out")
     rotations = list(artifact.rotations.each())  # read before the weights are fetched
     source = find(candidate.model, candidate.revision)
     config = loading.load_config(source, recipe.rope_scaling)

@@ -87,8 +87,7 @@ second. Raises `RotationZooError` for what the engine cannot run, such as a head
 
 def clip_text(ratio: float, off: float) -> str:
     """A clip ratio as text. No clipping, 1 in this package, becomes the engine's number `off`."""
-    number = off if ratio == 1 else ratio
-    return f"{number:g}"
+    return f"{off if ratio == 1 else ratio:g}"
 
 
 def check_limits(

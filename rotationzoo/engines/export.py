@@ -57,8 +57,7 @@ def install_export(work: Path, target: Path) -> None:
         written = {path.name for path in work.iterdir()}
         # SGLang's own calibration marks what it has written, or is writing, in such files.
         marks = [path.name for path in target.glob(".oscar_*.json")]
-        replaced = {*written, *_earlier_files(target), *marks}
-        folders.carry_over(target, work, replaced)
+        folders.carry_over(target, work, {*written, *_earlier_files(target), *marks})
     folders.install(work, target)
 
 

@@ -108,8 +108,7 @@ def check_matrices(file: RotationFile) -> None:
     content = file.content
     for layer, matrix in content.rotation.items():
         for problem in _problems(matrix, content.eigenvalues.get(layer), content.mean.get(layer)):
-            hint = "do not use it"
-            raise RotationZooError(f"layer {layer} of {file.path.name} {problem}", hint)
+            raise RotationZooError(f"layer {layer} of {file.path.name} {problem}", "do not use it")
 
 
 def _problems(

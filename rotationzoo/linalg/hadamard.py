@@ -30,8 +30,7 @@ def hadamard(order: int) -> torch.Tensor:
             root: float = order**0.5
             return reduce(torch.kron, [*[_SYLVESTER] * power, core]) / root
     problem = f"no Paley x Sylvester construction gives a Hadamard matrix of order {order}"
-    hint = "use a recipe without a Hadamard factor: composition: plain"
-    raise RotationZooError(problem, hint)
+    raise RotationZooError(problem, "use a recipe without a Hadamard factor: composition: plain")
 
 
 def _paley(order: int) -> torch.Tensor | None:
@@ -41,8 +40,7 @@ def _paley(order: int) -> torch.Tensor | None:
         return torch.ones(1, 1, dtype=torch.float64)
     q = order - 1
     if q % 4 == 3 and (field := _prime_power(q)):
-        conference = _bordered(_jacobsthal(*field), corner=-1)
-        return torch.eye(order, dtype=torch.float64) + conference
+        return torch.eye(order, dtype=torch.float64) + _bordered(_jacobsthal(*field), corner=-1)
     q = order // 2 - 1
     if order % 4 == 0 and q % 4 == 1 and (field := _prime_power(q)):
         conference = _bordered(_jacobsthal(*field), corner=1)

@@ -256,8 +256,7 @@ def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int, group: int)
     held = max(1, _BLOCK // (runs * dim**2))
     sums = []
     for lefts, rights in zip(left.split(held), right.split(held), strict=True):
-        transposed = lefts.reshape(-1, run, dim).mT
-        products = _multiply(transposed, rights.reshape(-1, run, dim))
+        products = _multiply(lefts.reshape(-1, run, dim).mT, rights.reshape(-1, run, dim))
         of_groups = products.view(len(lefts), -1, group, dim, dim).sum(2)
         sums.append(of_groups.sum(1, dtype=torch.float64))
     return torch.cat(sums)

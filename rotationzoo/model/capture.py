@@ -131,7 +131,7 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
             attention_mask: torch.Tensor | LongMask | None,
             **options: Any,
         ) -> tuple[torch.Tensor, Any]:
-            models_own = original or eager_attention(module)
+            models_own = original or eager_attention(module)  # which is in no registry
             if id(module) not in decoder_modules:
                 if isinstance(attention_mask, LongMask):
                     attention_mask = attention_mask.rows(slice(None))
@@ -146,8 +146,7 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
 
     with ExitStack() as swapped:
         for registry in attention_registries(tower):
-            own = registry.get(name)  # None for eager, which is in no registry
-            swapped.enter_context(registered(registry, name, replacement(own)))
+            swapped.enter_context(registered(registry, name, replacement(registry.get(name))))
         swapped.enter_context(_watching_latents(tower, latents))
         swapped.enter_context(long_masks(name))
         yield
@@ -198,8 +197,7 @@ def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
 
 def eager_attention(module: torch.nn.Module) -> AttentionFunction:
     """A module's eager implementation, which its modeling file defines. Raises `AttributeError`."""
-    modeling_file = sys.modules[type(module).__module__]
-    return cast(AttentionFunction, modeling_file.eager_attention_forward)
+    return cast(AttentionFunction, sys.modules[type(module).__module__].eager_attention_forward)
 
 
 def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]:

@@ -107,8 +107,7 @@ def other_weights_note(artifact: Artifact, source: Source) -> str | None:
 
 def check_fits(artifact: Artifact, model: PreTrainedModel) -> None:
     """Raise `RotationZooError` for an artifact of another model or RoPE scaling."""
-    name = model.name_or_path or type(model).__name__
-    check_artifacts(name, [artifact], geometry_of(model))
+    check_artifacts(model.name_or_path or type(model).__name__, [artifact], geometry_of(model))
     wanted, present = artifact.recipe.rope_scaling, scaling_of(model.config)
     if not same_scaling(wanted, present):
         raise RotationZooError(

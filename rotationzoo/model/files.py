@@ -197,5 +197,4 @@ def _named_shards(index: Path) -> list[str]:
     try:
         return sorted({files.plain(str(name)) for name in names})
     except ValueError as error:
-        hint = "fetch the weights again"
-        raise ModelUnavailable(f"{index} is damaged: {error}", hint) from error
+        raise ModelUnavailable(f"{index} is damaged: {error}", "fetch the weights again") from error

@@ -196,8 +196,7 @@ def ignores_shift(
     hidden = zeros.masked_fill(~visible, torch.finfo(torch.float32).min)
     attempts = [replace(drawn, mask=visible)]
     with suppress(AttributeError):  # of a module without an eager implementation, which is first
-        eager = eager_attention(attend.module)
-        attempts.insert(0, replace(drawn, function=eager, mask=hidden))
+        attempts.insert(0, replace(drawn, function=eager_attention(attend.module), mask=hidden))
     for attempt in attempts:
         try:
             plain = attempt(queries, keys, values)

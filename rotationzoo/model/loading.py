@@ -180,8 +180,7 @@ def load(
         setattr(model, HEADLESS, missing != needed)
         missing = needed
     if missing:  # transformers only warns, and fills them with random numbers
-        hint = _FETCH_HINT
-        raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", hint)
+        raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", _FETCH_HINT)
     unused, parts = _find_unused(model, stored, loading_info["unexpected_keys"])
     if unused:
         problem = f"{cannot}: its weights have {unused[0]}, which its config does not use"
@@ -289,8 +288,7 @@ def torch_device(device: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         problem = "this machine has no CUDA device, or this torch was built without CUDA"
-        hint = "--device cpu"
-        raise UsageError(problem, hint)
+        raise UsageError(problem, "--device cpu")
     return device
 
 

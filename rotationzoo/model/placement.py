@@ -56,8 +56,7 @@ def place_weights(
     missing = [each for each in limits or () if isinstance(each, int) and each >= count]
     if missing:
         problem = f"--max-memory names GPU {missing[0]}, and this machine has {count or 'none'}"
-        hint = "leave out GPUs that are not here: --max-memory cpu=60GiB"
-        raise UsageError(problem, hint)
+        raise UsageError(problem, "leave out GPUs that are not here: --max-memory cpu=60GiB")
     if limits is None and reserved:
         computing = devices_of(on_cpu=not torch.cuda.is_available())
         limits = {}

@@ -155,6 +155,5 @@ def returning(modules: Iterable[torch.nn.Module], output: Any) -> Iterator[None]
     with ExitStack() as patches:
         for module in modules:
             # A forward that accelerate has put on the module itself comes back.
-            forward = patch.object(module, "forward", lambda *args, **kwargs: output)
-            patches.enter_context(forward)
+            patches.enter_context(patch.object(module, "forward", lambda *args, **kwargs: output))
         yield

@@ -158,8 +158,7 @@ def _stand_in(file: Path, name: str) -> Path:
         config = AutoConfig.from_pretrained(folder.parent, gguf_file=GGUF)
         # Where no type is asked for, transformers would choose float32.
         config.dtype = torch.bfloat16
-        config = _with_metadata(config, reader, name)
-        config.save_pretrained(folder)
+        _with_metadata(config, reader, name).save_pretrained(folder)
     check_configs(folder, name)
     scaling = reader.value(f"{reader.value('general.architecture')}.rope.scaling.type")
     scaled = scaling not in (None, "none")
@@ -215,8 +214,7 @@ def _only_gguf(names: Iterable[str], place: str) -> str | None:
     found = sorted(name for name in names if name.endswith(".gguf"))
     if len(found) > 1:
         problem = f"{place[:-1]} has no config.json, and {len(found)} GGUF files"
-        hint = f"name one of them: {place}{found[0]}"
-        raise ModelUnavailable(problem, hint)
+        raise ModelUnavailable(problem, f"name one of them: {place}{found[0]}")
     return found[0] if found else None
 
 

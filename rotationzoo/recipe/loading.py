@@ -125,8 +125,7 @@ def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
 
 
 def _name_budget(budget: Budget) -> str:
-    given = filter(None, asdict(budget).values())
-    return "".join(f"-{number:g}" for number in given) + "-bits"
+    return "".join(f"-{number:g}" for number in filter(None, asdict(budget).values())) + "-bits"
 
 
 def without_budget(recipe: Recipe) -> Recipe:

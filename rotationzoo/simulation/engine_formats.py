@@ -52,8 +52,7 @@ def read_q8_0(rows: torch.Tensor) -> torch.Tensor:
 def read_q4_0(rows: torch.Tensor) -> torch.Tensor:
     """llama.cpp's q4_0: blocks of 32 channels, codes -8 to 7 (-8: the largest), float16 scale."""
     blocks = torch.unflatten(rows, -1, (-1, BLOCK))
-    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-    scale = largest / -8
+    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
     codes = (blocks * _reciprocal(scale) + 8.5).trunc().clamp(max=15)
     return ((codes - 8) * _as_half(scale)).flatten(-2)
 
@@ -80,8 +79,7 @@ def read_int4_per_token_head(rows: torch.Tensor) -> torch.Tensor:
 def read_lloyd_max(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """TurboQuant's keys in vLLM: the direction of a row, times a Hadamard matrix, rounded to
     Lloyd-Max centroids and normalised again, and the row's norm in float16."""
-    dim = rows.shape[-1]
-    matrix = hadamard(dim).to(rows.device, torch.float32)
+    matrix = hadamard(rows.shape[-1]).to(rows.device, torch.float32)
     norm = rows.norm(dim=-1, keepdim=True)
     rotated = rows / (norm + 1e-8) @ matrix
     centroids, midpoints = _unit_centroids(rows, bits)

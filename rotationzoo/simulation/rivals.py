@@ -212,8 +212,7 @@ def check_engine_cache(name: str, geometry: Geometry) -> None:
     for layer in cached_layers(geometry):
         if layer.sides != SIDES:
             problem = f"{name} stores keys and values, and this model caches {layer.cached.words}"
-            hint = f"leave {name} out of --rivals"
-            raise UsageError(problem, hint)
+            raise UsageError(problem, f"leave {name} out of --rivals")
         for side in SIDES:
             group, dim = ENGINE_CACHES[name].side(side).group, layer.dims[side]
             if dim % group:

@@ -105,26 +105,6 @@ class TwoCopyMask:
         return same_kind and torch.equal(mask, other)
 
 
-class TwoCopyMasks:
-    """The two-copy masks of a model, each shared by all layers with the same mask and device."""
-
-    def __init__(self, cache: CacheLayout):
-        self.cache = cache
-        self._masks: list[TwoCopyMask] = []
-
-    def mask_for(self, attend: Attention, query: torch.Tensor) -> TwoCopyMask:
-        """The two-copy mask for one attention call."""
-        length, device = query.shape[2], query.device
-        for mask in self._masks:
-            if mask.fits(attend, length, device):
-                return mask
-        # Masks of an earlier row of another length are not asked for again.
-        self._masks = [mask for mask in self._masks if mask.length == length]
-        mask = TwoCopyMask(attend, self.cache, device, length)
-        self._masks.append(mask)
-        return mask
-
-
 def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """The mask over `[exact; quantized]`, from the model's own and from `exact` `[Q, T]`."""
     if mask.dtype == torch.bool:
@@ -226,7 +206,8 @@ class _SimulatedAttention:
         self.observers = observers
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         token_group = simulation.codec.token_group
-        self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
+        self.cache = replace(simulation.cache, token_group=token_group)
+        self.masks: list[TwoCopyMask] = []
         self.switched_off = False
 
     def compare_block(
@@ -253,7 +234,7 @@ class _SimulatedAttention:
             return call.run()
         assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
         keys, values = self._read_cache(call)
-        mask = self.masks.mask_for(attend, query)
+        mask = self._mask_for(attend, query)
         queries = self.simulation.queries
         if queries is not None and self.observers is not None:
             with suppress(UnsupportedModel):  # without eager attention, there are no weights
@@ -266,6 +247,17 @@ class _SimulatedAttention:
             seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
             outputs.append(read(query[:, :, block.queries], seen_keys, seen_values))
         return torch.cat(outputs, dim=1)
+
+    def _mask_for(self, attend: Attention, query: torch.Tensor) -> TwoCopyMask:
+        """The mask for an attention call, shared by all layers with the same mask and device."""
+        length, device = query.shape[2], query.device
+        for mask in self.masks:
+            if mask.fits(attend, length, device):
+                return mask
+        # Masks of an earlier row of another length are not asked for again.
+        self.masks = [mask for mask in self.masks if mask.length == length]
+        self.masks.append(TwoCopyMask(attend, self.cache, device, length))
+        return self.masks[-1]
 
     def _read_cache(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[exact; quantized]` of twice the length."""

@@ -51,8 +51,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Request) -> 
     for dim in sorted(payload.head_dims):
         if dim % _BLOCK:
             blocks = f"its blocks have {_BLOCK} channels"
-            hint = PAGE
-            raise RotationZooError(f"llama.cpp cannot run head dimension {dim}: {blocks}", hint)
+            raise RotationZooError(f"llama.cpp cannot run head dimension {dim}: {blocks}", PAGE)
     base = request.base
     if base is None:
         hint = "name it: --base MODEL.gguf"
@@ -136,8 +135,7 @@ def _compare_config(reader: Reader, architecture: str, request: Request, payload
     stated = payload.provenance.get("config_sha256")
     if request.model and stated not in (None, hash_config(source.folder)):
         problem = f"{request.model} is not the model of this artifact: its config differs"
-        hint = "check --model"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, "check --model")
     config = text_config(read_json(source.folder / "config.json"))
     # Some configs keep `rope_theta` under `rope_parameters`.
     config = {**as_mapping(config.get("rope_parameters")), **config}

@@ -34,5 +34,4 @@ def write_files(work: Path, final: Path, payload: Payload, request: Request) -> 
         "layers are named as in models of one decoder; scales are not in the file",
         "layers of fewer than 4 bits get NVFP4, the smallest format there is",
     ]
-    command = f"vllm serve {shlex.quote(payload.model)} --kv-cache-dtype auto"
-    return Launch([command], {}, notes)
+    return Launch([f"vllm serve {shlex.quote(payload.model)} --kv-cache-dtype auto"], {}, notes)
