@@ -106,10 +106,9 @@ def _check_sums(
     """Raise `UnsupportedModel` unless the hooks saw every token in every layer exactly once,
     `Unsound` if a sum is not finite, and `RotationZooError` if no token is `past_sink`."""
     if not past_sink:
+        hint = "give longer rows with --length, or longer documents"
         raise RotationZooError(
-            f"nothing that counts lies past the {skip} sink tokens, which are left out of the key "
-            "and value sums",
-            hint="give longer rows with --length, or longer documents",
+            f"nothing lies past the {skip} sink tokens, which do not count", hint
         )
     for owner, moments in statistics.items():
         readers = [layer for layer in geometry if layer.owner == owner]
@@ -122,10 +121,8 @@ def _check_sums(
             count = expected.get(kind, past_sink)
             weight = moments[kind].weight
             if not (weight == count).all():
-                raise UnsupportedModel(
-                    f"the hooks saw {int(weight[0])} {kind} rows of layer {owner} "
-                    f"instead of {count}"
-                )
+                seen = f"{int(weight[0])} {kind} rows of layer {owner}"
+                raise UnsupportedModel(f"the hooks saw {seen} instead of {count}")
             # Attention may hide them: a key of minus infinity can have no weight.
             if not all(each.isfinite().all() for each in _sums(moments[kind])):
                 problem = f"layer {owner} has {kind} activations that are not finite"
@@ -280,9 +277,7 @@ class MomentObserver:
     def layer(self, index: int) -> Layer:
         """The layer with this index. Raises `UnsupportedModel` if it was not found before."""
         if index not in self.layers:
-            raise UnsupportedModel(
-                f"layer {index} calls attention although it did not when the model was looked at"
-            )
+            raise UnsupportedModel(f"layer {index} calls attention, and did not before")
         return self.layers[index]
 
 

@@ -191,11 +191,10 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
         raise RotationZooError(problem, hint)
     cached = cached_rows(geometry)
     if not all(map(recipe.target_kinds, cached.sides)):
-        raise RotationZooError(
-            f"{cached.words} have no statistics {recipe.key_statistic} and "
-            f"{recipe.value_statistic}, as the recipe {recipe.name} asks for",
-            hint="give key_statistic: query and value_statistic: output, or key and value",
-        )
+        both = f"{recipe.key_statistic} and {recipe.value_statistic}"
+        hint = "give key_statistic: query and value_statistic: output, or key and value"
+        problem = f"{cached.words} have no statistics {both}, as the recipe {recipe.name} asks for"
+        raise RotationZooError(problem, hint)
     if cached is not HEADS and recipe.data.media:
         problem = f"images and audio are not counted for models that cache {cached.words} yet"
         hint = f"calibrate on text, without {' and '.join(recipe.data.media)}"

@@ -73,10 +73,8 @@ def parse_card(text: str) -> Card:
     size = _SIZE.fullmatch(text.strip())
     if size and (memory := int(float(size[1]) * _UNITS[size[2].lower()])) > 0:
         return Card(text.strip(), memory)
-    raise UsageError(
-        f"--gpu {text!r} is neither a card's name nor an amount of memory{nearest(text, CARDS)}",
-        hint=f"give one such as 24GiB, 2x24GiB, or a card: {', '.join(CARDS)}",
-    )
+    problem = f"--gpu {text!r} is neither a card nor an amount of memory{nearest(text, CARDS)}"
+    raise UsageError(problem, f"give one such as 24GiB, 2x24GiB, or a card: {', '.join(CARDS)}")
 
 
 def _plain(text: str) -> str:

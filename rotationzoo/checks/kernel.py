@@ -213,12 +213,10 @@ class KernelComparison:
         different = (actual.view(bits) != expected.view(bits)).nonzero()
         if len(different):
             where = tuple(different[0].tolist())
-            raise RotationZooError(
-                f"{self.name}, head {where[0]}, row {where[1]}: the kernel's {what} is "
-                f"{actual[where].item()!r} and the definition's is {expected[where].item()!r} "
-                f"({len(different)} differ)",
-                hint=_HINT,
-            )
+            values = f"{actual[where].item()!r} and the definition's is {expected[where].item()!r}"
+            place = f"{self.name}, head {where[0]}, row {where[1]}"
+            words = f"the kernel's {what} is {values} ({len(different)} differ)"
+            raise RotationZooError(f"{place}: {words}", _HINT)
 
     def _check_product(
         self, what: str, actual: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor
@@ -232,11 +230,8 @@ class KernelComparison:
         self.rotation_error = max(self.rotation_error, worst)
         if not worst <= 1:  # `worst > 1` would let NaN pass
             head, row, _ = torch.unravel_index(error.argmax(), error.shape)
-            raise RotationZooError(
-                f"{self.name}, head {head}, row {row}: the kernel's {what} is off by {worst:.2g} "
-                "times what float32 allows",
-                hint=_HINT,
-            )
+            off = f"the kernel's {what} is off by {worst:.2g} times what float32 allows"
+            raise RotationZooError(f"{self.name}, head {head}, row {row}: {off}", _HINT)
 
 
 VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
@@ -277,12 +272,9 @@ def validate_kernel(
 def check_device(folder: Path, device: str) -> None:
     """Raise `RotationZooError` without a GPU, unless the CPU was asked for: it checks less."""
     if device == "auto" and loading.torch_device(device) != "cuda":
-        raise RotationZooError(
-            f"{folder} is not validated: the CUDA reference needs an NVIDIA GPU, and there is none "
-            "here",
-            hint="run the same command on a machine with one; "
-            "--device cpu checks the codec's definition alone",
-        )
+        hint = "run it on a machine with one; --device cpu checks the codec's definition alone"
+        problem = f"{folder} is not validated: the CUDA reference needs an NVIDIA GPU"
+        raise RotationZooError(f"{problem}, and there is none here", hint)
 
 
 def _compare_layers(

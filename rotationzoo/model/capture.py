@@ -229,12 +229,9 @@ def check_transparent(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tens
     change = (plain - captured).abs().max().item()
     noise = (plain - logits()).abs().max().item()
     if not change <= noise:
-        raise UnsupportedModel(
-            f"capturing attention changes what {type(model).__name__} computes "
-            f"(logits move by {change:.1e})",
-            hint="report the model and the transformers version as an issue; its statistics would "
-            "not be trustworthy",
-        )
+        what = f"what {type(model).__name__} computes (logits move by {change:.1e})"
+        hint = "report the model and the transformers version: its statistics would be wrong"
+        raise UnsupportedModel(f"capturing attention changes {what}", hint)
     return plain
 
 

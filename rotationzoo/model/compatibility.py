@@ -46,11 +46,8 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
             held = f"{artifact.folder} holds rotations of {made_for.title}"
             raise RotationZooError(f"{held}, and {model} caches {cached.title}", hint)
         if not same_shapes(artifact.geometry, geometry):
-            raise RotationZooError(
-                f"{artifact.folder} was made for a model of other layers, heads or dimensions than "
-                f"{model}: {artifact.manifest.model.id}",
-                hint,
-            )
+            other = f"other layers, heads or dimensions than {model}: {artifact.manifest.model.id}"
+            raise RotationZooError(f"{artifact.folder} was made for a model of {other}", hint)
         check_group_size(artifact.recipe.group_size, head_dims(geometry))
         _ = artifact.rotations  # read now, because weights may take hours to fetch
 
@@ -69,12 +66,10 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: So
             continue
         made, runs = (scaling_of(load_config(source, each)) for each in (calibrated, scaling))
         if made != runs:
+            problem = f"was calibrated with the rope scaling {calibrated}, not {scaling}"
             others = f"give it alone, or with artifacts of --rope-scaling {calibrated}"
-            raise RotationZooError(
-                f"{artifact.folder} was calibrated with the rope scaling {calibrated}, "
-                f"not {scaling}",
-                hint=others if asked is None else "leave --rope-scaling out, or name others",
-            )
+            hint = others if asked is None else "leave --rope-scaling out, or name others"
+            raise RotationZooError(f"{artifact.folder} {problem}", hint)
     return scaling
 
 
@@ -110,11 +105,10 @@ def check_fits(artifact: Artifact, model: PreTrainedModel) -> None:
     check_artifacts(model.name_or_path or type(model).__name__, [artifact], geometry_of(model))
     wanted, present = artifact.recipe.rope_scaling, scaling_of(model.config)
     if not same_scaling(wanted, present):
-        raise RotationZooError(
-            f"{artifact.folder} was calibrated with the rope scaling {wanted}, and this model runs "
-            f"{f'with {present}' if present else 'without'}",
-            hint="load the model with the same scaling in the rope_parameters of its config",
-        )
+        runs = f"and this model runs {f'with {present}' if present else 'without'}"
+        hint = "load the model with the same scaling in the rope_parameters of its config"
+        problem = f"{artifact.folder} was calibrated with the rope scaling {wanted}, {runs}"
+        raise RotationZooError(problem, hint)
 
 
 def warn_of_other_weights(artifact: Artifact, model: PreTrainedModel) -> None:

@@ -37,11 +37,8 @@ def check_configs(folder: Path, name: str) -> None:
     config of more than 1,024 layers: transformers takes both at their word."""
     for path in (path for pattern in _CONFIGS for path in folder.glob(pattern)):
         if path.is_file() and (size := path.stat().st_size) > _CONFIG_LIMIT:
-            raise ModelUnavailable(
-                f"{path.name} of {name} has {size:,} bytes, and no such file has more than "
-                f"{_CONFIG_LIMIT:,}",
-                hint=_NO_MODEL,
-            )
+            problem = f"{path.name} of {name} has {size:,} bytes, more than {_CONFIG_LIMIT:,}"
+            raise ModelUnavailable(problem, _NO_MODEL)
     tables: list[dict[str, Any]] = [read_json(folder / "config.json")]
     for table in tables:  # which grows by the tables in it
         for key, value in table.items():
@@ -56,11 +53,8 @@ def check_configs(folder: Path, name: str) -> None:
 def check_count(layers: int, name: str) -> None:
     """Raise `ModelUnavailable` for more layers than any model has."""
     if layers > MOST_LAYERS:
-        raise ModelUnavailable(
-            f"the config of {name} asks for {layers:,} layers, and no model has more than "
-            f"{MOST_LAYERS:,}",
-            hint=_NO_MODEL,
-        )
+        problem = f"the config of {name} asks for {layers:,} layers, more than {MOST_LAYERS:,}"
+        raise ModelUnavailable(problem, _NO_MODEL)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -70,10 +64,9 @@ def weight_files(folder: Path) -> list[Path]:
     Raises `ModelUnavailable` for an index that names files elsewhere, or if others would be loaded.
     """
     for other in chain.from_iterable(map(folder.glob, _OTHER_WEIGHTS)):
-        raise ModelUnavailable(
-            f"{folder} holds {other.name} beside its weights, and transformers would load that",
-            hint="remove it, or merge it by peft's merge_and_unload and save the model elsewhere",
-        )
+        problem = f"{folder} also holds {other.name}, and transformers would load that"
+        hint = "remove it, or merge it by peft's merge_and_unload and save the model elsewhere"
+        raise ModelUnavailable(problem, hint)
     if is_gguf(folder):
         return [folder / GGUF]
     single, shards = folder / _SINGLE, sorted(filter(Path.is_file, folder.glob(_SHARDS)))
@@ -82,11 +75,9 @@ def weight_files(folder: Path) -> list[Path]:
         return paths if all(map(Path.is_file, paths)) else []
     # Servers load what the index names, or all files where there is none.
     if shards and not tensor_ends(shards).items() <= tensor_ends([single]).items():
-        raise ModelUnavailable(
-            f"{folder} holds two sets of weights: {_SINGLE}, which transformers loads, and "
-            f"{shards[0].name}, which a server loads",
-            hint="remove the one that is not the model's",
-        )
+        both = f"{_SINGLE}, which transformers loads, and {shards[0].name}, which a server loads"
+        hint = "remove the one that is not the model's"
+        raise ModelUnavailable(f"{folder} holds two sets of weights: {both}", hint)
     return [single]
 
 

@@ -79,18 +79,15 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=device)
     calls, stored = _run(model, ids)
     if not calls:
-        raise UnsupportedModel(
-            f"{name} computes attention in code of its own, or none at all: no hook can read it",
-            hint="only models that use transformers' attention interface can be calibrated",
-        )
+        hint = "only models that use transformers' attention interface can be calibrated"
+        own = "computes attention in code of its own, or none at all: no hook can read it"
+        raise UnsupportedModel(f"{name} {own}", hint)
     attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
     if any(getattr(module, "is_causal", True) is False for module in attentions):
         hint = CAUSAL_HINT
         raise UnsupportedModel(f"{name} is an encoder: its tokens attend to later ones", hint)
     if unseen := sorted(stored.keys() - calls.keys()):
-        raise UnsupportedModel(
-            f"{name} caches keys in layers {unseen} that never called the attention interface"
-        )
+        raise UnsupportedModel(f"{name} caches keys in layers {unseen} that no hook has seen")
     return [_layer(name, index, calls, stored) for index in sorted(calls)]
 
 
@@ -103,10 +100,8 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, Call], 
             name = type(model).__name__
             raise UnsupportedModel(f"{name} shares attention among layers: no call says of which")
         if call.layer in calls:
-            raise UnsupportedModel(
-                f"{type(model).__name__} computes attention more than once in a layer, "
-                "on other values than it caches"
-            )
+            twice = "attention more than once in a layer, on other values than it caches"
+            raise UnsupportedModel(f"{type(model).__name__} computes {twice}")
         calls[call.layer] = call
         return call.run()
 
@@ -131,20 +126,17 @@ def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int
         if held[-1] == read[-1] and held[1] != read[1] and call.attend.latent is None:
             made = f"{held[1]} heads of keys and values, of which its attention makes {read[1]}"
             raise UnsupportedModel(f"{name} caches {made}", hint)
-        raise UnsupportedModel(
-            f"{name} caches a compressed latent (MLA or alike), not the keys and values that its "
-            "attention reads",
-            hint,
+        latent = (
+            "a compressed latent (MLA or alike), not the keys and values that its attention reads"
         )
+        raise UnsupportedModel(f"{name} caches {latent}", hint)
     query_heads = call.query.shape[1]
     if isinstance(cached, Latents):
         rank, rope_dim = (each.shape[-1] for each in rows or ())
         return Layer(index, index, query_heads, 1, rank, rank, rope_dim=rope_dim)
     owner = index if rows is not None else _owner(index, calls, stored)
     if owner is None:
-        raise UnsupportedModel(
-            f"layer {index} of {name} attends to keys and values that no cache layer stores"
-        )
+        raise UnsupportedModel(f"layer {index} of {name} reads keys that no cache layer stores")
     _, kv_heads, _, key_dim = call.key.shape
     unshifted = ignores_shift(call.attend, call.query, call.key, call.value)
     return Layer(index, owner, query_heads, kv_heads, key_dim, call.value.shape[-1], unshifted)

@@ -56,9 +56,8 @@ def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedC
             source.folder, trust_remote_code=False
         )
     if config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{source.name} is an encoder-decoder, not a causal language model", hint=CAUSAL_HINT
-        )
+        problem = f"{source.name} is an encoder-decoder, not a causal language model"
+        raise UnsupportedModel(problem, CAUSAL_HINT)
     _model_class(config, source.name)  # refuses what is not a causal language model
     apply_scaling(config, rope_scaling, source.name)
     return config
@@ -241,10 +240,9 @@ def check_ids(rows: Iterable[torch.Tensor], config: "PretrainedConfig", name: st
     size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     largest = max(int(row.max()) for row in rows)
     if size is not None and largest >= size:
-        raise ModelUnavailable(
-            f"the tokenizer of {name} makes token {largest:,}, and its embedding has {size:,} rows",
-            hint="give it its own tokenizer, or more rows: resize_token_embeddings(len(tokenizer))",
-        )
+        problem = f"makes token {largest:,}, and its embedding has {size:,} rows"
+        hint = "give it its own tokenizer, or more rows: resize_token_embeddings(len(tokenizer))"
+        raise ModelUnavailable(f"the tokenizer of {name} {problem}", hint)
 
 
 def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":

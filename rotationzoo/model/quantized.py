@@ -64,11 +64,9 @@ def check_codes(tensors: Mapping[str, Stored], config: "PretrainedConfig", name:
         if plain or (method and method not in _DEQUANTIZED):
             continue
         needed = f"{method} needs {scales[0]}" if scales else "its config names no quantization"
-        raise UnsupportedModel(
-            f"{name} cannot be loaded, because {key} holds codes ({stored.dtype}) without a scale "
-            f"that transformers would apply: {needed}",
-            hint=_UNQUANTIZED,
-        )
+        codes = f"codes ({stored.dtype}) without a scale that transformers would apply: {needed}"
+        problem = f"{name} cannot be loaded, because {key} holds {codes}"
+        raise UnsupportedModel(problem, _UNQUANTIZED)
     if not is_dequantized(config) or not blocks:
         return
     shapes = {key: stored.shape for key, stored in tensors.items()}
@@ -82,11 +80,9 @@ def check_codes(tensors: Mapping[str, Stored], config: "PretrainedConfig", name:
             for size, count, block in zip(shape, grid, blocks, strict=True)
         ]
         if any(cut):
-            raise UnsupportedModel(
-                f"{name} cannot be loaded, because {weight} of {shape} is stored in blocks of "
-                f"{list(blocks)} that are cut short, which transformers gives wrong scales",
-                hint=_UNQUANTIZED,
-            )
+            cut_short = f"in blocks of {list(blocks)} that are cut short, with wrong scales"
+            problem = f"{name} cannot be loaded, because {weight} of {shape} is stored {cut_short}"
+            raise UnsupportedModel(problem, _UNQUANTIZED)
 
 
 def check_loadable(config: "PretrainedConfig", name: str, device: str) -> None:
@@ -113,6 +109,5 @@ def check_loadable(config: "PretrainedConfig", name: str, device: str) -> None:
         if isinstance(error, ImportError) and missing:
             hint = f"run: pip install '{missing}'"
     if reason is not None:
-        raise UnsupportedModel(
-            f"{name} cannot be loaded, because it is quantized with {method}: {reason}", hint=hint
-        )
+        problem = f"{name} cannot be loaded, because it is quantized with {method}: {reason}"
+        raise UnsupportedModel(problem, hint)

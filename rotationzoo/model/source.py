@@ -95,11 +95,10 @@ def find(model: str, revision: str | None = None) -> Source:
             names = [path.name for path in folder.iterdir()]
             if only := _only_gguf(names, f"{model.rstrip('/')}/"):
                 return Source(model, _stand_in(folder / only, model), None)
-            raise ModelUnavailable(
-                f"{model} is not a model: the folder has no config.json",
-                hint="give the folder that save_pretrained wrote, a GGUF file, a hub id such as "
-                "Qwen/Qwen3-8B, or demo",
+            hint = (
+                "give a folder of save_pretrained, a GGUF file, an id like Qwen/Qwen3-8B, or demo"
             )
+            raise ModelUnavailable(f"{model} is not a model: the folder has no config.json", hint)
         check_configs(folder, model)
         return Source(model, folder, None)
     if is_local(model):  # a mistyped path
@@ -164,9 +163,8 @@ def _stand_in(file: Path, name: str) -> Path:
     scaled = scaling not in (None, "none")
     scaled |= any(tensor.name.startswith("rope_") for tensor in reader.tensors)
     if scaled and not scaling_of(config):
-        raise UnsupportedModel(
-            f"{name} scales RoPE, which transformers does not read from a GGUF file", hint=other
-        )
+        problem = f"{name} scales RoPE, which transformers does not read from a GGUF file"
+        raise UnsupportedModel(problem, other)
     return folder
 
 
@@ -202,10 +200,8 @@ def _with_metadata(config: Any, reader: Any, name: str) -> Any:
         if entry in place and said is not None:
             place[entry] = said / dim if "rotary" in entry else said or None
         elif said not in (None, held):
-            raise UnsupportedModel(
-                f"{name} has {kind}.{key} {said}, and the config of transformers has no such field",
-                hint=ORIGINAL,
-            )
+            problem = f"{name} has {kind}.{key} {said}, and transformers' config has no such field"
+            raise UnsupportedModel(problem, ORIGINAL)
     return type(config).from_dict(table)
 
 

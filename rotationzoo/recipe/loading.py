@@ -44,10 +44,9 @@ def load(recipe: str) -> Recipe:
         return PRESETS[recipe]
     path = Path(recipe)
     if not os.path.isfile(path):  # not `Path.is_file`, which raises for a name of many characters
-        raise RotationZooError(
-            f"there is no recipe {shortened(recipe)!r}, nor such a file{nearest(recipe, PRESETS)}",
-            hint=f"give one of {', '.join(PRESETS)}, or a YAML file such as configs/Qwen3-8B.yaml",
-        )
+        meant = nearest(recipe, PRESETS)
+        hint = f"give one of {', '.join(PRESETS)}, or a YAML file such as configs/Qwen3-8B.yaml"
+        raise RotationZooError(f"there is no recipe or file {shortened(recipe)!r}{meant}", hint)
     try:
         with path.open(encoding="utf-8") as file:
             content = strict_yaml.parse(file.read(strict_yaml.LIMIT + 1))

@@ -60,17 +60,13 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
     parameters = _parameters(config)
     trained = position_count(config)
     if not parameters or trained is None:
-        raise RotationZooError(
-            f"{name} has no RoPE of full attention, or of all layers, to be scaled", hint=_UNSCALED
-        )
+        problem = f"{name} has no RoPE of full attention, or of all layers, to be scaled"
+        raise RotationZooError(problem, _UNSCALED)
     present = scaling_of(config)
     if present is not None:
         if not same_scaling(scaling, present):
-            raise RotationZooError(
-                f"the config of {name} scales its RoPE already ({present}), and cannot be scaled "
-                f"by {wanted}",
-                hint=_UNSCALED,
-            )
+            problem = f"the config of {name} scales its RoPE already ({present})"
+            raise RotationZooError(f"{problem}, and cannot be scaled by {wanted}", _UNSCALED)
         return
     original = wanted.positions or trained
     scaled = {**parameters, "rope_type": wanted.kind, "factor": wanted.factor}
@@ -101,10 +97,9 @@ def check_positions(config: "PretrainedConfig", tokens: int, what: str, shorter:
     `what` they are, and the hint to make them `shorter`, where `{}` stands for the positions."""
     positions = position_count(config)
     if positions is not None and tokens > positions:
-        raise RotationZooError(
-            f"{what} of {tokens} tokens are longer than the {positions} positions of the model",
-            hint=longer_rows_hint(config, tokens, shorter.format(positions)),
-        )
+        says = f"{what} of {tokens} tokens are longer than the {positions} positions of the model"
+        hint = longer_rows_hint(config, tokens, shorter.format(positions))
+        raise RotationZooError(says, hint)
 
 
 def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> str:

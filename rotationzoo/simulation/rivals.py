@@ -216,8 +216,6 @@ def check_engine_cache(name: str, geometry: Geometry) -> None:
         for side in SIDES:
             group, dim = ENGINE_CACHES[name].side(side).group, layer.dims[side]
             if dim % group:
-                raise UsageError(
-                    f"{name} stores {group} channels together, and {side}s of layer "
-                    f"{layer.index} have {dim}",
-                    hint=f"leave {name} out of --rivals",
-                )
+                has = f"{side}s of layer {layer.index} have {dim}"
+                problem = f"{name} stores {group} channels together, and {has}"
+                raise UsageError(problem, f"leave {name} out of --rivals")

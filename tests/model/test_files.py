@@ -105,7 +105,7 @@ def test_what_would_be_loaded_besides_is_refused(other, copied_tiny):
     """An adapter, which transformers applies with peft installed, and a distributed checkpoint."""
     (copied_tiny / other).write_text("{}")
     error, hint = refusal(copied_tiny)
-    assert f"holds {other} beside its weights" in error
+    assert f"also holds {other}" in error
     assert "merge_and_unload" in hint
 
 

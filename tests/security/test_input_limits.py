@@ -191,7 +191,7 @@ def write_config(folder: Path, **changes) -> Path:
 @pytest.mark.parametrize("word", ["plan", "calibrate"])
 def test_layers_are_counted_before_anything_is_built(inside, word, changes):
     model = write_config(inside.folder / "model", **changes)
-    assert "layers, and no model has more than 1,024" in refused(inside(word, model))
+    assert "layers, more than 1,024" in refused(inside(word, model))
 
 
 @pytest.mark.hostile("size")

@@ -143,11 +143,9 @@ def _compare_config(reader: Reader, architecture: str, request: Request, payload
         numbers = stored, expected = [reader.value(f"{architecture}.{field}"), config.get(key)]
         known = all(isinstance(number, int | float) for number in numbers)
         if known and not math.isclose(*numbers, rel_tol=1e-6):
-            raise RotationZooError(
-                f"{reader.path.name} was not converted from {source.name}: its {field} is "
-                f"{stored:g}, and {key} is {expected:g} there",
-                hint=_OF_THE_MODEL,
-            )
+            differs = f"its {field} is {stored:g}, and {key} is {expected:g} there"
+            problem = f"{reader.path.name} was not converted from {source.name}: {differs}"
+            raise RotationZooError(problem, _OF_THE_MODEL)
     return f"the base has the config of {source.name}; its weights were not compared"
 
 
@@ -256,11 +254,8 @@ def read(path: Path) -> list[RotationFile]:
     for side in SIDES:
         rotation = dict(sorted(matrices[side[0]].items()))
         if not rotation:
-            raise RotationZooError(
-                f"{path.name} holds no {side} rotations",
-                hint="give a file that was baked with both; values may be rotated in its weights, "
-                "from which they cannot be read",
-            )
+            hint = "give a file baked with both; rotations within weights cannot be read"
+            raise RotationZooError(f"{path.name} holds no {side} rotations", hint)
         objective = rotation_file.objective_name(notes.get(f"{side}_objective"))
         files.append(RotationFile(path, "GGUF", side, SideMatrices(rotation, objective), notes))
     return files

@@ -149,11 +149,9 @@ def load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entri
     # OSCAR's tools can also make pairs of a matrix and its inverse, and say so in the file.
     declared = as_mapping(table.get("transform")).get("orthogonal") is not False
     if not declared or any(name in entry for entry in entries.values() for name in _COMPANIONS):
-        raise RotationZooError(
-            f"{path.name} holds rotations that are not orthogonal, with a second matrix for "
-            "queries or outputs",
-            hint="ask for orthogonal ones: 2-bit rows of one scale do not survive the others",
-        )
+        pairs = "rotations that are not orthogonal, with a second matrix for queries or outputs"
+        hint = "ask for orthogonal ones: 2-bit rows of one scale do not survive the others"
+        raise RotationZooError(f"{path.name} holds {pairs}", hint)
     return table, entries
 
 
@@ -253,9 +251,7 @@ def _side(path: Path, objective: str, transform: Mapping[str, Any]) -> str | Non
         stated = "key"
     named = {"k": "key", "v": "value"}.get(path.stem.partition("_")[0])
     if stated and named and named != stated:
-        raise RotationZooError(
-            f"{path.name} is named as {named}s and says that it holds {stated}s "
-            f"(objective {objective}): they are swapped",
-            hint="do not use it, or give the files their right names",
-        )
+        says = f"says that it holds {stated}s (objective {objective}): they are swapped"
+        hint = "do not use it, or give the files their right names"
+        raise RotationZooError(f"{path.name} is named as {named}s and {says}", hint)
     return named or stated

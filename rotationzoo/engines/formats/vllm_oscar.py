@@ -17,11 +17,8 @@ def write_files(work: Path, final: Path, payload: Payload, request: Request) -> 
     check_limits(_NAME, payload, equal=True, groups=True)
     for layer in cached_layers(payload.geometry):
         if payload.group_size is not None and payload.group_size < layer.key_dim:
-            raise RotationZooError(
-                f"{_NAME} keeps one scale a head, and this artifact has groups of "
-                f"{payload.group_size}",
-                hint=PAGE,
-            )
+            groups = f"this artifact has groups of {payload.group_size}"
+            raise RotationZooError(f"{_NAME} keeps one scale a head, and {groups}", PAGE)
     environment = write_pair(work, final, payload, "VLLM_OSCAR")
     environment["VLLM_OSCAR_GROUP_SIZE"] = str(payload.largest_group)
     notes = [
