@@ -277,7 +277,7 @@ class MomentObserver:
     def layer(self, index: int) -> Layer:
         """The layer with this index. Raises `UnsupportedModel` if it was not found before."""
         if index not in self.layers:
-            raise UnsupportedModel(f"layer {index} calls attention, and did not before")
+            raise UnsupportedModel(f"layer {index} calls attention although it did not before")
         return self.layers[index]
 
 

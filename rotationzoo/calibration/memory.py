@@ -122,7 +122,12 @@ class Footprint:
             heads = max((layer.query_heads for layer in self.geometry), default=0)
             whole = length * length <= LARGEST_MASK
             scores = 3 * 4 * tokens * (length if whole else BLOCK_QUERIES) * heads
-        return self._states(tokens) + self._adding(batch) + scores
+        hidden: int = self._text.hidden_size
+        inner = getattr(self._text, "intermediate_size", None) or 4 * hidden
+        if not isinstance(inner, int):  # some models have one size per layer
+            inner = max(inner)
+        states: int = tokens * self.item * (4 * hidden + 3 * max(self._widest, inner))
+        return states + self._adding(batch) + scores
 
     def _adding(self, batch: int) -> int:
         """The most memory that adding one layer's rows to the sums takes: float64 copies of one
@@ -140,16 +145,6 @@ class Footprint:
                     run_bytes(layer.kv_heads, rows, layer.value_dim, self.item, weighted=True)
                 )
         return max(adding)
-
-    def _states(self, tokens: int) -> int:
-        """The residual stream and one layer's projections."""
-        hidden: int = self._text.hidden_size
-        inner = getattr(self._text, "intermediate_size", None) or 4 * hidden
-        if not isinstance(inner, int):  # some models have one size per layer
-            inner = max(inner)
-        residual: int = 4 * tokens * hidden * self.item
-        projections: int = 3 * tokens * self.item * max(self._widest, inner)
-        return residual + projections
 
     @property
     def _widest(self) -> int:

@@ -104,9 +104,9 @@ def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Raise `UnsupportedModel` if a model's cache miscounts ids `[B, T]`, as MiniMax's does."""
     cache = returned_cache(model(input_ids=ids, use_cache=True))
     if cache.get_seq_length() != ids.shape[1]:
-        problem = f"the cache of {type(model).__name__} loses count of its tokens"
+        whose = f"{type(model).__name__}, whose own cache loses count of its tokens"
         hint = "leave out --bits, or add --quick"
-        raise UnsupportedModel(f"a budget of bits is not measured: {problem}", hint)
+        raise UnsupportedModel(f"a budget of bits is not measured for {whose}", hint)
 
 
 def write_texts(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact.reductions import Request
+from rotationzoo.artifact.reductions import Settled
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers, head_dims
 
@@ -49,12 +49,8 @@ class Payload:
     geometry: Geometry
     key: SideMatrices
     value: SideMatrices
-    clip: tuple[float, float]
-    """The clip ratios of keys and of values; 1 means no clipping."""
     group_size: int | None
     """Channels that share a scale; None means the whole head."""
-    sink: int
-    recent: int
     provenance: Mapping[str, Any]
     bits: Mapping[int, float]
     """Layer -> bits of a channel, of the side that has more, without scales."""
@@ -80,7 +76,7 @@ class Launch:
     notes: list[str]
 
 
-WriteFiles = Callable[[Path, Path, Payload, Request], Launch]
+WriteFiles = Callable[[Path, Path, Payload, Settled], Launch]
 """`write_files` of a module in `formats/`, which writes to the first folder, later moved to the
 second. Raises `RotationZooError` for what the engine cannot run, such as a head dimension."""
 

@@ -110,7 +110,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
     reduced = list_reductions(artifact, settled)
     payload = assemble_payload(artifact, settled)
     with disk_errors(target), folders.temporary_sibling(target) as work:
-        launch = write_files(work, target.absolute(), payload, request)
+        launch = write_files(work, target.absolute(), payload, settled)
         notes = [*launch.notes, *_notes_of_artifact(artifact, launch)]
         if settled.pooled and artifact.rotations.per_head:
             notes.append(_describe_pooling(artifact, settled))
@@ -262,10 +262,7 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
         geometry=artifact.geometry,
         key=key,
         value=value,
-        clip=request.clip,
         group_size=recipe.group_size,
-        sink=sink,
-        recent=recent,
         provenance=provenance(artifact, pools, bool(uncentered), served),
         bits=bits,
     )

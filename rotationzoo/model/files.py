@@ -19,7 +19,7 @@ MOST_LAYERS = 1024
 INDEX = "model.safetensors.index.json"
 GGUF = "weights.gguf"
 """The link to a GGUF file, in the folder that stands for it (`model/source`)."""
-_SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
+SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")
 _HEADER_LIMIT = 100_000_000  # bytes, as in safetensors
@@ -69,13 +69,13 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelUnavailable(problem, hint)
     if is_gguf(folder):
         return [folder / GGUF]
-    single, shards = folder / _SINGLE, sorted(filter(Path.is_file, folder.glob(_SHARDS)))
+    single, shards = folder / SINGLE, sorted(filter(Path.is_file, folder.glob(_SHARDS)))
     if not single.is_file():
         paths = [folder / name for name in _named_shards(folder / INDEX)]
         return paths if all(map(Path.is_file, paths)) else []
     # Servers load what the index names, or all files where there is none.
     if shards and not tensor_ends(shards).items() <= tensor_ends([single]).items():
-        both = f"{_SINGLE}, which transformers loads, and {shards[0].name}, which a server loads"
+        both = f"{SINGLE}, which transformers loads, and {shards[0].name}, which a server loads"
         hint = "remove the one that is not the model's"
         raise ModelUnavailable(f"{folder} holds two sets of weights: {both}", hint)
     return [single]
@@ -99,11 +99,6 @@ def check_engine(folder: Path, engine: str = DEFAULT) -> list[str]:
         other = "" if ENGINES[engine].gguf else f"{ORIGINAL}; "
         raise RotationZooError(f"{engine} cannot use this GGUF file ({kind})", f"{other}{words}")
     return [words]
-
-
-def entry_file(paths: list[Path]) -> str:
-    """The name by which transformers loads these weight files: that of the one, or the index."""
-    return _SINGLE if paths and paths[0].name == _SINGLE else INDEX
 
 
 def absent_weights(folder: Path) -> tuple[str, str] | None:

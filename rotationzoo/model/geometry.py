@@ -126,17 +126,16 @@ def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int
         if held[-1] == read[-1] and held[1] != read[1] and call.attend.latent is None:
             made = f"{held[1]} heads of keys and values, of which its attention makes {read[1]}"
             raise UnsupportedModel(f"{name} caches {made}", hint)
-        latent = (
-            "a compressed latent (MLA or alike), not the keys and values that its attention reads"
-        )
-        raise UnsupportedModel(f"{name} caches {latent}", hint)
+        instead = "not the keys and values that its attention reads"
+        raise UnsupportedModel(f"{name} caches a compressed latent (MLA or alike), {instead}", hint)
     query_heads = call.query.shape[1]
     if isinstance(cached, Latents):
         rank, rope_dim = (each.shape[-1] for each in rows or ())
         return Layer(index, index, query_heads, 1, rank, rank, rope_dim=rope_dim)
     owner = index if rows is not None else _owner(index, calls, stored)
     if owner is None:
-        raise UnsupportedModel(f"layer {index} of {name} reads keys that no cache layer stores")
+        reads = f"layer {index} of {name} attends to keys and values that no cache layer stores"
+        raise UnsupportedModel(reads)
     _, kv_heads, _, key_dim = call.key.shape
     unshifted = ignores_shift(call.attend, call.query, call.key, call.value)
     return Layer(index, owner, query_heads, kv_heads, key_dim, call.value.shape[-1], unshifted)

@@ -133,7 +133,8 @@ def load(
         return cast("PreTrainedModel", source.model)
     paths, cannot = files.weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # it is the caller's
-    config.transformers_weights = files.entry_file(paths)
+    is_single = bool(paths) and paths[0].name == files.SINGLE
+    config.transformers_weights = files.SINGLE if is_single else files.INDEX
     if quantization_of(config):
         dtype = "auto"
         dequantize(config)

@@ -1,7 +1,6 @@
 """Finds and fetches a model: a hub repository, a folder, a GGUF file or the demo."""
 
 import atexit
-import hashlib
 import os
 import re
 import shutil
@@ -25,7 +24,7 @@ from rotationzoo.network.huggingface_session import asking_huggingface, describe
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
 from rotationzoo.storage import folders, strict_yaml
-from rotationzoo.storage.files import check_utf8, read
+from rotationzoo.storage.files import check_utf8, digest, read
 from rotationzoo.words import nearest
 
 if TYPE_CHECKING:
@@ -33,16 +32,8 @@ if TYPE_CHECKING:
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
 # Only files at the root are fetched: subfolders hold other formats of the same weights.
-_FILES = [
-    "README.md",
-    "LICENSE*",
-    "NOTICE*",
-    "*.json",
-    "*.safetensors",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-]
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_FILES += ["README.md", "LICENSE*", "NOTICE*"]
 _CARD_FRONT = re.compile(r"\s*---\s*\n(.*?)\n---", re.DOTALL)
 _CONFIG = "config.json"
 _NOT_FILES = ["*/*", "consolidated*"]
@@ -95,9 +86,7 @@ def find(model: str, revision: str | None = None) -> Source:
             names = [path.name for path in folder.iterdir()]
             if only := _only_gguf(names, f"{model.rstrip('/')}/"):
                 return Source(model, _stand_in(folder / only, model), None)
-            hint = (
-                "give a folder of save_pretrained, a GGUF file, an id like Qwen/Qwen3-8B, or demo"
-            )
+            hint = "give a saved model's folder, a GGUF file, an id such as Qwen/Qwen3-8B, or demo"
             raise ModelUnavailable(f"{model} is not a model: the folder has no config.json", hint)
         check_configs(folder, model)
         return Source(model, folder, None)
@@ -200,8 +189,8 @@ def _with_metadata(config: Any, reader: Any, name: str) -> Any:
         if entry in place and said is not None:
             place[entry] = said / dim if "rotary" in entry else said or None
         elif said not in (None, held):
-            problem = f"{name} has {kind}.{key} {said}, and transformers' config has no such field"
-            raise UnsupportedModel(problem, ORIGINAL)
+            lacks = "the config of transformers has no such field"
+            raise UnsupportedModel(f"{name} has {kind}.{key} {said}, and {lacks}", ORIGINAL)
     return type(config).from_dict(table)
 
 
@@ -339,10 +328,8 @@ def weights_fingerprint(source: Source) -> str:
     size. Training changes an end of nearly every tensor, so a fine-tune has another fingerprint.
     """
     tensors = files.tensor_ends(files.weight_files(source.folder))
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(tensors[name])
-    return digest.hexdigest() if tensors else ""
+    ends = b"".join(tensors[name] for name in sorted(tensors))
+    return digest(ends) if ends else ""
 
 
 _STAGE = "fetching the weights"

@@ -115,4 +115,5 @@ def _parameters(config: "PretrainedConfig") -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     full = parameters.get(_FULL) or parameters
-    return {} if any(isinstance(each, dict) for each in full.values()) else full
+    is_of_others = any(isinstance(each, dict) for each in full.values())
+    return {} if is_of_others else full

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.artifact.reductions import Request
+from rotationzoo.artifact.reductions import Settled
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import PAGE, Launch, Payload, SideMatrices, check_limits, clip_text
@@ -42,7 +42,7 @@ _FIELDS = {
 }
 
 
-def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
     """Write a copy of the base model, with rotations added, to `work`.
 
     Raises `RotationZooError` for what neither fork can run, and for a base that does not fit.
@@ -59,7 +59,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Request) -> 
     reader = open_gguf(base)
     # `objective_name` reduces any untrusted field to short printable text.
     architecture = objective_name(reader.value("general.architecture"))
-    for problem, remedy in _problems(reader, architecture, payload):
+    for problem, remedy in _problems(reader, architecture, request, payload):
         raise RotationZooError(problem, remedy)
     compared = _compare_config(reader, architecture, request, payload)
     tensors = rotation_tensors(payload)
@@ -70,11 +70,11 @@ def write_files(work: Path, final: Path, payload: Payload, request: Request) -> 
     }
     name = f"{base.stem}-rot-kv.gguf"
     write_copy(reader, work / name, tensors, notes)
-    return _launch(final / name, architecture, payload, compared)
+    return _launch(final / name, architecture, request, compared)
 
 
 def _problems(
-    reader: Reader, architecture: str, payload: Payload
+    reader: Reader, architecture: str, request: Settled, payload: Payload
 ) -> Iterator[tuple[str, str | None]]:
     """Each reason why a base cannot carry the rotations, and what to do about it."""
     base, dims = reader.path.name, sorted(payload.head_dims)
@@ -84,8 +84,8 @@ def _problems(
     if len(dims) > 1 and architecture != "gemma4":
         only = f"llama.cpp loads one head dimension for {architecture}"
         yield f"{only}, and this artifact has {dims}", None
-    served = payload.clip, payload.sink, payload.recent
-    if _CACHE_TYPE[architecture] == "oscar2" and served != ((1, 1), 0, 0):
+    served = request.clip, request.windows
+    if _CACHE_TYPE[architecture] == "oscar2" and served != ((1, 1), (0, 0)):
         without = f"the llama.cpp that runs {architecture} neither clips nor keeps tokens exact"
         yield without, "accept that with: --clip 1 --windows 0/0"
     if reader.value("split.count") not in (None, 0, 1):
@@ -118,7 +118,7 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
                 )
 
 
-def _compare_config(reader: Reader, architecture: str, request: Request, payload: Payload) -> str:
+def _compare_config(reader: Reader, architecture: str, request: Settled, payload: Payload) -> str:
     """Compare the base with its model's config, if that is here, and return a note about it.
 
     Raises `RotationZooError` for a file that was converted from another model.
@@ -149,7 +149,7 @@ def _compare_config(reader: Reader, architecture: str, request: Request, payload
     return f"the base has the config of {source.name}; its weights were not compared"
 
 
-def _launch(file: Path, architecture: str, payload: Payload, compared: str) -> Launch:
+def _launch(file: Path, architecture: str, request: Settled, compared: str) -> Launch:
     kind = _CACHE_TYPE[architecture]
     of_oscar = kind == "q2_0"
     types = f"--cache-type-k {kind} --cache-type-v {kind}"
@@ -157,9 +157,9 @@ def _launch(file: Path, architecture: str, payload: Payload, compared: str) -> L
     # They turn off Hadamard transforms in the quantizer and in the graph.
     environment = {"LLAMA_KV_NO_HADAMARD": "1", "LLAMA_ATTN_ROT_DISABLE": "1"}
     if of_oscar:
-        environment["LLAMA_KV_CLIP_RATIO"] = clip_text(payload.clip[0], off=1)
-        environment["LLAMA_KV_HP_SINK"] = str(payload.sink)
-        environment["LLAMA_KV_HP_RECENT"] = str(payload.recent)
+        environment["LLAMA_KV_CLIP_RATIO"] = clip_text(request.clip[0], off=1)
+        environment["LLAMA_KV_HP_SINK"] = str(request.windows[0])
+        environment["LLAMA_KV_HP_RECENT"] = str(request.windows[1])
     if architecture == "gemma4":
         environment["LLAMA_KV_V_ROT"] = "1"
     notes = {

@@ -5,7 +5,7 @@ checkpoint's `hf_quant_config.json`. It has no rotations: only the bits of layer
 import shlex
 from pathlib import Path
 
-from rotationzoo.artifact.reductions import Request
+from rotationzoo.artifact.reductions import Settled
 from rotationzoo.engines.base import Launch, Payload
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.folders import write_new
@@ -14,7 +14,7 @@ from rotationzoo.version import __version__
 FILE = "hf_quant_config.json"
 
 
-def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
     """Write the file: NVFP4 for layers of up to 4 bits on each side, and FP8 for the others."""
     layers = {}
     for layer, bits in sorted(payload.bits.items()):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rotationzoo.artifact.reductions import Settled
 from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import Payload, SideMatrices, clip_text
 from rotationzoo.engines.rotation_file import RotationFile, as_mapping
@@ -28,14 +29,16 @@ from rotationzoo.storage.disks import check_regular
 _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 
 
-def write_pair(work: Path, final: Path, payload: Payload, prefix: str) -> dict[str, str]:
+def write_pair(
+    work: Path, final: Path, payload: Payload, request: Settled, prefix: str
+) -> dict[str, str]:
     """Write both sides to `work`, and return the variables that a server reads, whose names begin
     with `prefix`: the paths of the two files in `final`, and the clip ratios.
 
     With a key mean both sides have version 3, otherwise each has the lowest that can hold it.
     """
     paths, clips = {}, {}
-    for letter, side, clip in zip("kv", (payload.key, payload.value), payload.clip, strict=True):
+    for letter, side, clip in zip("kv", (payload.key, payload.value), request.clip, strict=True):
         version = 3 if payload.key.mean or side.mean else 1 + side.per_head
         # Both files of a run with a key mean share one name.
         name = _file_name(letter, payload.key if payload.key.mean else side)

@@ -6,7 +6,7 @@ The 2-bit cache is in OSCAR's server and its pull request to SGLang; two variabl
 import shlex
 from pathlib import Path
 
-from rotationzoo.artifact.reductions import Request
+from rotationzoo.artifact.reductions import Settled
 from rotationzoo.engines.base import Launch, Payload, check_limits
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
@@ -15,29 +15,30 @@ from rotationzoo.geometry import cached_layers
 _PAGE = 8  # tokens leave the exact window in pages of this size
 
 
-def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
     """Write the pair to `work`. Raises `RotationZooError` for what SGLang's kernels cannot run."""
     check_limits("SGLang", payload, powers=True)
     cannot, group = "SGLang cannot", payload.largest_group
     if group & (group - 1):
         raise RotationZooError(f"{cannot} run quantization groups of {group}: only powers of two")
-    for name, tokens in (("sink", payload.sink), ("recent", payload.recent)):
+    for name, tokens in zip(("sink", "recent"), request.windows, strict=True):
         if tokens % _PAGE:
             exact = f"keep {tokens} {name} tokens exact: only multiples of {_PAGE}"
             raise RotationZooError(f"{cannot} {exact}", hint="add: --windows 64/256")
     environment = {
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
-        **write_pair(work, final, payload, "SGLANG_OSCAR"),
-        **windows_of(payload),
+        **write_pair(work, final, payload, request, "SGLANG_OSCAR"),
+        **windows_of(request),
     }
     return Launch([_command(payload)], environment, _notes(payload))
 
 
-def windows_of(payload: Payload) -> dict[str, str]:
+def windows_of(request: Settled) -> dict[str, str]:
     """The variables that say which tokens stay exact, and in what types."""
+    sink, recent = request.windows
     return {
-        "SGLANG_MIXED_KV_PREFIX_TOKENS": str(payload.sink),
-        "SGLANG_MIXED_KV_RECENT_TOKENS": str(payload.recent),
+        "SGLANG_MIXED_KV_PREFIX_TOKENS": str(sink),
+        "SGLANG_MIXED_KV_RECENT_TOKENS": str(recent),
         "SGLANG_MIXED_KV_HP_DTYPE": "bfloat16",
         "SGLANG_MIXED_KV_SCALE_DTYPE": "float32",
     }

@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from rotationzoo.artifact.reductions import Request
+from rotationzoo.artifact.reductions import Settled
 from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import Launch, Payload, SideMatrices
 from rotationzoo.engines.formats.oscar_pt import Entries, load, tensors_of, write_pt
@@ -22,7 +22,7 @@ _PACKED = 512  # elements of the latents that the server's own kernels pack
 _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
 
 
-def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
     """Write a file for each layer to `work`. The environment variables name the folder `final`."""
     for layer, matrix in payload.key.rotation.items():
         write_pt(work / f"layer_{layer}.pt", matrix.float().contiguous().clone())
@@ -33,7 +33,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Request) -> 
         # Without it, latents go through 2 bits and are stored in the model's type.
         "SGLANG_OSCAR_MLA_KV_PACKED": str(int(payload.head_dims == {_PACKED})),
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
-        **windows_of(payload),
+        **windows_of(request),
     }
     model = shlex.quote(payload.model)
     # In fp8, entries of a rotation of 512 x 512 become subnormal.

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from rotationzoo.artifact.reductions import Request
+from rotationzoo.artifact.reductions import Settled
 from rotationzoo.engines.base import PAGE, Launch, Payload, check_limits
 from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
@@ -12,14 +12,14 @@ from rotationzoo.geometry import cached_layers
 _NAME = "vLLM's pull request"
 
 
-def write_files(work: Path, final: Path, payload: Payload, request: Request) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
     """Write the pair to `work`. Raises `RotationZooError` for what the pull request cannot run."""
     check_limits(_NAME, payload, equal=True, groups=True)
     for layer in cached_layers(payload.geometry):
         if payload.group_size is not None and payload.group_size < layer.key_dim:
             groups = f"this artifact has groups of {payload.group_size}"
             raise RotationZooError(f"{_NAME} keeps one scale a head, and {groups}", PAGE)
-    environment = write_pair(work, final, payload, "VLLM_OSCAR")
+    environment = write_pair(work, final, payload, request, "VLLM_OSCAR")
     environment["VLLM_OSCAR_GROUP_SIZE"] = str(payload.largest_group)
     notes = [
         "these files need a vLLM with pull request 46774",
