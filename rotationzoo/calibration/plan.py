@@ -70,8 +70,8 @@ class Job(RunSettings):
         return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
 
     def earlier(self, key: str) -> str | None:
-        """The batch or the date of the run whose checkpoint or artifact is there, or None: a sum
-        can only be continued with the same, and what is free, and today, change."""
+        """The batch or date of the run whose checkpoint or artifact is there, or None. A sum needs
+        the same ones to go on, and free memory and today change."""
         identities: list[Any] = [files.read_json(self.output / MANIFEST).get("identity")]
         # No checkpoint, or a damaged one, which is refused when it is read.
         with suppress(Exception), safe_open(self.checkpoint, "pt") as file:

@@ -65,9 +65,9 @@ def measure_sensitivities(
     group_size: int | None,
     progress: Progress,
 ) -> Rotations:
-    """The rotations with the sensitivity of each layer and side: the mean `KL(exact || stored)` of
-    the model's predictions at the compared positions of texts, in nats a token, where `group_size`
-    channels share a scale (None: all of a row). What the arithmetic alone costs is subtracted.
+    """The rotations with sensitivities: the mean `KL(exact || stored)` in nats a token of
+    predictions at the compared positions, with `group_size` channels a scale (None: whole rows),
+    minus the arithmetic's own noise.
 
     Tokens before these positions are read once; the others once exact, and for every layer and side
     without the layers before. Raises `RotationZooError` for predictions that are not finite.

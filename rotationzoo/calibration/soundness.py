@@ -36,8 +36,8 @@ from rotationzoo.writer import write_artifact
 
 FETCH_AGAIN = "fetch the weights again; activations as large as theirs have no float32 statistics"
 """The hint when a calibration's own results are unsound."""
-# Largest relative error with which a stored rotation may diagonalise its own statistic. 6e-8 was
-# measured, against 0.85 and more for the statistic of another side or layer.
+# Largest relative error of a diagonalized statistic. 6e-8 was measured, and 0.85 and more for the
+# statistic of another side or layer.
 DIAGONAL = 1e-4
 
 
@@ -151,21 +151,21 @@ class Claim:
         """Rotations whose eigenbasis does not diagonalize their own statistic."""
         for layer, sides in rotations.items():
             averages = statistics.get(layer, {})
-            if self._diagonalise(sides, averages, {side: side for side in sides.sides}):
+            if self._diagonalizes(sides, averages, {side: side for side in sides.sides}):
                 continue
             # Swapped sides are the likeliest mistake, so they get a message of their own.
             swapped = {"key": "value", "value": "key"}
-            if sides.sides == SIDES and self._diagonalise(sides, averages, swapped):
+            if sides.sides == SIDES and self._diagonalizes(sides, averages, swapped):
                 yield "key and value swapped", layer
             else:
                 yield "rotations that do not come from the stored statistics", layer
 
-    def _diagonalise(
+    def _diagonalizes(
         self, sides: LayerRotations, averages: Mapping[str, Average], statistic_of: dict[str, str]
     ) -> bool:
-        """Whether `U^T C U` is the diagonal matrix of the stored eigenvalues, to a relative error
-        of `DIAGONAL`: U is the eigenbasis of a side's rotation, and C the second moment of the side
-        that `statistic_of` names for it. A statistic that is missing counts as agreeing."""
+        """Whether `U^T C U` is diagonal with the stored eigenvalues, to `DIAGONAL`, for each side's
+        eigenbasis U and the second moment C of the side that `statistic_of` names. Missing ones
+        agree."""
         recipe = self.recipe
         for side, other in statistic_of.items():
             if not averages.keys() >= set(recipe.target_kinds(other)):

@@ -117,7 +117,7 @@ class Capacity:
     request_bytes: dict[str, int]
     """Those of one request of the wish in every cache."""
 
-    def room(self, weights: str, cache: str, card: Card) -> int:
+    def free_bytes(self, weights: str, cache: str, card: Card) -> int:
         """Bytes of a card for requests, next to these weights and to what a server takes once."""
         room = card.usable - self.weights[weights]
         if cache != _SMALLEST:
@@ -126,12 +126,12 @@ class Capacity:
 
     def longest(self, weights: str, cache: str, card: Card, requests: int = 1) -> int | None:
         """The most tokens of each request next to these weights on a card; None if unlimited."""
-        room = self.room(weights, cache, card) // requests
+        room = self.free_bytes(weights, cache, card) // requests
         return self.shape.longest_context(cache, room, self.wish.storage)
 
     def most_requests(self, weights: str, cache: str, card: Card) -> int:
         """How many requests of the wished context fit next to these weights on a card."""
-        return max(0, self.room(weights, cache, card) // self.request_bytes[cache])
+        return max(0, self.free_bytes(weights, cache, card) // self.request_bytes[cache])
 
     def cache_words(self, cache: str) -> str:
         """A cache as people read it: our own by its bits."""

@@ -200,7 +200,7 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> tuple[dict[st
 
 
 def _packed(shape: Shape, bits: float, kept: int) -> int:
-    """Bytes if all parameters but `kept` take `bits`; those take 16. From 16 on, all are alike."""
+    """Bytes if all parameters but `kept` take `bits`; those take 16, if `bits` is less."""
     kept = 0 if bits >= 16 else min(kept, shape.parameters)
     return int(kept * 2 + (shape.parameters - kept) * bits / 8)
 

@@ -39,9 +39,8 @@ Floats are compared as integers, bit by bit: -0 differs from 0, and NaN equals N
 
 
 def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: int) -> torch.Tensor:
-    """Random rows `[heads, count, dim]`, float32, with heavy tails: multivariate Student t about
-    the mean of `moments`, normal with their covariance and each row scaled by a random factor of
-    its own. Without `moments` the rows are standard normal, scaled likewise."""
+    """Random rows `[heads, count, dim]`, float32, heavy-tailed: multivariate Student t with the
+    mean and covariance of `moments`, or standard."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(heads, count, dim, generator=generator, dtype=torch.float64)
     degrees = torch.randn(heads, count, _TAIL_DEGREES, generator=generator, dtype=torch.float64)

@@ -33,8 +33,8 @@ _LOWEST_OF_RELATIVES = 0.2
 class Agreement:
     """How well the eigenbases inside the rotations match those of the model's statistics.
 
-    The figures are means over layers and heads: 1 for the same eigenbases, about 0 for unrelated
-    ones. See `explained_share`. Latents, which are keys and values, have the same figure twice.
+    Means over layers and heads (`explained_share`): 1 for equal eigenbases, about 0 for unrelated
+    ones. Latents have one figure twice.
     """
 
     key: float

@@ -27,7 +27,7 @@ from rotationzoo.words import shortened
 KEY = "OPENAI_API_KEY"
 """The environment variable with the server's key, as vLLM's and OpenAI's clients have it."""
 SECONDS = 120.0
-"""For one answer: a CPU takes .15 s a token, and other requests may come first."""
+"""For one answer: a CPU takes 0.15 s a token, and other requests may come first."""
 NEAR = 0.6
 """Up to this share of what rounding changes, two readings are the same. Measured with the demo
 model in float32 and bfloat16: with the artifact, a server is 0 to 0.49 from the record; without, 0

@@ -14,7 +14,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.checkpoint import finished_artifact
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.formats.sglang_latent import latent_files
-from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalise
+from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalize
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_refusal
 from rotationzoo.geometry import (
     Geometry,
@@ -49,8 +49,8 @@ IMPORTED: dict[str, tuple[str, Callable[[Path], object]]] = {
     "gguf": ("llama_cpp", lambda path: path.suffix == ".gguf"),
     "pt": ("oscar_pt", lambda path: True),
 }
-"""Formats of files that others made, one row each: the module of `formats`, imported when it is
-used, whose `read` gives the sides in a file, and what tells such files. The first row counts."""
+"""Formats of others' files, one row each: the module of `formats` whose `read` gives a file's
+sides, and what recognizes such files. The first row that does counts."""
 
 # The default names of `.pt` files. A GGUF file is found only if the user names it.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
@@ -70,10 +70,10 @@ def gather_files(files: Sequence[Path]) -> Files:
         paths = _pair_in(paths[0])
     read = [file for path in paths for file in _read(path)]
     if [file.side for file in read] == [LATENT]:
-        latents = normalise(read[0])
+        latents = normalize(read[0])
         check_matrices(latents)
         return {LATENT: latents}
-    pair = {side: normalise(file) for side, file in _pair_of(read).items()}
+    pair = {side: normalize(file) for side, file in _pair_of(read).items()}
     for problem, hint in _problems(**pair):
         raise RotationZooError(problem, hint)
     return pair
@@ -328,13 +328,13 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
             content, dim = file.content, file.content.rotation[index].shape[-1]
             heads = layer.kv_heads if recipe.pooling == "head" else 1
             clip = torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64)
-            beside = {}
+            extras = {}
             if index in content.eigenvalues:
-                beside["eigenvalues"] = _copy(content.eigenvalues[index], heads, dim)
+                extras["eigenvalues"] = _copy(content.eigenvalues[index], heads, dim)
             if index in content.mean:
-                beside["mean"] = _copy(content.mean[index].float(), layer.kv_heads, dim)
+                extras["mean"] = _copy(content.mean[index].float(), layer.kv_heads, dim)
             matrix = _copy(content.rotation[index], heads, dim, dim)
-            sides[side] = Rotation(matrix=matrix, clip=clip, **beside)
+            sides[side] = Rotation(matrix=matrix, clip=clip, **extras)
         layers[index] = LayerRotations.of_sides(sides)
     return Rotations(layers)
 

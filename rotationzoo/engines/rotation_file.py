@@ -56,7 +56,7 @@ class RotationFile:
         return group if isinstance(group, int) and group > 0 else None
 
 
-def normalise(file: RotationFile) -> RotationFile:
+def normalize(file: RotationFile) -> RotationFile:
     """The file in float32 and ascending order. Raises `RotationZooError` if it is unsorted."""
     name, notes, matrices = file.path.name, list(file.notes), file.content.rotation
     if any(matrix.dtype != torch.float32 for matrix in matrices.values()):
@@ -76,9 +76,8 @@ def normalise(file: RotationFile) -> RotationFile:
 
 
 def describe(file: RotationFile) -> tuple[str | None, str]:
-    """The statistic and the composition of a file in a recipe's words, from its objective and its
-    `calibration` entry: None if it states or needs no statistic, and `given` if it names no known
-    composition. A folder of latents says them by its name alone."""
+    """A file's statistic and composition in a recipe's words. None: it states or needs no
+    statistic; `given`: no known composition. Latents have a name alone."""
     name = file.content.objective
     if file.side == LATENT:
         return None, "r_pbr_hblock" if file.group_size else GIVEN

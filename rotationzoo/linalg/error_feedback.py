@@ -35,10 +35,9 @@ def factorize(metric: torch.Tensor) -> torch.Tensor:
 def whitening(moment: torch.Tensor) -> torch.Tensor:
     """The symmetric W = S^(-1/4) of second moments S `[H, D, D]`, damped, with determinant 1.
 
-    Rows times W are half way from rows whose second moment is S to white ones. Codes share a step,
-    so their errors grow with the arithmetic mean of the rows' spectrum, and codes of white rows by
-    error feedback err like its geometric mean (as `factorize` says of M). But white rows have their
-    peaks where the calibration text has none; half way loses least on `dev` (docs/history.md).
+    Rows times W are half way to white ones. Codes share a step, so their errors grow with the
+    arithmetic mean of the rows' spectrum, and feedback's on white rows with the geometric mean. But
+    white rows peak where the calibration text does not; half way loses least (docs/history.md).
     """
     values, vectors = eigenbasis(moment)
     level = values.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

@@ -8,7 +8,7 @@ import torch
 from rotationzoo.errors import RotationZooError
 
 _SYLVESTER = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
-"""That of order 2, of which larger ones are Kronecker powers."""
+"""The matrix of order 2; larger ones are its Kronecker powers."""
 
 
 @cache

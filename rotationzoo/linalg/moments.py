@@ -232,9 +232,8 @@ def bfloat16_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False) -> int:
-    """The most memory that `add_runs` takes for rows of `item` bytes an entry: copies by head and
-    with whole groups, what is cut into pieces, and the sums of runs of as many heads as are held at
-    once, with those of groups in float32 and, for their sum, in float64."""
+    """The most memory that `add_runs` takes for rows of `item` bytes an entry: copies by head,
+    pieces, and the sums of runs in flight, in groups in float32 and float64."""
     copies = 2 * item
     cut = item >= _FLOAT32
     if weighted:

@@ -36,8 +36,8 @@ def one_thread() -> Iterator[None]:
 
 
 def invert(matrices: torch.Tensor) -> torch.Tensor:
-    """The inverses `[..., D, D]` of matrices, float64 on the CPU. Raises `RotationZooError` for a
-    product that is not the identity: a matrix is singular, or LAPACK failed."""
+    """The inverses `[..., D, D]`, float64 on the CPU. Raises `RotationZooError` if a product is not
+    the identity, for a singular matrix or a failure of LAPACK."""
     matrices = matrices.double().cpu()
     with one_thread():
         inverses: torch.Tensor = torch.linalg.inv_ex(matrices).inverse

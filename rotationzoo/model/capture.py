@@ -239,7 +239,7 @@ def check_transparent(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tens
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """The argument with which a model's call, and its `generate`, take a cache: `{name: cache}`.
+    """The keyword argument by which a model's call and its `generate` take a cache.
 
     The model's own signature tells its name, because a model may bring code of its own.
     """

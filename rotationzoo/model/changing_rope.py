@@ -1,5 +1,5 @@
-"""RoPE whose factors depend on how many tokens are read (LongRoPE of Phi, dynamic NTK). Every call
-of a request reads with those of the whole request, or keys of its chunks would not fit together."""
+"""RoPE whose factors depend on the number of tokens (LongRoPE of Phi, dynamic NTK). All calls of a
+request use the factors of the whole request, or keys of its chunks would not fit together."""
 
 import sys
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ def changing_ropes(tower: torch.nn.Module) -> list[Any]:
 
 @contextmanager
 def reading_whole(model: Any, tokens: int = 0) -> Iterator[None]:
-    """Inside the block, all calls have the RoPE of a call with `tokens` tokens, or with the prompt
-    and all that may follow in `generate`, or with their own where these are more. `generate` keeps
-    its cache, which Phi drops where the factors change; another raises `RotationZooError`."""
+    """Inside the block, calls have the RoPE of `tokens` tokens, of `generate`'s prompt and all that
+    may follow, or of their own, whichever are more. `generate` keeps its cache, which Phi drops
+    when factors change; another cache raises `RotationZooError`."""
     with ExitStack() as patches:
         for rope in (ropes := changing_ropes(decoder(model))):
             rope.max_seq_len_cached = 0  # dynamic NTK would keep those of a longer request
@@ -51,8 +51,8 @@ def generate(model: Any, *args: Any, **options: Any) -> Any:
 
 
 def check_factors(boundary: int, held: int, new: int, was_long: bool) -> bool:
-    """Whether a cache reads `new` tokens with the factors that LongRoPE has for more tokens than
-    `boundary`. Raises `RotationZooError` where it has read those `held` with the others."""
+    """Whether LongRoPE's factors for more than `boundary` tokens apply to `new` tokens. Raises
+    `RotationZooError` if the `held` ones were read with the others."""
     is_long = max(held + new, _tokens.get()) > boundary
     if held and is_long != was_long:
         problem = f"LongRoPE has other factors for more than {boundary:,} tokens, and the cache has"

@@ -206,8 +206,8 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 
 
 def check_adapter(folder: Path, config: PretrainedConfig, label: str) -> list[str]:
-    """What to note of an adapter for the model of this config and label. Raises `ModelUnavailable`
-    for one that does not fit, or asks for more time or memory than its weights could need."""
+    """Notes on an adapter for this model. Raises `ModelUnavailable` for one that does not fit, or
+    asks for more time or memory than its weights need."""
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     # Peft compares names as expressions, which only the end of a process stops.
     with as_unavailable(f"{folder} does not fit the model", _OTHER), context.Pool(1) as pool:

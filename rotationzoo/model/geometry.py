@@ -172,7 +172,7 @@ _TOKENS = 16
 def ignores_shift(
     attend: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> bool:
-    """Whether this attention gives the same output when all keys are shifted alike.
+    """Whether this attention gives the same output when all keys shift together.
 
     It is tried on the CPU with random queries `[B, H_q, T, D]`, keys and values `[B, H, T, D]` and
     weights. If it cannot be tried, the answer is no.
@@ -208,7 +208,7 @@ def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Atten
         if not isinstance(given, torch.Tensor):
             return given
         if id(given) not in drawn:
-            # Drawn for integers, too, which then become zeros.
+            # Drawn even for integers, which become zeros: the order of draws stays.
             numbers = torch.randn(given.shape, generator=generator, dtype=torch.float64)
             if not given.is_floating_point():
                 numbers = torch.zeros(given.shape, dtype=given.dtype)

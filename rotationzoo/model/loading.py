@@ -39,8 +39,8 @@ _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is 
 
 
 def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedConfig":
-    """The model's config, with its RoPE scaled. Raises `ModelUnavailable` where it cannot be read,
-    `UnsupportedModel` for no causal decoder, and `RotationZooError` where RoPE cannot be scaled."""
+    """The model's config with scaled RoPE. Raises `ModelUnavailable`, `UnsupportedModel` for no
+    causal decoder, or `RotationZooError` for RoPE that cannot be scaled."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = read_json(source.folder / "config.json").get("model_type")
@@ -125,9 +125,8 @@ def load(
 ) -> "PreTrainedModel":
     """Load the model with its weights in eval mode. Raises `ModelUnavailable`.
 
-    Quantized weights ignore the `dtype`: they load in the type that their makers chose, or are
-    dequantized to that of the config; those of a GGUF file, to any. Where the model does not have
-    to predict, its language-model head may be missing, as it is in some checkpoints.
+    Quantized weights ignore `dtype`: they load in their makers' type or dequantize to the config's,
+    and those of a GGUF file to any. Unless it `predicts`, the language-model head may be missing.
     """
     if source.model is not None:
         return cast("PreTrainedModel", source.model)
@@ -213,9 +212,8 @@ def notes_of(model: "PreTrainedModel") -> list[str]:
 def _find_unused(
     model: "PreTrainedModel", names: Iterable[str], unexpected: set[str]
 ) -> tuple[list[str], list[str]]:
-    """The tensors of a checkpoint that modules of the model would read and do not, and the parts of
-    which the model has nothing, such as `mtp`. Of `names` that transformers ignores for a class of
-    models, and does not tell as `unexpected`, only whole parts count."""
+    """Tensors of a checkpoint that the model's modules would read and do not, and whole parts that
+    the model lacks, such as `mtp`. Only parts count of `names` that are not `unexpected`."""
     modules, text = dict(model.named_modules()), model.config.get_text_config(decoder=True)
     lists = tuple(f"{name}." for name, each in modules.items() if isinstance(each, ModuleList))
     predictors = range(getattr(text, "num_nextn_predict_layers", None) or 0)

@@ -1,4 +1,4 @@
-"""Attention masks of long rows, of which only blocks of queries are ever made.
+"""Attention masks of long rows, made only in blocks of queries.
 
 transformers makes a mask `[B, 1, T, T]` for sliding windows and where no fused kernel exists (soft
 caps). At 131,072 tokens it takes 17 GB, and one head's eager scores take 69 GB.

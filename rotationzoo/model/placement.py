@@ -107,7 +107,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def sum_entries(path: Path, *names: str) -> int:
-    """The sum of the numbers beside some names in a table of Linux; 0 without such a table."""
+    """The sum of the numbers after some names in a table of Linux; 0 without such a table."""
     total = 0
     with suppress(OSError):
         for words in map(str.split, path.read_text().splitlines()):

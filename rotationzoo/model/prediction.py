@@ -86,8 +86,8 @@ def doubt_loss(loss: float, vocabulary: int) -> list[str]:
 
 
 def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callable[[], Any]) -> None:
-    """Raise `Unsound`, with the first layer whose output is not finite, where a number that a model
-    has `found` is not, but for logits of -inf. `compute` lets the model find it again."""
+    """Raise `Unsound`, naming the first bad layer, if numbers that a model has `found` are not
+    finite (but for logits of -inf). `compute` lets the model find them again."""
     if (found < math.inf).all():  # which is False for a NaN
         return
     with keeping_outputs(decoder_layers(model)) as outputs, intercept(model, Call.run):
@@ -103,8 +103,8 @@ def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callabl
 def continue_greedily(
     model: "PreTrainedModel", ids: torch.Tensor, cache: Any, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Continue rows of ids `[B, T]` with the most probable tokens, past any end, through a cache,
-    or the model's own if it is None. Returns the tokens `[B, N]` and all logits `[B, N, V]`."""
+    """Continue ids `[B, T]` greedily, past any end, through a cache or (None) the model's own.
+    Returns the tokens `[B, N]` and all logits `[B, N, V]`."""
     steps: list[torch.Tensor] = []
     for _ in range(tokens):
         given = cache_argument(model, cache)

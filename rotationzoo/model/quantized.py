@@ -11,10 +11,9 @@ from rotationzoo.model.files import Stored
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# transformers multiplies these without dequantizing only with kernels that it fetches from a hub
-# and runs, or, for compressed-tensors, unpacks them in the first forward pass, when accelerate may
-# have put them elsewhere.
-# Each has what stands for `.weight` in the names of scales, of which transformers applies one.
+# transformers would multiply these by kernels that it fetches from a hub, or unpack them in the
+# first forward pass, after accelerate has moved them. Each has the endings of scales' names that
+# transformers applies, in place of `.weight`.
 _FP8_SCALES = ".weight_scale_inv", "_scale_inv", ".scale", ".qscale_weight"
 _DEQUANTIZED = {
     "fp8": _FP8_SCALES,
@@ -23,7 +22,7 @@ _DEQUANTIZED = {
     "compressed-tensors": (".weight_scale",),
 }
 _PLAIN = {"F64", "F32", "F16", "BF16", "BOOL", "I64", "I32"}  # I32: packed codes have own modules
-# Endings of what goes with codes, and of the masks that old models store beside their weights.
+# Endings of what goes with codes, and of masks that old models store with their weights.
 _NO_WEIGHT = re.compile(r"(scales?|scale_inv|scale_weight|zero_point|g_idx|bias|mask)$")
 _UNQUANTIZED = "give the model that it was quantized from"
 _PACKAGE = re.compile(r"pip install (?:-U )?([^`'\"]*[\w.\]])")

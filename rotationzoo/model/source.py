@@ -304,7 +304,7 @@ def _alike(model: str) -> str:
     """A folder that was probably meant, as the end of an error message."""
     path = Path(os.path.expanduser(model))
     others = [other.name for other in path.parent.glob("*") if other.is_dir()]
-    # Names alone are compared: two paths of one folder are always alike.
+    # Only names are compared: two paths in one folder always resemble each other.
     return nearest(path.name, others, model.rstrip("/").removesuffix(path.name))
 
 
@@ -363,8 +363,8 @@ _FAILURES = RotationZooError, OSError, RuntimeError, ValueError
 
 
 def model_words(artifact: "Artifact") -> list[str]:
-    """The artifact's model as the words of a command: its name and, for a model from the hub, its
-    revision. A local model that is not found becomes `MODEL`: an artifact stores no paths."""
+    """The artifact's model in a command: its name and, from the hub, its revision. A local model
+    that is not found becomes `MODEL`, because an artifact stores no paths."""
     model = artifact.manifest.model
     if model.revision:
         return [model.id, "--revision", model.revision]

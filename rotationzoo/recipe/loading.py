@@ -34,7 +34,7 @@ _RECIPES = (
 PRESETS = {recipe.name: recipe for recipe in _RECIPES}
 """Name -> recipe, as `--recipe` and `extends` take it."""
 _MEDIA = {"images", "audio"}
-"""Columns of `data` beside which no budget of bits is measured."""
+"""Columns of `data` that exclude a budget of bits, which is measured on text."""
 
 
 def load(recipe: str) -> Recipe:

@@ -16,9 +16,8 @@ _FULL = "full_attention"
 
 
 def position_count(config: "PretrainedConfig") -> int | None:
-    """How many positions the model has with its scaling of RoPE; None where the config does not
-    say. A linear or dynamic factor multiplies those of the config, as in vLLM; YaRN has its factor
-    times those that were trained on, whichever of both the config states."""
+    """The model's positions with its RoPE scaling, or None. A linear or dynamic factor multiplies
+    the config's positions, as in vLLM; YaRN's multiplies the trained ones."""
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(positions, int):
         return None

@@ -63,7 +63,7 @@ def read_fp8(rows: torch.Tensor) -> torch.Tensor:
 
 
 def read_int4_per_token_head(rows: torch.Tensor) -> torch.Tensor:
-    """vLLM's `int4_per_token_head`: random signs, an unnormalised Hadamard matrix, then codes 0 to
+    """vLLM's `int4_per_token_head`: random signs, an unnormalized Hadamard matrix, then codes 0 to
     15 with one scale and an integer zero. The zero takes the lowest four bits of the scale."""
     dim = rows.shape[-1]
     matrix = (_signs(dim)[:, None] * hadamard(dim) * math.sqrt(dim)).to(rows.device, torch.float32)
@@ -78,7 +78,7 @@ def read_int4_per_token_head(rows: torch.Tensor) -> torch.Tensor:
 
 def read_lloyd_max(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """TurboQuant's keys in vLLM: the direction of a row, times a Hadamard matrix, rounded to
-    Lloyd-Max centroids and normalised again, and the row's norm in float16."""
+    Lloyd-Max centroids and normalized again, and the row's norm in float16."""
     matrix = hadamard(rows.shape[-1]).to(rows.device, torch.float32)
     norm = rows.norm(dim=-1, keepdim=True)
     rotated = rows / (norm + 1e-8) @ matrix
@@ -93,7 +93,7 @@ def gaussian_centroids(bits: int) -> torch.Tensor:
     """The `2^bits` centroids of N(0, 1) with the least mean squared error, ascending, float64:
     the Lloyd-Max quantizer (Lloyd 1982, Max 1960), which TurboQuant rounds keys with.
 
-    Each centroid is the mean of the distribution between the midpoints to its neighbours. The mean
+    Each centroid is the mean of the distribution between the midpoints to its neighbors. The mean
     between a and b is `(phi(a) - phi(b)) / (Phi(b) - Phi(a))`.
     """
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
@@ -129,9 +129,9 @@ def read_exl3(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def read_lmdeploy(rows: torch.Tensor, bits: int, with_signs: bool) -> torch.Tensor:
-    """LMDeploy's TurboQuant: the direction of a row, times a Hadamard matrix, rounded to Lloyd-Max
-    centroids, and the row's norm in float16. `with_signs`, as for keys, a further bit says whether
-    a channel lies above its centroid, and the rms of these differences is stored in float16."""
+    """LMDeploy's TurboQuant: a row's direction, rotated and rounded to Lloyd-Max centroids, and its
+    norm in float16. `with_signs`, as for keys, adds a bit for the side of the centroid, and their
+    rms."""
     dim = rows.shape[-1]
     matrix = hadamard(dim).to(rows.device, torch.float32)
     norm = (rows.square().sum(-1, keepdim=True) + 1e-8).sqrt()
@@ -177,9 +177,9 @@ def read_nvfp4(rows: torch.Tensor) -> torch.Tensor:
 
 
 def read_kvarn(rows: torch.Tensor, bits: int, per_channel: bool) -> torch.Tensor:
-    """KVarN: rows `[..., T, D]` times a Hadamard matrix, in tiles of 128 tokens, which T is a
-    multiple of. `scale_tile` scales a tile, and codes then have a minimum and a scale
-    `per_channel`, as keys have, or per token, as values have. All scales are float16."""
+    """KVarN: rows `[..., T, D]` times a Hadamard matrix, in tiles of 128 tokens scaled by
+    `scale_tile`. Codes have a minimum and scale `per_channel` (keys) or token (values), all
+    float16."""
     matrix = hadamard(rows.shape[-1]).to(rows.device, torch.float32)
     tiles = torch.unflatten(rows @ matrix, -2, (-1, TILE))
     tiles = tiles.mT if per_channel else tiles
@@ -198,8 +198,7 @@ def scale_tile(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of columns `[..., 1, C]` and of rows `[..., R, 1]` by which KVarN divides tiles
     `[..., R, C]`, so that all of them have similar standard deviations.
 
-    Columns and rows are divided by their standard deviations in turn. What comes back are the
-    scales, of all iterations and of none, with the least `_imbalance`.
+    Both are divided by their standard deviations in turn; the least `_imbalance` counts.
     """
     columns, rows = torch.ones_like(tiles[..., :1, :]), torch.ones_like(tiles[..., :1])
     best, least = (columns, rows), _imbalance(tiles)

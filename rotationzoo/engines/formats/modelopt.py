@@ -30,7 +30,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     producer = {"name": "modelopt", "version": f"rotationzoo {__version__}"}
     write_new(work / FILE, strict_json.text({"producer": producer, "quantization": quantization}))
     notes = [
-        f"put {FILE} beside config.json: vLLM's pull request 56116 reads it, and no release does",
+        f"put {FILE} next to config.json: vLLM's pull request 56116 reads it, and no release does",
         "layers are named as in models of one decoder; scales are not in the file",
         "layers of fewer than 4 bits get NVFP4, the smallest format there is",
     ]
