@@ -126,8 +126,8 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
     # `--restart` deletes an earlier run only now, so that a failed download loses nothing.
     if job.restart:
         checkpoint.remove()
-    finished = finished_artifact(job.output, job.restart or job.unfinished, identity)
-    if finished is not None:
+    replaces = job.restart or job.unfinished
+    if (finished := finished_artifact(job.output, replaces, identity)) is not None:
         return finished
 
     if planned.needs_weights:
@@ -186,8 +186,7 @@ def run_model(
     `checkpoint` is resumed from and saved to, and `note` is told how long it takes."""
     job = planned.job
     assert planned.config is not None
-    placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
-    with placing as placement:
+    with place_weights(job.device_map, job.max_memory, planned.pass_bytes) as placement:
         progress("loading the model", 0, 0)
         # Only its decoder runs, unless predictions are compared.
         how = job.torch_device, job.torch_dtype, placement, bool(job.recipe.budget)
@@ -232,10 +231,9 @@ def run_model(
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         if recipe.budget:
-            rotations = measure_sensitivities(
-                model, geometry, rotations, texts, recipe.group_size, progress
-            )
-            rotations = spend_bits(rotations, recipe.budget, recipe.group_size)
+            group = recipe.group_size
+            rotations = measure_sensitivities(model, geometry, rotations, texts, group, progress)
+            rotations = spend_bits(rotations, recipe.budget, group)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
 
@@ -262,14 +260,9 @@ def _tell_time(
 
 def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
     """The job's identity: what decides its bytes; without a `text`, only recipe and config."""
-    identity = {
-        "recipe": job.recipe.hash,
-        "config": hash_config(source.folder),
-        "weights": "",
-        "text": "",
-    }
+    identity = {"recipe": job.recipe.hash, "config": hash_config(source.folder)}
     if text is None:
-        return identity
+        return identity | {"weights": "", "text": ""}
     identity |= {
         "weights": weights_fingerprint(source),
         "text": text.fingerprint,

@@ -4,13 +4,13 @@ Every layer and head is compared bit by bit. Throughput is measured next to a de
 """
 
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
@@ -235,8 +235,6 @@ class KernelComparison:
 
 VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
 _MEASURED_ROWS = 4 << 20
-_REPEATS = 20
-_WARM_UP = 3  # uncounted launches, which pay for compiling and allocating
 
 
 def validate_kernel(
@@ -321,15 +319,5 @@ def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, f
 
 
 def _seconds(launch: Callable[[], object]) -> float:
-    """Median GPU time of a launch, in seconds."""
-    event: Any = torch.cuda.Event
-    times: list[float] = []
-    for number in range(_REPEATS + _WARM_UP):
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        start.record()
-        launch()
-        end.record()
-        end.synchronize()
-        if number >= _WARM_UP:
-            times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times)
+    """Median seconds of a launch, without those that warm it up."""
+    return float(Timer("launch()", globals={"launch": launch}).blocked_autorange().median)
