@@ -1,5 +1,5 @@
 """The main loop of a calibration: batches of token rows -> second moments of attention's inputs and
-outputs. The sums of whole batches, which a checkpoint keeps, and of the current one are apart."""
+outputs. Whole batches, which a checkpoint keeps, are summed apart from the current one."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ def collect(
     values from `sink` on if the recipe excludes the sink. `key_energy` takes a second pass, because
     its weights depend on the queries of all rows.
 
-    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` for infinities.
+    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` for NaN or inf.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     sums = RunningSums(geometry, recipe, checkpoint, input_device(model))

@@ -48,9 +48,9 @@ class Job(RunSettings):
     """The engine that the rotations are for."""
     restart: bool = False
     fit_length: bool = False
-    """Whether too long rows are shortened, not refused: for the recipe's default length."""
+    """Whether rows that are too long are shortened, not refused: if the length is the default."""
     fit_budget: bool = False
-    """Whether a budget that does not fit is left out, not refused, as the recipe's default."""
+    """Whether a budget that does not fit is left out, not refused: if it is the default."""
     source: Source | None = None
     """The model that the caller loaded."""
     asked_tokens: tuple[float, float] = (0, 0)

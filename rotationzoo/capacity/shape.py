@@ -80,8 +80,7 @@ class Shape:
         return math.ceil(bits / 8) + self.state_bytes
 
     def server_bytes(self, storage: "Storage", requests: int) -> int:
-        """Bytes that our vLLM backend takes besides pages: exact copies, matrices, prompt
-        memory."""
+        """Bytes that our vLLM backend takes besides pages: exact copies, matrices, prompts."""
         layers, total = [each for each in self.layers if storage.has_pages(each)], 0
         for layer in layers:
             matrices = _MATRICES * layer.kv_heads * 4 + layer.query_heads * 2

@@ -300,8 +300,7 @@ def _compare_layers(
 
 
 def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, float]:
-    """Bytes a second of a copy and both kernels on bfloat16 rows `[1, N, D]`, codes and
-    metadata."""
+    """Bytes a second of a copy and both kernels on bfloat16 rows `[1, N, D]` with codes."""
     dtype = torch.bfloat16
     free, _ = torch.cuda.mem_get_info()
     # Rows, their copy and restored rows; one byte per channel allows for codes and metadata.

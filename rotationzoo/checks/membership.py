@@ -68,8 +68,8 @@ class Candidate(RunSettings):
 def check_membership(
     artifact: Artifact, candidate: Candidate, progress: Progress = silent
 ) -> Agreement:
-    """Compare a model's statistics on bundled text with rotations. Raises `RotationZooError`
-    without an eigenbasis."""
+    """Compare a model's statistics with rotations. Raises `RotationZooError` without an
+    eigenbasis."""
     memory_limits(candidate.device_map, candidate.max_memory)
     recipe = artifact.recipe
     if not recipe.has_eigenbasis:

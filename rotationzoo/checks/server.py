@@ -123,7 +123,7 @@ def recorded_probes(artifact: Artifact) -> list[Probe]:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that should read an artifact. Raises `UsageError` unless its address is of HTTP."""
+    """A server that should read an artifact. Raises `UsageError` for no HTTP address."""
 
     address: str
     artifact: Artifact
@@ -135,7 +135,8 @@ class Server:
             raise UsageError(f"{self.address} is not the address of a server", hint)
 
     def read(self) -> ServerCheck:
-        """Let it continue the recorded prompts, and compare. Raises `RotationZooError`."""
+        """Let it continue the recorded prompts, and compare. Raises `RotationZooError` if it
+        fails."""
         model = self._ask("v1/models", _Models).data[0]
         if model.owned_by != "vllm":
             raise self.refuse("is not vLLM")

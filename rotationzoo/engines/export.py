@@ -203,8 +203,8 @@ Provenance = dict[str, str | int | float | bool]
 
 
 def provenance(artifact: Artifact, pools: bool, uncentered: bool, served: Provenance) -> Provenance:
-    """The provenance of an export with parameters `served`: of a calibration or of imported
-    files."""
+    """The provenance of an export: of a calibration or of imported files, with parameters
+    `served`."""
     # The generation id is the same for both sides of an export and differs between artifacts and
     # reductions. An import refuses two files whose ids differ.
     reduction = f"{artifact.identity} {pools} {uncentered} False"  # as in earlier exports

@@ -250,7 +250,7 @@ def import_(job: Import) -> Artifact:
 
 
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
-    """The recipe, by the user's and the files' word, and remarks. Raises `RotationZooError`."""
+    """The recipe, from the user and the files, and remarks. Raises `RotationZooError`."""
     first, published = next(iter(files.values())), PRESETS[_PUBLISHED]
     of_latents = first.side == LATENT
     composition, notes = _composition_of(files, group_size)
@@ -320,7 +320,7 @@ def _measure(path: Path) -> dict[str, Any]:
 
 
 def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """Copies of the matrices: files may share one over layers, which safetensors refuses."""
+    """Copies of the matrices: files may share one among layers, and safetensors refuses that."""
     layers = {}
     for layer in cached_layers(geometry):
         sides, index = {}, layer.index

@@ -48,7 +48,7 @@ def whitening(moment: torch.Tensor) -> torch.Tensor:
 
 
 def remaining_share(factor: torch.Tensor) -> torch.Tensor:
-    """The error `e M e^T` of codes by feedback, over that of nearest codes, `[H]`, by factors.
+    """The error `e M e^T` of codes by feedback as a share `[H]` of nearest codes', from factors.
 
     It is the geometric over the arithmetic mean of M's eigenvalues, if remaining errors are white.
     """

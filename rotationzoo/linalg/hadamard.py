@@ -87,7 +87,7 @@ def _multiply(
 
 
 def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
-    """Low coefficients of the first irreducible monic polynomial: no product is zero modulo it."""
+    """Low coefficients of the first irreducible monic polynomial: no product of units is 0."""
     zero, *units = product(range(prime), repeat=degree)
     if degree == 1:
         return zero

@@ -54,8 +54,7 @@ def allowed_error(imported: bool) -> float:
 
 
 def is_orthogonal(rotation: torch.Tensor, imported: bool) -> bool:
-    """Whether all float32 matrices `[H, D, D]` are orthogonal; computed in float32 first, for
-    speed.
+    """Whether all float32 matrices `[H, D, D]` are orthogonal, first in float32, for speed.
 
     A product of two rows of length 1 is rounded by at most `D u`, with `u = 2^-24` (Higham 2002,
     section 3.1): 7.6e-6 at D = 128. So this passes all that passes in float64, and little more.

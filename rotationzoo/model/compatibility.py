@@ -132,8 +132,7 @@ def source_of(model: PreTrainedModel) -> Source | None:
 
 
 def take_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
-    """A loaded model's source: its files or, without them or changed since, a folder of its
-    config."""
+    """A loaded model's source: its files, or a folder with its config if it has none or changed."""
     source = source_of(model)
     if source is None or not _is_in(source.folder, model):
         folder = Path(mkdtemp(prefix="rotationzoo-"), type(model).__name__)
@@ -187,7 +186,8 @@ _VALUES = {  # as Python writes those that are harmless
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """The config of an adapter. Raises `RotationZooError` without one or peft, or for others."""
+    """The config of an adapter. Raises `RotationZooError` without it or peft, or for unread
+    keys."""
     path = folder / "adapter_config.json"
     if not path.is_file():
         hint = "give a folder that peft's save_pretrained has written"

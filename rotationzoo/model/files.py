@@ -87,7 +87,8 @@ def is_gguf(folder: Path) -> bool:
 
 
 def check_engine(folder: Path, engine: str = DEFAULT) -> list[str]:
-    """The engines that can use this format; none if all can. Raises `RotationZooError` else."""
+    """The engines that can use this format; none if all can. Raises `RotationZooError` if `engine`
+    cannot."""
     if not is_gguf(folder):
         return []
     from rotationzoo.storage.gguf_reader import open_gguf

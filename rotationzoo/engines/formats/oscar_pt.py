@@ -159,8 +159,7 @@ def load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entri
 
 
 def _check_archive(path: Path) -> None:
-    """Raise `RotationZooError` for a compressed archive, or one of more tensors than models
-    have."""
+    """Raise `RotationZooError` for a compressed archive or too many tensors."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     unpacked, size = sum(entry.file_size for entry in entries), path.stat().st_size
