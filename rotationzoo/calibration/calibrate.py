@@ -26,7 +26,7 @@ from rotationzoo.calibration.soundness import FETCH_AGAIN, check_recipe, write_s
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.figures import duration, finish
-from rotationzoo.geometry import Geometry, geometry_json, shifted_layers
+from rotationzoo.geometry import Geometry, geometry_json
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
 from rotationzoo.model.capture import check_transparent
@@ -208,7 +208,7 @@ def run_model(
             logits = check_transparent(model, ids)
             if not getattr(model, loading.HEADLESS, False):
                 prediction.check_finite(model, logits, partial(model, input_ids=ids))
-        recipe, notes = settle_centering(job.recipe, shifted_layers(geometry))
+        recipe, notes = settle_centering(job.recipe, geometry)
         if recipe.budget:
             try:
                 check_cache(model, ids)

@@ -1,7 +1,6 @@
 """A calibration job, and its plan from the config: refusals, adapted recipes, memory and disk."""
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,7 +135,7 @@ def plan(job: Job) -> Plan:
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
-    recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
+    recipe, notes = settle_centering(recipe, geometry or [])
     notes += check_engine(source.folder, job.engine)
     if source.model is not None and not has_weights(source):
         notes.append("the weights are not identified: the loaded model is in no files here")
@@ -160,12 +159,13 @@ def _reason_for_equal_bits(job: Job, geometry: Geometry) -> str | None:
     return None
 
 
-def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
-    """The recipe, which keeps the key mean if a shift changes attention in `layers`, and notes."""
+def settle_centering(recipe: Recipe, geometry: Geometry) -> tuple[Recipe, list[str]]:
+    """The recipe, whose keys keep their mean if attention in some layers needs it, and notes."""
+    layers = shifted_layers(geometry)
     if not recipe.center_keys or not layers:
         return recipe, []
-    reason = shift_reason(layers)
-    note = f"keys keep their mean, although the recipe {recipe.name} centers them: {reason}"
+    note = f"keys keep their mean, although the recipe {recipe.name} centers them"
+    note = f"{note}: {shift_reason(layers)}"
     return recipe.model_copy(update={"center_keys": False}), [note]
 
 
