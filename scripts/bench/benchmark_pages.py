@@ -143,7 +143,7 @@ class Server:
             self.layers.append(layer)
 
     def numbers(self, counts: list[int], lengths: list[int], few: int) -> tuple:
-        """The arguments of `plan`, where the first requests get so many new tokens, and `few` of
+        """The arguments of `plan`, where the first requests get `counts` new tokens, and `few` of
         them are few."""
         rows = len(counts)
         parts = [
@@ -159,14 +159,14 @@ class Server:
         return self.table[:rows].int(), *both, mapping, known
 
     def step(self, new: int, few: int) -> Step:
-        """A step with so many new tokens of all requests, whose windows have copies."""
+        """A step with `new` tokens of each request, whose windows have copies."""
         batch, context = self.shape.batch, self.shape.context
         self.planner.plan(*self.numbers([context - new] * batch, [context - new] * batch, few))
         return self.planner.plan(*self.numbers([new] * batch, [context] * batch, few))
 
 
 def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object]]:
-    """What is timed of a step with so many new tokens of each request."""
+    """What is timed of a step with `new` tokens of each request."""
     shape, step, rows = server.shape, server.step(new, new), new * server.shape.batch
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     query, scores = draw(rows, shape.heads, shape.dim), Scores(shape.dim**-0.5)
