@@ -29,13 +29,13 @@ The arms, each in several budgets of bits:
     scales      a scale of 4 and 8 bits a row in place of 3
 """
 
+import fnmatch
 import heapq
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -670,7 +670,7 @@ def read_narrow(frame: lose.Frame, rows: torch.Tensor, bits: int) -> torch.Tenso
 def main() -> int:
     parser = lose.make_options()
     parser.description = __doc__
-    parser.add_argument("--arms", nargs="+", default=["*"], help="names of arms, as a shell's")
+    parser.add_argument("--arms", nargs="+", default=["*"], help="their names, in this order")
     parser.add_argument("--calibration", default="8x6144", help="rows and their tokens")
     options, begun = parser.parse_args(), time.perf_counter()
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
@@ -683,10 +683,13 @@ def main() -> int:
     print(f"{lose.DEVICE}, ready after {time.perf_counter() - begun:.0f} s", flush=True)
     planner = Planner(study, run, sums, artifact)
     run.head("Bits by channel and today's budget")
-    for name, make in planner.arms():
-        if any(fnmatch(name, pattern) for pattern in options.arms) and not run.is_over:
+    arms = dict(planner.arms())
+    for name in dict.fromkeys(
+        name for pattern in options.arms for name in fnmatch.filter(arms, pattern)
+    ):
+        if not run.is_over:
             try:
-                run.measure(name, make())
+                run.measure(name, arms[name]())
             except RotationZooError as error:
                 print(f"{name}: {error}")
     print(f"\n{time.perf_counter() - begun:.0f} s{', cut short' if run.is_over else ''}")
