@@ -133,6 +133,10 @@ Lengths = Annotated[
     option("Tokens per prompt, as 2048,8192 (--length).", kind=parse_lengths),
 ]
 
+ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]
+IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]
+ZooRepo = Annotated[str | None, option("The zoo: owner/name, or a folder as ./zoo.", "--repo")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Settings):
@@ -338,3 +342,22 @@ class Signatures(Settings):
     issuer: str | None = option("Who vouches for the identity; not needed for workflows of GitHub.")
     require_signature: bool = flag("Refuse what is not signed.")
     trust_config: TrustConfig = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signing(Settings):
+    """Options on the signature of what is published."""
+
+    sign: str | None = option(
+        "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
+        "Actions with an identity sign keyless."
+    )
+    adopt_index: bool = flag("Sign the index even where its entries have other signers or none.")
+    trust_config: TrustConfig = None
+
+    @property
+    def words(self) -> list[str]:
+        """The options as they are typed."""
+        words = ["--sign", self.sign] if self.sign else []
+        words += ["--trust-config", str(self.trust_config)] if self.trust_config else []
+        return words + ["--adopt-index"] * self.adopt_index

@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rotationzoo.artifact.layout import rotation_tensors
+from rotationzoo import __version__
+from rotationzoo.artifact.layout import rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
-from rotationzoo.artifact.statistics_layout import statistics_tensors
 from rotationzoo.artifact.store import CARD, COPY_IT, MANIFEST, PARTS, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.report.card import render_card
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, folders, strict_json
-from rotationzoo.storage.disks import disk_errors
-from rotationzoo.storage.files import digest, sha256
+from rotationzoo.storage.files import digest, disk_errors, sha256
 from rotationzoo.storage.folders import install, temporary_sibling
-from rotationzoo.version import __version__
 
 
 def write_artifact(

@@ -8,8 +8,7 @@ from functools import reduce
 
 import torch
 
-from rotationzoo.artifact.layout import matrix_count
-from rotationzoo.artifact.tensor_check import Problem
+from rotationzoo.artifact.layout import Problem, matrix_count
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import compositions, orthogonality

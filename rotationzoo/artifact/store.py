@@ -10,20 +10,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rotationzoo.artifact import manifest as manifests
-from rotationzoo.artifact.layout import rotation_layout, rotations_from
+from rotationzoo.artifact.layout import (
+    orthogonality_problems,
+    read_tensors,
+    rotation_layout,
+    rotations_from,
+    sentences,
+    statistics_from,
+    statistics_layout,
+)
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, Manifest
-from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors, sentences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
+from rotationzoo.linalg.moments import Averages
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, strict_json
-from rotationzoo.storage.files import read_settled, sha256
+from rotationzoo.storage.files import sha256
+from rotationzoo.storage.folders import read_settled
 from rotationzoo.words import nearest
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.measured import Measured
-    from rotationzoo.linalg.moments import Averages
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 _KERNELS = "validation.json", "int2.cu", "feedback.cu"
@@ -92,12 +100,10 @@ class Artifact:
         return rotations_from(self._sound_tensors(ROTATIONS))
 
     @cached_property
-    def statistics(self) -> "Averages | None":
+    def statistics(self) -> Averages | None:
         """The averages by layer index and kind, or None without a file. Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
-        from rotationzoo.artifact.statistics_layout import statistics_from
-
         return statistics_from(self._sound_tensors(STATISTICS))
 
     @cached_property
@@ -120,13 +126,8 @@ class Artifact:
         """The tensors of a file, as `read_tensors` gives them by the recipe and the geometry."""
         if name not in self._examined:
             claimed = self.recipe, self.geometry, self.manifest.imported is not None
-            if name == ROTATIONS:
-                layout = rotation_layout(*claimed)
-            else:
-                # Whoever reads rotations alone, as a server does, needs no statistics.
-                from rotationzoo.artifact.statistics_layout import statistics_layout
-
-                layout = statistics_layout(*claimed)
+            required = rotation_layout if name == ROTATIONS else statistics_layout
+            layout = required(*claimed)
 
             def read() -> tuple[dict[str, torch.Tensor], list[str]]:
                 examined = read_tensors(files.regular_file(self.folder, name), layout)

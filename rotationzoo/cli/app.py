@@ -17,11 +17,12 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
+from rotationzoo import __version__
 from rotationzoo.cli import output
 from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
-from rotationzoo.version import __version__
+from rotationzoo.storage.files import remedy
 
 _GROUPS = {
     "Text": "chat max_new_tokens data subset split column tokens length lengths seed tasks "
@@ -242,8 +243,6 @@ def _known_error(error: Exception) -> RotationZooError:
     if hasattr(error, "format_message"):
         return _usage_error(error)
     if isinstance(error, OSError) and error.strerror:
-        from rotationzoo.storage.disks import remedy  # which waits for torch
-
         place = f"{error.filename}: " if error.filename else ""
         return RotationZooError(f"{place}{error.strerror}", remedy(error) or "check the path")
     name, first = type(error).__name__, first_sentence(error)

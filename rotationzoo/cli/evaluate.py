@@ -8,10 +8,9 @@ from rotationzoo.cli.next_steps import check_is_model, named, retyped, served, s
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.figures import finish
 from rotationzoo.options import as_tuple, flag
 from rotationzoo.settings import EvaluationSettings
-from rotationzoo.words import counted
+from rotationzoo.words import counted, finish
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.measured import Measured, Window

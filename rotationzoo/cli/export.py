@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rotationzoo.cli import options
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.codec.engine_needs import ENGINE_NAMES, EngineName
 from rotationzoo.errors import UsageError
 from rotationzoo.options import flag, option
-from rotationzoo.settings import Clip, Windows
+from rotationzoo.settings import ArtifactFolder, Clip, Windows
+from rotationzoo.storage.folders import follow_link
 
 if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
@@ -18,7 +18,7 @@ CHOICES = "|".join(ENGINE_NAMES)  # in brackets, they are too wide for a termina
 
 
 def export_command(
-    artifact: options.ArtifactFolder,
+    artifact: ArtifactFolder,
     out: Output,
     to: EngineName | None = option("The engine.", "--for", "--to", metavar=CHOICES),
     output: Path | None = option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o"),
@@ -48,7 +48,7 @@ def export_command(
 
     request = Request(
         engine=to,
-        output=options.follow_link(output),
+        output=follow_link(output),
         pooled=pooled,
         uncentered=uncentered,
         clip=clip,

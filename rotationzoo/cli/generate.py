@@ -16,10 +16,9 @@ from rotationzoo.cli.next_steps import check_is_model, served, suggest_step
 from rotationzoo.cli.output import Output, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
-from rotationzoo.figures import byte_count
 from rotationzoo.options import option
 from rotationzoo.settings import GenerationSettings
-from rotationzoo.words import counted
+from rotationzoo.words import byte_count, counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

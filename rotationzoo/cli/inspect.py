@@ -4,10 +4,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.figures import number
+from rotationzoo.settings import ArtifactFolder
 from rotationzoo.sides import read_as
+from rotationzoo.words import number
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

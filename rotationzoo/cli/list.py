@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from rotationzoo.cli.options import IndexPlace, ZooRepo
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.figures import UNKNOWN, change, number
 from rotationzoo.options import argument, option
-from rotationzoo.words import counted
+from rotationzoo.settings import IndexPlace, ZooRepo
+from rotationzoo.words import UNKNOWN, change, counted, number
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, HubName, chosen_hubs
 
 if TYPE_CHECKING:

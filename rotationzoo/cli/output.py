@@ -17,16 +17,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rotationzoo.cli.options import Json, Quiet
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
+from rotationzoo.options import option
 from rotationzoo.words import sentence, shortened
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
@@ -38,6 +38,10 @@ _COMMAND = re.compile(": (?=rotationzoo |pip install )")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _answered: ContextVar[bool] = ContextVar("answered", default=False)
 """Whether this command has printed its JSON object."""
+
+
+Json = Annotated[bool, option("Print one JSON object and nothing else.")]
+Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
 
 
 class Output:

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
-from rotationzoo.figures import size_words
 from rotationzoo.model.files import is_gguf
 from rotationzoo.options import option
 from rotationzoo.settings import CalibrationSettings, ModelName, Revision, RopeScaling
 from rotationzoo.sides import HEADS
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 if TYPE_CHECKING:
     from rotationzoo.calibration.plan import Job

@@ -6,13 +6,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.options import argument, flag, option
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, chosen_hubs, is_folder
+from rotationzoo.settings import ArtifactFolder, Signing
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HubOrBoth, chosen_hubs, is_folder
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -25,12 +25,12 @@ _CI_JOB = "a job of GitHub Actions with `id-token: write`"
 _IN_CI = f"{_CI_JOB} signs what it publishes unless told otherwise, and that"
 
 
-def choose_signer(signing: options.Signing) -> "IndexSigner | None":
+def choose_signer(signing: Signing) -> "IndexSigner | None":
     """What signs the upload and the index, as the options say; None for nothing. Raises
     `UsageError` for a value that is neither a word of the option nor a file, and for
     `--adopt-index` where nothing is signed."""
     from rotationzoo.zoo.signed_index import IndexSigner
-    from rotationzoo.zoo.signing.make import SigningTool, can_sign_in_ci
+    from rotationzoo.zoo.signing import SigningTool, can_sign_in_ci
 
     sign, why = signing.sign, "signing"
     if sign is None and can_sign_in_ci():
@@ -52,7 +52,7 @@ def publish(
     upload: "Upload",
     destination: "Destination",
     signer: "IndexSigner | None",
-    signing: options.Signing,
+    signing: Signing,
 ) -> tuple["Upload", dict[str, "Published"]]:
     """Check, sign and publish an upload of an artifact, and say who signed it. A signature that it
     came with is kept, unless the user says how to sign it. Returns it as it was signed, and hub ->
@@ -81,11 +81,11 @@ def publish(
 
 
 def push_command(
-    artifact: options.ArtifactFolder,
-    signing: options.Signing,
+    artifact: ArtifactFolder,
+    signing: Signing,
     out: Output,
     repo: str = argument("The zoo: owner/name, or a folder as ./zoo.", metavar="REPO"),
-    to: options.HubOrBoth = option("Which hub.", default=DEFAULT_HUB),
+    to: HubOrBoth = option("Which hub.", default=DEFAULT_HUB),
     create_pr: bool = flag("As a pull request (Hugging Face)."),
     no_statistics: bool = flag("Leave the statistics behind."),
     index: Path | None = option("Also list it in this zoo_index.json, with pinned revisions."),

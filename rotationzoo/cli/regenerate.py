@@ -4,7 +4,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.cli import options
 from rotationzoo.cli.list import place_options
 from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.output import Output, say, table
@@ -15,14 +14,18 @@ from rotationzoo.options import argument, flag, option
 from rotationzoo.settings import (
     CalibrationSettings,
     EvaluationSettings,
+    IndexPlace,
     Lengths,
     Machine,
     OutputFolder,
+    Signing,
     Tasks,
     TextLength,
+    ZooRepo,
 )
+from rotationzoo.storage.folders import follow_link
 from rotationzoo.words import counted
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, chosen_hubs
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HubOrBoth, chosen_hubs
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.hubs.protocol import Published
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def regenerate_command(
-    signing: options.Signing,
+    signing: Signing,
     machine: Machine,
     out: Output,
     model: str | None = argument(
@@ -47,9 +50,9 @@ def regenerate_command(
     lengths: Lengths = None,
     questions: int = option("Questions per task and length.", min=1, default=64),
     batch: int | None = option("Rows per forward pass.", min=1),
-    to: options.HubOrBoth | None = option("Publish to this hub."),
-    index: options.IndexPlace = None,
-    repo: options.ZooRepo = None,
+    to: HubOrBoth | None = option("Publish to this hub."),
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
 ) -> None:
     """Make and publish new rotations where a model, or its recipe, has changed.
 
@@ -90,7 +93,7 @@ def regenerate_command(
     asked = CalibrationSettings(
         model,
         recipe=str(recipe_file),
-        output=options.follow_link(output),
+        output=follow_link(output),
         batch=batch,
         revision=revision,
         **machine.part(Machine),

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
 from rotationzoo.options import flag, option
+from rotationzoo.settings import ArtifactFolder
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

@@ -172,7 +172,7 @@ def _pull(
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index
-    from rotationzoo.zoo.signing.check import Demand
+    from rotationzoo.zoo.signing import Demand
 
     index, hubs = find_index(None, None), list(HUB_NAMES)
     check_index(index, Demand())

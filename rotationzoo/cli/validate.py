@@ -1,11 +1,10 @@
 """`rotationzoo validate`: check the CUDA reference against the codec and measure its speed."""
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.options import option
-from rotationzoo.settings import Device
+from rotationzoo.settings import ArtifactFolder, Device
 from rotationzoo.words import counted
 
 

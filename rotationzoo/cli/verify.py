@@ -3,13 +3,12 @@
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, Undecided, UsageError
 from rotationzoo.options import flag, option
-from rotationzoo.settings import Machine, Revision, Signatures
+from rotationzoo.settings import ArtifactFolder, Machine, Revision, Signatures
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
     from rotationzoo.calibration.soundness import Verification
     from rotationzoo.checks.membership import Agreement
     from rotationzoo.checks.server import ServerCheck
-    from rotationzoo.zoo.signing.check import Finding
+    from rotationzoo.zoo.signing import Finding
 
 
 def verify_command(
-    artifact: options.ArtifactFolder,
+    artifact: ArtifactFolder,
     signatures: Signatures,
     machine: Machine,
     out: Output,
@@ -44,7 +43,7 @@ def verify_command(
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
     from rotationzoo.model.own_name import model_words
-    from rotationzoo.zoo.signing.check import check_artifact, make_demand
+    from rotationzoo.zoo.signing import check_artifact, make_demand
 
     demand = make_demand(signatures)
     opened = Artifact.open(artifact)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rotationzoo.errors import HubError
-from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import disk_errors
 
 T = TypeVar("T")
 CONNECT_SECONDS = 4.0

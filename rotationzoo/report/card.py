@@ -16,12 +16,11 @@ from rotationzoo.artifact.measured import ArmSummary, ExactSummary, arms_of
 from rotationzoo.codec import int2
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.figures import numbers, perplexity
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.report import tables
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
-from rotationzoo.words import counted, sentence
+from rotationzoo.words import counted, numbers, perplexity, sentence
 
 PAPER = "2605.17757"  # on arXiv: the method's
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names

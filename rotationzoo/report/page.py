@@ -17,14 +17,14 @@ from rotationzoo.artifact.scores import Decision, kept_share, plain_name
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.own_name import model_words
 from rotationzoo.report import tables
 from rotationzoo.report.card import TURN, template_environment
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.commands import FOLDER, replace_words, reproduce_command, use_commands
-from rotationzoo.report.memory import Request, layout_of, memory_table, stored_bits
+from rotationzoo.report.tables import Request, layout_of, memory_table, stored_bits
+from rotationzoo.words import numbers, percent
 
 FOOTER = "Made from stored figures by rotationzoo"
 """What tells the page of a report from files that others wrote."""

@@ -1,18 +1,20 @@
-"""Safe access to files: which names may become paths, what may be opened, and how a folder is read
-while others replace it.
+"""Safe access to files: which names may become paths, what may be opened, and the errors of a disk
+with their remedies.
 
 Folders come from hubs, archives and other people's repositories. A link, a pipe or a name with `..`
 in one is refused with a one-sentence error, and never followed, waited for or written to.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rotationzoo.errors import RotationZooError
 
@@ -27,6 +29,10 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+ROOM, WAY_OUT = "make room", "choose another place with --output"
+_REMEDIES = {errno.EROFS: "mount it for writing"}
+_REMEDIES |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM)
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM), "check who may read and write there")
 
 
 def plain(name: str) -> str:
@@ -127,57 +133,33 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-Result = TypeVar("Result")
-_ATTEMPTS = 100  # at reading a folder that others replace all the time
+def remedy(error: BaseException | None) -> str | None:
+    """What helps against the error of a disk, whose number safetensors has in its text alone; None
+    for all other errors."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return _REMEDIES.get(int(found[1]) if found else getattr(error, "errno", None) or 0)
 
 
-def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
-    """The result of `read` for a folder. Where it fails because the folder was just being replaced,
-    it is called again: between the two renames nothing has the folder's name. Raises what `read`
-    raises, and as `recover`."""
-    for _ in range(_ATTEMPTS - 1):
-        recover(folder)
-        before = _state(folder)
-        try:
-            return read()
-        except (RotationZooError, FileNotFoundError):
-            after = _state(folder)
-            gone = after is None and not beside(folder, "old").is_dir()
-            if before == after and (after is not None or (gone and _state(folder) is None)):
-                raise
-    return read()
+@contextmanager
+def disk_errors(path: Path, way_out: str = WAY_OUT) -> Iterator[None]:
+    """Turn the error of a disk into one sentence, whose hint is its remedy or `way_out`, which says
+    how to name another place."""
+    from safetensors import SafetensorError  # `--help` does not wait for it
 
-
-def _state(folder: Path) -> tuple[int, int, int] | None:
-    """How a folder differs from the one that replaces it; None where there is none. A new
-    folder may get the number of one that was removed, but not its times."""
     try:
-        status = folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        ways = ", or ".join(filter(None, (remedy(error), way_out)))
+        raise RotationZooError(f"{path} cannot be written: {reason}", ways) from error
 
 
-def recover(folder: Path) -> None:
-    """Put back the old folder if a killed process left it set aside. Raises `RotationZooError`
-    where the disk refuses, or where another process holds the lock."""
-    named = folder.name not in ("", "..")
-    if named and not os.path.lexists(folder) and beside(folder, "old").is_dir():
-        # A server reads folders, and hardly ever mends one.
-        from rotationzoo.storage.disks import disk_errors
-        from rotationzoo.storage.locks import locked
-
-        with disk_errors(folder), locked(beside(folder, "lock"), f"writing {folder}"):
-            put_back(folder)
-
-
-def put_back(folder: Path) -> None:
-    """Rename the old folder back if a killed process left none under its name."""
-    old = beside(folder, "old")
-    if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
-        old.rename(folder)
-
-
-def beside(folder: Path, what: str) -> Path:
-    """The path next to a folder that is its `lock`, its `partial` successor or its `old` one."""
-    return folder.with_name(f".{folder.name}.{what}")
+def check_regular(path: Path) -> None:
+    """Raise `RotationZooError` unless `path` is a regular file that this user may read: reading a
+    pipe or a device could block for ever."""
+    if not path.exists():
+        raise RotationZooError(f"there is no file {path}", hint="check the path")
+    if not path.is_file():
+        raise RotationZooError(f"{path} is not a regular file", hint="give a file")
+    if not os.access(path, os.R_OK):
+        raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")

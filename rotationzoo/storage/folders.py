@@ -3,20 +3,30 @@ and renamed into its place. No link is followed.
 
 A process must hold the lock `.NAME.lock` to replace NAME. It builds the new folder as
 `.NAME.partial` and renames the old one to `.NAME.old`. If it is killed between the two renames,
-`.NAME.old` remains, and the next process renames it back (`files.recover`).
+`.NAME.old` remains, and the next process renames it back (`recover`).
 """
 
+import errno
+import fcntl
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.storage.disks import ROOM, WAY_OUT, disk_errors
-from rotationzoo.storage.files import beside, check_utf8, put_back
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage.files import ROOM, WAY_OUT, check_utf8, disk_errors
+
+WAIT = 60.0  # seconds to wait for another process, which needs less to put files in place
+_PAUSE = 0.05
+_OPENINGS = 5  # at making the lock's folder, which another process may remove again
+_SILENCE = 1.0  # seconds of waiting before the log mentions it
+Result = TypeVar("Result")
+_ATTEMPTS = 100  # at reading a folder that others replace all the time
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -124,6 +134,15 @@ def check_name(folder: Path) -> None:
         raise UsageError(f"{folder} holds the current folder, and is replaced whole", hint)
 
 
+def follow_link(folder: str | Path | None) -> Path | None:
+    """The folder that the user named or, if it is a symbolic link, the folder that it leads to. A
+    link in a default place may have been planted by anybody, and must not be followed."""
+    if folder is None:
+        return None
+    folder = Path(folder).expanduser()
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+
+
 def check_writable(folder: Path) -> None:
     """Check that a folder can be made here, and leave nothing behind. Raises `RotationZooError`
     where the disk refuses, or where another process holds the folder's lock."""
@@ -163,3 +182,129 @@ def default_output(model: str, suffix: str) -> Path:
     path = Path(model)
     name = path.resolve().name if path.is_dir() else path.name
     return Path("rotations") / f"{name}-{suffix}"
+
+
+# ---- reading a folder that others replace
+
+
+def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
+    """The result of `read` for a folder. Where it fails because the folder was just being replaced,
+    it is called again: between the two renames nothing has the folder's name. Raises what `read`
+    raises, and as `recover`."""
+    for _ in range(_ATTEMPTS - 1):
+        recover(folder)
+        before = _state(folder)
+        try:
+            return read()
+        except (RotationZooError, FileNotFoundError):
+            after = _state(folder)
+            gone = after is None and not beside(folder, "old").is_dir()
+            if before == after and (after is not None or (gone and _state(folder) is None)):
+                raise
+    return read()
+
+
+def _state(folder: Path) -> tuple[int, int, int] | None:
+    """How a folder differs from the one that replaces it; None where there is none. A new
+    folder may get the number of one that was removed, but not its times."""
+    try:
+        status = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def recover(folder: Path) -> None:
+    """Put back the old folder if a killed process left it set aside. Raises `RotationZooError`
+    where the disk refuses, or where another process holds the lock."""
+    named = folder.name not in ("", "..")
+    if named and not os.path.lexists(folder) and beside(folder, "old").is_dir():
+        with disk_errors(folder), locked(beside(folder, "lock"), f"writing {folder}"):
+            put_back(folder)
+
+
+def put_back(folder: Path) -> None:
+    """Rename the old folder back if a killed process left none under its name."""
+    old = beside(folder, "old")
+    if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
+        old.rename(folder)
+
+
+def beside(folder: Path, what: str) -> Path:
+    """The path next to a folder that is its `lock`, its `partial` successor or its `old` one."""
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+# ---- locks
+
+
+# `filelock` (4.0) is no substitute: it empties whatever file stands in the lock's place, which may
+# be a hard link, waits for a minute where no file can be made, and takes a lock that outlives its
+# process on file systems without `flock`.
+@contextmanager
+def locked(lock: Path, doing: str) -> Iterator[None]:
+    """Hold the lock file while the block runs. `doing` says in messages, and after a second in the
+    log, what the other process is doing. Raises `RotationZooError` after `WAIT` seconds, and for a
+    symbolic link in the lock's place; `OSError` where no file can be made. Folders that were made
+    for the lock are removed with it, unless they hold something by then."""
+    missing = [folder for folder in lock.absolute().parents if not folder.exists()]
+    started, mentioned = time.monotonic(), False
+    while (handle := _try(lock)) is None:
+        waited = time.monotonic() - started
+        if waited > WAIT:
+            hint = "run the command again when it is done"
+            raise RotationZooError(f"another process is {doing}; gave up after {WAIT:g} s", hint)
+        if waited > min(_SILENCE, WAIT / 2) and not mentioned:
+            words = "Waiting up to %g s for another process that is %s"
+            logging.getLogger(__name__).warning(words, WAIT, doing)
+            mentioned = True
+        time.sleep(_PAUSE)
+    try:
+        yield
+    finally:
+        # Remove the file before releasing it: a process that has opened it then sees that it is
+        # gone, and makes a new one.
+        lock.unlink(missing_ok=True)
+        os.close(handle)
+        with suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
+
+
+def _try(lock: Path) -> int | None:
+    """The open lock file, or None while another process holds it. The handle counts only if it is
+    still the file of that name, which the previous holder may have removed meanwhile."""
+    try:
+        handle = _open(lock)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        hint = "remove it"
+        raise RotationZooError(f"{lock} is a symbolic link, and no lock is one", hint) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle), lock.lstat()):
+            return handle
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(handle)
+        raise
+    os.close(handle)
+    return None
+
+
+def _open(lock: Path) -> int:
+    """Open the lock file, made where there is none. A missing folder is made again a few times,
+    because another process may just have removed it. Raises `OSError`."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    attempts = _OPENINGS
+    while True:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(lock, flags, 0o666)
+        except FileNotFoundError:  # in a place such as /proc, every time
+            attempts -= 1
+            if not attempts:
+                raise
+        time.sleep(_PAUSE)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rotationzoo.errors import RotationZooError, first_sentence
-from rotationzoo.storage.disks import check_regular
+from rotationzoo.storage.files import check_regular
 
 try:
     import gguf

@@ -13,12 +13,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rotationzoo.artifact.manifest import ROTATIONS, PlainName
 from rotationzoo.artifact.measured import Summary, arms_of
 from rotationzoo.artifact.scores import Decision
-from rotationzoo.figures import UNKNOWN, percent
 from rotationzoo.recipe.schema import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.strict_json import Sha256
+from rotationzoo.words import UNKNOWN, percent
 from rotationzoo.zoo.hubs.protocol import HubName, PlaceName, is_folder
-from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.signer import Signer
 
 SCHEMA = 1
 NAME = "zoo_index.json"

@@ -18,14 +18,14 @@ from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.settings import Signatures
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders
-from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import disk_errors
 from rotationzoo.writer import remember
+from rotationzoo.zoo import signing as signatures
 from rotationzoo.zoo.hubs.protocol import HUBS, SPELLING_HINT, chosen_hubs, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry, find_index
 from rotationzoo.zoo.ownership import check_entry
 from rotationzoo.zoo.signed_index import check_index
-from rotationzoo.zoo.signing import check as signatures
 
 _WAY_OUT = "choose another place with --local-dir"
 _NO_DEMAND = signatures.Demand()
@@ -248,7 +248,7 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
     file of the folder, or differs from its listing in size or hash."""
     hashes: dict[str, str] = {}
     # A killed process may have left the folder set aside under another name.
-    storage.recover(folder)
+    folders.recover(folder)
     for name, file in listed.items():
         with suppress(RotationZooError):
             path = storage.regular_file(folder, name)

@@ -21,14 +21,14 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.report.card import render_card, template_environment
 from rotationzoo.report.page import files_of_report, make_report
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import folders, locks, strict_json
+from rotationzoo.storage import folders, strict_json
 from rotationzoo.zoo import index, signed_index
+from rotationzoo.zoo import signing as signatures
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, Publication, Published, open_hub
 from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
-from rotationzoo.zoo.signing import check as signatures
-from rotationzoo.zoo.signing.make import SigningTool
-from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.signer import Signer
+from rotationzoo.zoo.signing import SigningTool
 
 _ATTEMPTS = 4  # another attempt follows another commit in between
 
@@ -207,7 +207,7 @@ def extend_index_file(path: Path, entry: index.Entry) -> None:
     """Add an entry to an index file, which is made if necessary."""
     path = path.resolve()
     # Under a lock, so that simultaneous commands cannot lose each other's entries.
-    with locks.locked(storage.beside(path, "lock"), f"writing {path}"):
+    with folders.locked(folders.beside(path, "lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else index.Index()
         folders.replace_file(path, before.extended(entry).text().encode())
 

@@ -20,14 +20,13 @@ from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.decision import LEVEL, read_correct
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
-from rotationzoo.figures import change, percent
 from rotationzoo.linalg.paired import paired_difference, sign_flip
 from rotationzoo.model.source import Source, find, is_local, weights_fingerprint
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe import loading as recipes
 from rotationzoo.settings import RunSettings
-from rotationzoo.words import counted
+from rotationzoo.words import change, counted, percent
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 from rotationzoo.zoo.lookup import LoadedIndex

@@ -6,14 +6,20 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, folders, locks, strict_json
-from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage import files, folders, strict_json
+from rotationzoo.storage.files import disk_errors
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
 from rotationzoo.zoo.lookup import LoadedIndex, read_index
-from rotationzoo.zoo.signing.check import OWNERS_HINT, Demand, Finding, Signed, check_signature
-from rotationzoo.zoo.signing.make import SigningTool
+from rotationzoo.zoo.signing import (
+    OWNERS_HINT,
+    Demand,
+    Finding,
+    Signed,
+    SigningTool,
+    check_signature,
+)
 
 NAME = f"{index.NAME}.sig"
 LIFETIME = timedelta(days=180)
@@ -161,9 +167,9 @@ def _check_newest(statement: Statement) -> None:
         problem = "this user has no home, where the state of the index would be remembered"
         hint = "name a folder for it: export XDG_STATE_HOME=/path/to/state"
         raise RotationZooError(problem, hint) from error
-    lock = files.beside(path, "lock")
+    lock = folders.beside(path, "lock")
     place = f"{statement.hub}/{statement.repo}"
-    with disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
+    with disk_errors(path, "set XDG_STATE_HOME"), folders.locked(lock, f"writing {path}"):
         seen: dict[str, int] = {}
         if files.size_of(path) is not None:
             hint = f"look who changed it; to forget what was seen of indexes: rm {path}"

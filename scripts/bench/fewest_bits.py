@@ -17,7 +17,7 @@ from measuring import make_parser
 
 from rotationzoo import calibrate, evaluate
 from rotationzoo.artifact.scores import Decision, plain_name
-from rotationzoo.figures import percent
+from rotationzoo.words import percent
 
 
 def decision_of(report: Mapping[str, Any]) -> Decision:

@@ -27,8 +27,7 @@ from support.published import ok
 from support.reports import evaluate
 from support.tensors import stored_rotations, stored_statistics
 
-from rotationzoo.artifact.pooling import pooled_rotations
-from rotationzoo.artifact.reductions import Options, Request
+from rotationzoo.artifact.reductions import Options, Request, pooled_rotations
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify

@@ -8,8 +8,8 @@ from pathlib import Path
 from rotationzoo.errors import HubError, StaleParent
 from rotationzoo.network.limits import ANSWER_BYTES
 from rotationzoo.storage import files, folders
-from rotationzoo.storage.disks import disk_errors
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage.files import disk_errors
+from rotationzoo.storage.folders import locked
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
 from rotationzoo.zoo.index import NAME, ROOT_FILES
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
 from rotationzoo.network import huggingface_session as session
 from rotationzoo.network import limits, tokens
-from rotationzoo.version import __version__
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
 
 if TYPE_CHECKING:

@@ -136,8 +136,11 @@ DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub
 if TYPE_CHECKING:
     HubName = str
     PlaceName = str
+    HubOrBoth = str
+    HubOrAny = str
 else:
     HubName, PlaceName = Literal[*HUB_NAMES], Literal[*HUBS]
+    HubOrBoth, HubOrAny = Literal[*HUB_NAMES, "both"], Literal[*HUB_NAMES, "any"]
 
 
 def is_folder(repo: str) -> bool:

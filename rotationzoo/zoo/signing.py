@@ -1,5 +1,6 @@
-"""Checking a signature: that it holds, that it is for these very files, and that its signer is one
-whom the user accepts.
+"""Signatures of artifacts and indexes: made with a key or with the identity of a CI job or a person
+(keyless), and checked to hold, to be for these very files, and to be by a signer whom the user
+accepts.
 
 The format is that of OpenSSF Model Signing (https://github.com/ossf/model-signing-spec), and its
 library, of the extra `sign`, verifies. It is told who must have signed, and does not tell who has:
@@ -10,7 +11,9 @@ the manifest lists.
 """
 
 import base64
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +28,13 @@ from pydantic import AliasPath, Field
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError, UsageError, as_refusal, first_sentence
 from rotationzoo.network import limits
+from rotationzoo.network.tokens import check_token
 from rotationzoo.options import as_tuple
 from rotationzoo.settings import Signatures
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.folders import link
 from rotationzoo.storage.strict_json import Sha256, Strict
-from rotationzoo.zoo.signing.signer import Signer, describe_key, parse_signer
+from rotationzoo.zoo.signer import Signer, describe_key, parse_signer, read_key
 
 LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
 INSTALL = "pip install 'model-signing>=1.1' 'pyopenssl>=25.3'"
@@ -44,6 +48,8 @@ is written anew from the manifest."""
 # error for everything that is wrong with a certificate.
 _OUT_OF_TIME = re.compile("not valid at validation time|has expired|not yet valid")
 _ISSUER = "1.3.6.1.4.1.57264.1.1"  # of a certificate of Sigstore, as in Fulcio's oid-info.md
+# GitHub sets the second for jobs with `id-token: write` alone.
+_CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -295,3 +301,64 @@ def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
     names = MANIFEST, *artifact.manifest.files
     listed = {name: files.regular_file(folder, name) for name in names}
     return check_signature(Signed(str(folder), listed, read_signature(folder)), demand)
+
+
+# ---- making a signature
+
+
+def can_sign_in_ci() -> bool:
+    """Whether this is a job of GitHub Actions that may ask for a token of its identity."""
+    return all(os.environ.get(name) for name in _CI_VARIABLES)
+
+
+class SigningTool:
+    """Signs files, any number of times, always as the same signer."""
+
+    def __init__(self, key: Path | None, trust_config: Path | None = None, why: str = "signing"):
+        """`key` is the file of a private key in PEM, or None for keyless signing; `why` says what
+        needs a signature. Raises `RotationZooError` without the extra `sign` or such a key."""
+        check_installed(why, "; or publish unsigned, with: --sign none")
+        self.key, self.trust_config = key, trust_config
+        self.signer = None if key is None else read_key(key, private=True)
+        """The signer that its signatures name. None before the first keyless one, whose
+        certificate says who it is."""
+
+    @as_refusal(
+        "it cannot be signed", "check the network and the identity, or sign with: --sign key.pem"
+    )
+    def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
+        """The signature of these files (name -> file or content) but `UNSIGNED`, which its
+        statement calls `name` together, and who it shows as its signer. Raises
+        `RotationZooError`."""
+        from model_signing import hashing, signing
+
+        # They lie in the folder of an artifact, so a reader's tool must not ask for them.
+        ignored = hashing.Config().set_ignored_paths(paths=[*UNSIGNED], ignore_git_paths=False)
+        config = signing.Config().set_hashing_config(ignored)
+        if self.key is not None:
+            config.use_elliptic_key_signer(private_key=self.key)
+        else:
+            # Anew for each signature: the token of a CI job expires within minutes, and an upload
+            # between two signatures may take longer.
+            config.use_sigstore_signer(identity_token=_find_token(), trust_config=self.trust_config)
+        with gathered(files, name) as folder:
+            target = folder.with_name(SIGNATURE)
+            config.sign(folder, target)
+            data = target.read_bytes()
+        if isinstance(claimed := claimed_signer(data, name), Signer):
+            self.signer = claimed
+        assert self.signer is not None
+        return data, self.signer
+
+
+def _find_token() -> str | None:
+    """The token of this CI job's identity; None at a terminal, where a person can log in. Raises
+    `RotationZooError` if there is neither."""
+    from sigstore.oidc import detect_credential
+
+    token = detect_credential()
+    if token is None and not sys.stdin.isatty():
+        problem = "there is no identity to sign with: this is not a CI job that has one"
+        hint = "give the job `permissions: id-token: write`, or sign with: --sign key.pem"
+        raise RotationZooError(problem, hint)
+    return check_token(token, "the identity of this job")  # so that it is redacted
