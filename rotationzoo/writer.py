@@ -96,8 +96,7 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
         current = Artifact.open(folder)
         if current.identity != artifact.identity:
             problem = f"{artifact.folder} holds other rotations by now, and nothing was added"
-            hint = "run the command again"
-            raise RotationZooError(problem, hint)
+            raise RotationZooError(problem, "run the command again")
         folders.carry_over(folder, work, {*added, CARD, MANIFEST, SIGNATURE})
         for name, data in added.items():
             folders.write_new(work / name, data)
@@ -155,8 +154,7 @@ def check_replaceable(folder: Path) -> None:
     if files.size_of(folder / MANIFEST) is not None:
         if foreign := foreign_files(Artifact.open(folder).folder):
             problem = f"{folder} also holds {foreign[0]}, which is not part of an artifact"
-            hint = "choose another place with --output"
-            raise RotationZooError(problem, hint)
+            raise RotationZooError(problem, "choose another place with --output")
         return
     empty_folder = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty_folder:

@@ -91,8 +91,7 @@ def settle_request(artifact: Artifact, request: Request) -> Settled:
     clip = (1.0, 1.0) if engine.clip == "none" else request.clip or (keys, values)
     if engine.clip == "one" and clip[0] != clip[1]:
         if request.clip:
-            hint = f"--clip {max(clip):g}"
-            raise UsageError(f"{request.engine} has a single clip ratio", hint)
+            raise UsageError(f"{request.engine} has a single clip ratio", f"--clip {max(clip):g}")
         clip = (max(clip), max(clip))
     return Settled(
         request.engine,
@@ -157,8 +156,7 @@ def check_pooled(artifacts: Sequence[Artifact]) -> None:
     per_head = [artifact for artifact in artifacts if artifact.rotations.per_head]
     if not per_head:
         problem = "--pooled is for artifacts with one rotation per KV head, and none is given"
-        hint = "leave it out"
-        raise UsageError(problem, hint)
+        raise UsageError(problem, "leave it out")
     for artifact in per_head:
         _check_statistics(artifact)
 

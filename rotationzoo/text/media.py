@@ -28,8 +28,7 @@ def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
         known = [token for token in named if isinstance(token, int)]
         if not known or getattr(config, _PARTS[kind], kind) is None:
             problem = f"{name} reads no {kind}, which the data has in column {column}"
-            hint = "leave the column out, or give a model that reads it"
-            raise RotationZooError(problem, hint)
+            raise RotationZooError(problem, "leave the column out, or give a model that reads it")
         ids += known
     return ids
 
@@ -60,8 +59,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     bad = tally.check()
     if not rows:
         problem = f"{data.label} has no row whose images and audio fit {data.length} tokens"
-        hint = "give longer rows with --length, or smaller images"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, "give longer rows with --length, or smaller images")
     ids = [row.ids[0] for row in rows]
     longer = f"{counted(left_out, 'document')} with longer images or audio left out"
     notes = shortfall(ids, data), longer if left_out else None, bad, template.note
@@ -98,8 +96,7 @@ def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: D
     text = "".join(part.get("text") or "" for part in parts)
     if written := [mark for mark in marks if mark and mark in text]:
         problem = f"a text of {data.source} holds {written[0]}, which stands for media of the model"
-        hint = "take it out of the text: the chat template puts it where it belongs"
-        raise BadRow(problem, hint)
+        raise BadRow(problem, "take it out of the text: the chat template puts it where it belongs")
 
 
 def _prepare(messages: _Messages, sample: Sample, template: ChatTemplate, data: Data) -> Any:

@@ -136,8 +136,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     if not rows:
         found = counted(tally.tokens, "token")
         problem = f"{data.label} has {found}, too few for a row of {data.length:,}"
-        hint = "give more text with --data, or shorter rows with --length"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, "give more text with --data, or shorter rows with --length")
     notes = shortfall(rows, data), left_out, template.note, start_note(tokenizer)
     note = "; ".join(filter(None, notes)) or None
     return Corpus(rows, fingerprint(rows), note, date=template.written_day)

@@ -174,6 +174,5 @@ def _of_scaling(
         known = f"its rotations are for: {', '.join(scalings)}" if scalings else "leave it out"
         make = f"rotationzoo calibrate {model} --rope-scaling {wanted}"
         problem = f"there is no rotation for {model} with its RoPE scaled by {wanted}"
-        hint = f"{known}; or make one with: {make}"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, f"{known}; or make one with: {make}")
     return [entry for entry in entries if entry.rope_scaling in fitting], []

@@ -96,8 +96,7 @@ def prepare_upload(
         hint = "write it as: owner/name, or a folder as: ./zoo"
         raise UsageError(f"{repo} is not a repository", hint)
     if problems := verify(artifact).problems:
-        hint = f"see: rotationzoo verify {artifact.folder}"
-        raise not_published(artifact, problems[0], hint)
+        raise not_published(artifact, problems[0], f"see: rotationzoo verify {artifact.folder}")
     files = _collect_files(artifact, statistics, repo)
     model = listed_name(artifact.manifest.model)
     folder = model.replace("/", "__")

@@ -126,8 +126,7 @@ def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
     finding = check_signature(Signed(what, {index.NAME: own.data or b""}, own.signature), demand)
     if statement is None:
         problem = f"the signature of {what} does not say which repository it is for"
-        hint = "ask its owners to push with --sign and --adopt-index"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, "ask its owners to push with --sign and --adopt-index")
     if (statement.hub, statement.repo) != (own.hub, own.repo):
         signed_for = f"{statement.repo} on {HUBS[statement.hub].title}"
         raise RotationZooError(

@@ -77,8 +77,7 @@ def make_demand(asked: Signatures) -> Demand:
     contradict each other, and `RotationZooError` if a demand cannot be met without the extra."""
     named = as_tuple(asked.signers)
     if asked.issuer is not None and not named:
-        hint = "add: --signer IDENTITY"
-        raise UsageError("--issuer needs a --signer that it vouches for", hint)
+        raise UsageError("--issuer needs a --signer that it vouches for", "add: --signer IDENTITY")
     if named or asked.require_signature:
         check_installed("checking a signature")
     parsed = tuple(parse_signer(name, asked.issuer) for name in named)

@@ -118,8 +118,7 @@ def _asking(repo: str) -> Iterator[None]:
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
-        hint = "unset HF_HUB_OFFLINE"
-        raise HubError("HF_HUB_OFFLINE is set: ModelScope is not asked", hint)
+        raise HubError("HF_HUB_OFFLINE is set: ModelScope is not asked", "unset HF_HUB_OFFLINE")
     printed = sys.stderr if _is_debugging() else io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
