@@ -13,7 +13,6 @@ from rotationzoo.storage.folders import follow_link
 if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
 
-
 CHOICES = "|".join(ENGINE_NAMES)  # in brackets, they are too wide for a terminal
 
 
@@ -40,12 +39,11 @@ def export_command(
     if to is None:
         hint = "name it: --for vllm, or --for sglang"
         raise UsageError("export writes what one engine reads", hint)
-    from rotationzoo.artifact.store import Artifact
-
-    opened, for_llama_cpp = Artifact.open(artifact), bool(base or model)
     from rotationzoo.artifact.reductions import Options, Request
+    from rotationzoo.artifact.store import Artifact
     from rotationzoo.engines.export import export
 
+    opened = Artifact.open(artifact)
     request = Request(
         engine=to,
         output=follow_link(output),
@@ -55,7 +53,7 @@ def export_command(
         windows=windows,
         options=Options(base, model),
     )
-    if to != "llama.cpp" and for_llama_cpp:
+    if to != "llama.cpp" and (base or model):
         raise UsageError("--base and --model are for llama.cpp", hint="--for llama.cpp")
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:

@@ -87,9 +87,9 @@ def generate_command(
 def find_rotations(
     out: Output, source: "Source", fits: Callable[[str | None], bool] = lambda scaling: True
 ) -> "Artifact | None":
-    """The newest of the artifacts in the folder `rotations` that this user made or pulled for a
-    model, whose scaling of RoPE `fits`, with a note that says which one it is. Raises `UsageError`
-    where all that fit the model are others': an archive or a repository may hold such."""
+    """The newest artifact in the folder `rotations` that this user made or pulled for a model and
+    whose scaling of RoPE `fits`, with a note that names it. Raises `UsageError` if only artifacts
+    of others fit: they may come with an archive or a repository."""
     from rotationzoo.artifact.manifest import ROTATIONS, hash_config
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.writer import is_remembered
@@ -108,7 +108,7 @@ def find_rotations(
         place = fitting[0].folder
         hint = f"if you know whose it is, add: --rotations {shlex.quote(str(place))}"
         raise UsageError(f"{place} is nothing that you calibrated or pulled on this machine", hint)
-    # The rotations, and not the manifest, which `evaluate --save` writes again.
+    # Not by the manifest, which `evaluate --save` rewrites.
     newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
     if out.mode != "quiet":
         others = f", the newest of {len(own)}" if len(own) > 1 else ""
@@ -117,7 +117,7 @@ def find_rotations(
 
 
 def no_rotations(source: "Source") -> UsageError:
-    """The error for a model of which `find_rotations` finds none."""
+    """The error for a model without rotations."""
     words = shlex.quote(source.name)
     hint = f"make one with: rotationzoo calibrate {words}"
     if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
@@ -168,8 +168,7 @@ def _summary(report: dict[str, Any]) -> str:
 
 def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]) -> str | None:
     """The prompt of these options or, without them, what is piped into the command, or None. `note`
-    says that the command waits for it. Raises `UsageError` for more than one prompt, and for what
-    is no text."""
+    prints that the command waits. Raises `UsageError` for two prompts, and for what is not text."""
     if text is not None and file is not None:
         raise UsageError("--prompt and --file are two prompts", hint="leave out one of them")
     if text is not None:
@@ -189,7 +188,7 @@ def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None
             if not select.select([sys.stdin], [], [], _PATIENCE)[0]:
                 note("Waiting for a prompt on standard input")
             content = sys.stdin.buffer.read(_LONGEST + 1)
-    # Editors and `echo` write a line end, and a model would go on in a new line.
+    # Editors and `echo` end with a newline, after which a model would start a new line.
     return _checked(content, name).removesuffix("\n").removesuffix("\r")
 
 

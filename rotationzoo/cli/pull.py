@@ -54,7 +54,7 @@ def pull_command(
     if pulled.signature is not None:
         out.notes([pulled.signature.note])
     if to is None:
-        show_pull(out, pulled)
+        _show_pull(out, pulled)
         return
     from rotationzoo.artifact.reductions import Request
     from rotationzoo.cli.export import show_export
@@ -72,8 +72,7 @@ def pull_command(
     show_export(out, export(artifact, Request(str(to), target)))
 
 
-def show_pull(out: Output, pulled: "Pulled") -> None:
-    """Print where the files are and, for OSCAR's own files, how to make an artifact of them."""
+def _show_pull(out: Output, pulled: "Pulled") -> None:
     entry = pulled.entry
     out.notes(pulled.notes)
     data = {

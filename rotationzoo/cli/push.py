@@ -26,9 +26,8 @@ _IN_CI = f"{_CI_JOB} signs what it publishes unless told otherwise, and that"
 
 
 def choose_signer(signing: Signing) -> "IndexSigner | None":
-    """What signs the upload and the index, as the options say; None for nothing. Raises
-    `UsageError` for a value that is neither a word of the option nor a file, and for
-    `--adopt-index` where nothing is signed."""
+    """What signs the upload and the index, or None. Raises `UsageError` for a `--sign` that is
+    neither a word nor a file, and for `--adopt-index` without a signature."""
     from rotationzoo.zoo.signed_index import IndexSigner
     from rotationzoo.zoo.signing import SigningTool, can_sign_in_ci
 
@@ -54,9 +53,8 @@ def publish(
     signer: "IndexSigner | None",
     signing: Signing,
 ) -> tuple["Upload", dict[str, "Published"]]:
-    """Check, sign and publish an upload of an artifact, and say who signed it. A signature that it
-    came with is kept, unless the user says how to sign it. Returns it as it was signed, and hub ->
-    its place there."""
+    """Check, sign and publish an upload, and say who signed it. A signature that it came with is
+    kept, unless the user says how to sign it. Returns the signed upload, and hub -> its place."""
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import check_indexes, push
 
@@ -125,7 +123,7 @@ def push_command(
     upload, places = publish(out, opened, upload, destination, signer, signing)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
-    show_push(out, repo, upload.path, places)
+    _show_push(out, repo, upload.path, places)
     hub = destination.hubs[0]
     place = ["--from", hub] if hub in HUB_NAMES[1:] else []
     # What is in a pull request cannot be fetched yet.
@@ -133,7 +131,7 @@ def push_command(
 
 
 def check_use(artifact: "Artifact") -> None:
-    """Raise `RotationZooError` for an artifact whose own evaluation shows that it is of no use."""
+    """Raise `RotationZooError` if the artifact's own evaluation speaks against its use."""
     evaluation = artifact.manifest.metrics.evaluation
     for decision in evaluation.verdict.decisions if evaluation else ():
         if decision.action in ("refuse", "nothing"):
@@ -147,20 +145,19 @@ def check_use(artifact: "Artifact") -> None:
 def show_push_plan(
     out: Output, repo: str, files: list[dict[str, Any]], root_files: list[str]
 ) -> None:
-    """Print what would be uploaded: the `files`, as `Upload.listing` has them, and the names of the
-    repository's own files, which a push writes anew."""
+    """Print what would be uploaded: `files` as in `Upload.listing`, and the files at the root of
+    the repository, which every push writes."""
     rows = []
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"
         rows.append([file["path"], size])
     data, names = {"repo": repo, "files": files, "root_files": root_files}, [row[0] for row in rows]
-    title = f"would go to {repo}"
-    out.result(data, "\n".join(names), lambda: table(title, ["file", "bytes"], rows))
+    columns = ["file", "bytes"]
+    out.result(data, "\n".join(names), lambda: table(f"would go to {repo}", columns, rows))
     out.note(f"Note: the commit also writes {', '.join(root_files)}")
 
 
-def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
-    """Print where the artifact is. `published`: hub -> its place there."""
+def _show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
     lines = []
     for name, place in published.items():
         change = "published" if place.changed else "nothing new"

@@ -121,13 +121,13 @@ def regenerate_command(
         # As a pull request, so that a person decides whether to merge it.
         destination = Destination(zoo, chosen_hubs(to, repo), create_pr=True)
         _, places = publish(out, artifact, upload, destination, signer, signing)
-    show_regenerated(out, job.output, verdict, places)
+    _show_verdict(out, job.output, verdict, places)
     listing = ["list", *place_options(None, zoo, zoo_index)]
     out.suggest(*(listing if places else publishing))
 
 
 def show_due(out: Output, models: list["DueModel"], unknown: dict[str, RotationZooError]) -> None:
-    """Print the models that are due. `unknown`: model -> why it could not be checked."""
+    """Print the models that are due. `unknown`: model -> why its state is unknown."""
     reasons = {name: str(error) for name, error in unknown.items()}
     data = {"models": [asdict(due) for due in models], "unknown": reasons}
     columns = ["model", "revision", "was", "reason"]
@@ -138,10 +138,9 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, RotationZ
     out.result(data, "\n".join(names), lambda: table(title, columns, rows, folded=["reason"]))
 
 
-def show_regenerated(
+def _show_verdict(
     out: Output, folder: Path, verdict: dict[str, Any], places: dict[str, "Published"]
 ) -> None:
-    """Print the verdict on the new rotations. `places`: hub -> where they are published."""
     validation = "not validated: there is no GPU here"
     if verdict["validated_on"]:
         validation = f"validated on {verdict['validated_on']}"

@@ -60,7 +60,7 @@ def report_command(
 
 
 def _next_words(artifact: "Artifact", place: str) -> list[str]:
-    """What the decision calls for, or the export to the engine that it was measured for."""
+    """The command that the decision calls for, or else the export to the measured engine."""
     from rotationzoo.model.own_name import model_words
     from rotationzoo.report.commands import asked_options, decided_words, usual_engine
     from rotationzoo.report.page import label_arms
@@ -78,7 +78,7 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
 
 
 def add_report(out: Output, artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
-    """Add a report to an artifact. Its commands name the folder and the model as they are here."""
+    """Add a report to an artifact. Its commands name this machine's folder and model."""
     from rotationzoo.report.page import files_of_report
     from rotationzoo.writer import add_files
 

@@ -70,7 +70,7 @@ def verify_command(
     refused = running and reading and (refusal := running.refusal(reading))
     if refused and not isinstance(refused, Undecided):
         verification = replace(verification, problems=[str(refused)])
-    show_verification(out, opened, verification, agreement, finding, reading)
+    _show_verification(out, opened, verification, agreement, finding, reading)
     if out.mode == "quiet" and finding is not None:
         out.notes([finding.note])
     if refusal is not None:
@@ -84,7 +84,7 @@ def verify_command(
 
 
 def _error_of(artifact: "Artifact", verification: "Verification") -> RotationZooError:
-    """The error for the problems that were found: damage, or only that the model is another."""
+    """The error for damage, or for another model than the artifact was made for."""
     from rotationzoo.model.own_name import model_words
 
     folder, is_imported = str(artifact.folder), artifact.manifest.imported is not None
@@ -103,7 +103,7 @@ def _error_of(artifact: "Artifact", verification: "Verification") -> RotationZoo
     return RotationZooError(f"{folder} is not to be used: {count} found", hint)
 
 
-def show_verification(
+def _show_verification(
     out: Output,
     artifact: "Artifact",
     verification: "Verification",
@@ -111,8 +111,6 @@ def show_verification(
     finding: "Finding | None",
     reading: "ServerCheck | None",
 ) -> None:
-    """Print the problems that were found, and everything that was checked: with a model that was
-    run its `agreement`, with a running server its `reading`, and what is known of the signature."""
     ok = verification.ok and (reading is None or reading.verdict == "in use")
     data: dict[str, Any] = {
         "ok": ok,

@@ -81,7 +81,7 @@ class Reader(gguf.GGUFReader):
 
 
 def open_gguf(path: Path, lists: bool = True) -> Reader:
-    """Open a file, but read no tensors. Raises `RotationZooError` unless it is a whole GGUF file."""
+    """Open a file and read no tensors. Raises `RotationZooError` unless it is a whole GGUF file."""
     check_regular(path)
     try:
         with np.errstate(all="raise"):  # of offsets
