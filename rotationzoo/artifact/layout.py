@@ -1,5 +1,5 @@
-"""The tensors in an artifact's files: their names, the shapes and dtypes that its recipe and its
-geometry require, and the check of a file against these.
+"""The tensors in an artifact's files: their names, the shapes and dtypes that the recipe and the
+geometry require, and the checks of a file against these.
 
 A name is `layers.{layer}.{kind}.{field}`. In `rotations.safetensors` the kind is a side
 (`rotationzoo.sides`); in `statistics.safetensors` it is what was averaged. No other module knows
@@ -23,7 +23,7 @@ from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.sides import rows_of
 
 OPTIONAL = ("eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels")
-"""Fields of a rotation that may be missing; tensors have their names."""
+"""The fields of a rotation, and tensors of the same names, that may be missing."""
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensor name -> dtype and shape."""
 _OF_KEY_ENERGY = {"second_moment": "key_energy_moment", "count": "key_energy"}
@@ -43,7 +43,7 @@ Problem = tuple[str, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors that a file must hold. Those whose names end in `optional` may be missing."""
+    """The tensors of a file. Those whose names end in `optional` may be missing."""
 
     shapes: Shapes
     optional: str | None = None
@@ -78,8 +78,7 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
 
 
 def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
-    """Build rotations from tensors by name: the inverse of `rotation_tensors`. Raises `KeyError` if
-    a layer lacks one of its matrices or clip ratios."""
+    """The inverse of `rotation_tensors`. Raises `KeyError` for a missing matrix or clip ratio."""
     found: dict[int, set[str]] = {}
     for layer, side, _ in map(split_name, tensors):
         found.setdefault(layer, set()).add(side)
@@ -120,7 +119,7 @@ def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layou
 
 
 def matrix_count(recipe: Recipe, kv_heads: int) -> int:
-    """How many matrices a side of a layer has."""
+    """The number of matrices of one side of a layer."""
     return 1 if recipe.pooling == "layer" else kv_heads
 
 
@@ -128,7 +127,7 @@ def matrix_count(recipe: Recipe, kv_heads: int) -> int:
 
 
 def statistic_dims(layer: Layer, recipe: Recipe) -> dict[str, int]:
-    """Kind -> the dimension of each moment that a calibration keeps of a layer."""
+    """Kind -> dimension of each moment that calibration keeps for a layer."""
     dims = layer.dims
     if recipe.value_statistic == "key_energy" and "value" in dims:
         dims["key_energy"] = layer.value_dim
@@ -136,8 +135,7 @@ def statistic_dims(layer: Layer, recipe: Recipe) -> dict[str, int]:
 
 
 def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
-    """The tensors of `statistics.safetensors` by name. Averages have their counts, so that
-    statistics from several files can be merged."""
+    """The tensors of `statistics.safetensors` by name; with the counts, files can be merged."""
     tensors: dict[str, torch.Tensor] = {}
     for layer, kinds in averages.items():
         for kind, average in kinds.items():
@@ -148,11 +146,11 @@ def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
 
 
 def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
-    """Build averages from tensors by name: the inverse of `statistics_tensors`."""
+    """The inverse of `statistics_tensors`."""
     averages: Averages = {}
     for name, second_moment in tensors.items():
         layer, kind, field = split_name(name)
-        # Each average has exactly one second moment, which leads to its mean and its count.
+        # Each average has exactly one second moment.
         if field not in ("second_moment", "key_energy_moment"):
             continue
         kind = "key_energy" if field == "key_energy_moment" else kind
@@ -163,16 +161,16 @@ def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
 
 
 def _statistic_name(layer: int, kind: str, field: str) -> str:
-    # The key-energy moment is a weighted moment of values. Its tensors are therefore named with
-    # those of the value side, and its total weight is called `key_energy` and not `count`.
+    # The key-energy moment is a weighted moment of values, so its tensors have the names of the
+    # value side, and its total weight is `key_energy` instead of `count`.
     if kind == "key_energy" and field in _OF_KEY_ENERGY:
         return tensor_name(layer, "value", _OF_KEY_ENERGY[field])
     return tensor_name(layer, kind, field)
 
 
 def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
-    """The tensors that `statistics.safetensors` must hold. Imported files may lack eigenvalues;
-    then no statistics can be recovered from them."""
+    """The tensors that `statistics.safetensors` must hold. From imported files without eigenvalues,
+    no statistics can be recovered."""
     if imported:
         return Layout(_recovered_shapes(recipe, geometry), "_moment")
     shapes: Shapes = {}
@@ -207,10 +205,10 @@ def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
 def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors of a safetensors file, and one sentence for each kind of problem.
 
-    Names, dtypes and shapes are checked first, and no tensor is read if any of them is wrong. What
-    is read can therefore be no larger than the layout allows, because safetensors itself checks
-    the size of each tensor's data. The file is opened once, so what is checked is what is read.
-    Raises `RotationZooError` for no safetensors, and for dtypes that no artifact uses.
+    Names, dtypes and shapes are checked first, and no tensor is read if any is wrong. Since
+    safetensors checks the size of each tensor's data, no more is read than the layout allows. The
+    file is opened once, so what is checked is what is read. Raises `RotationZooError` for a file
+    that is not safetensors, and for dtypes that no artifact uses.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -242,7 +240,7 @@ def tensor_problems(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list
 
 
 def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
-    """One sentence for each kind of tensors missing, superfluous, or of wrong shape or dtype."""
+    """One sentence for each kind of missing, unknown or misshapen tensors."""
     problems = sentences(_misfits(shapes, layout))
     if extra := sorted(shapes.keys() - layout.shapes.keys()):
         names = ", ".join(name[:80] for name in extra[:_SHOWN])
@@ -263,7 +261,7 @@ def _misfits(shapes: Shapes, layout: Layout) -> Iterator[Problem]:
 
 def _value_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
     """Tensors that are not finite, means too large for the codec, and counts that are not positive.
-    The tensors must have the names of a layout."""
+    Names must be those of a layout."""
     for name, tensor in tensors.items():
         layer, kind, field = split_name(name)
         words = _words(kind, field)
@@ -278,10 +276,9 @@ def _value_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
 def orthogonality_problems(
     tensors: Mapping[str, torch.Tensor], imported: bool
 ) -> Iterator[Problem]:
-    """Rotations that are not orthogonal. The tensors must have the names of a layout."""
+    """Rotations that are not orthogonal. Names must be those of a layout."""
     for name, tensor in tensors.items():
         layer, kind, field = split_name(name)
-        # Factors of error feedback are not orthogonal; what they must be depends on the statistics.
         if field == "rotation" and not is_orthogonal(tensor, imported):
             yield f"{_words(kind, field)} not orthogonal", layer
 

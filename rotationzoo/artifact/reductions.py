@@ -16,7 +16,7 @@ from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.sides import EVERY_SIDE, HEADS
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
-"""What `--for` picks of a cache, in the words of the options that come before it."""
+"""What `--for` picks, by the options that override it."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Options:
     base: Path | None = None
     """The GGUF file to copy."""
     model: str | None = None
-    """The model that the base was converted from, to compare the two. By default it is the
-    artifact's own model, if that is in the hub's cache."""
+    """The model that the base was converted from, to compare the two; by default the artifact's
+    own, if it is in the hub's cache."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The settings of one export, as the user gave them, including what may be left out."""
+    """The settings of one export, as the user gave them."""
 
     engine: str
     output: Path | None = None
@@ -56,7 +56,7 @@ class Settled(Request):
 
 
 def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
-    """The distinct clip ratios of all that is read as keys, and as values, ascending."""
+    """The distinct clip ratios of keys and of values, ascending."""
     ratios: dict[str, set[float]] = {side: set() for side in SIDES}
     for layer in rotations.values():
         for side in SIDES:
@@ -65,26 +65,22 @@ def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
 
 
 def dropped_means(artifact: Artifact, request: Request) -> list[str]:
-    """The sides whose means are left out: the engine does not subtract them, or the user does not
-    want them."""
+    """The sides whose means are left out, by the engine or by the user."""
     kept = () if request.uncentered else find_engine(request.engine).means
     mine = [side for side in EVERY_SIDE if side in artifact.rotations.sides]
     return [side for side in mine if artifact.recipe.centers(side) and side not in kept]
 
 
 def settle_request(artifact: Artifact, request: Request) -> Settled:
-    """The request with everything that the user did not choose: one rotation per layer, clip ratios
-    and windows as the engine takes them, and otherwise the artifact's own.
-
-    Raises `UsageError` for a choice that the engine does not take.
+    """The request with all that the user left open: pooling, clip ratios and windows as the engine
+    takes them, or else the artifact's own. Raises `UsageError` for what the engine does not take.
     """
     engine = find_engine(request.engine)
     check_sides(request.engine, artifact.rotations.sides)
     windows = (artifact.recipe.sink, artifact.recipe.recent) if engine.windows else (0, 0)
     if not engine.windows and request.windows not in (None, windows):
         raise UsageError(f"{request.engine} keeps no tokens exact", hint="leave out --windows")
-    # The highest ratio clips least. Lower ones were chosen for heads that tolerate them, and other
-    # heads may not.
+    # The highest ratio clips least: lower ones were chosen for heads that tolerate them.
     keys, values = map(max, distinct_clips(artifact.rotations))
     if engine.clip == "none" and request.clip:
         raise UsageError(f"{request.engine} clips nothing", hint="leave out --clip")
@@ -129,8 +125,8 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
 def describe_choice(
     name: str, artifacts: Iterable[Artifact], settings: Collection[str] = ()
 ) -> str:
-    """What an engine makes of artifacts, in one line: what is picked for it, what it loses, and
-    which of the user's `settings` come before that."""
+    """What an engine makes of artifacts, in one line: what is picked for it, what is lost, and
+    which of the user's `settings` override that."""
     engine, codes, artifacts = find_engine(name), "nearest codes", list(artifacts)
     rotations = "a rotation per KV head" if engine.heads else "one rotation per layer"
     lost: dict[str, None] = {}
@@ -151,8 +147,8 @@ def describe_choice(
 
 
 def check_pooled(artifacts: Sequence[Artifact]) -> None:
-    """Raise `UsageError` if no artifact has a rotation per KV head, and `RotationZooError` for one
-    that has, without the statistics to fit from."""
+    """Raise `UsageError` if no artifact has a rotation per KV head, and `RotationZooError` if one
+    that has lacks the statistics."""
     per_head = [artifact for artifact in artifacts if artifact.rotations.per_head]
     if not per_head:
         problem = "--pooled is for artifacts with one rotation per KV head, and none is given"
@@ -172,14 +168,10 @@ def _check_statistics(artifact: Artifact) -> None:
 
 
 def pooled_rotations(artifact: Artifact) -> Rotations:
-    """One rotation per layer, fitted from the statistics of an artifact.
-
-    The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises as
-    `check_pooled` does.
-    """
+    """One rotation per layer, fitted from the statistics of an artifact: a mean of rotations would
+    not be orthogonal. Raises as `check_pooled`."""
     _check_statistics(artifact)
-    # Means are not fitted again but copied from the artifact, since statistics recovered from
-    # imported files have none.
+    # Means are copied from the artifact: statistics recovered from imported files have none.
     left_out = dict.fromkeys(("center_keys", "center_values", "feedback"), False)
     recipe = artifact.recipe.model_copy(update={"pooling": "layer", **left_out})
     moments = None if artifact.statistics is None else sums(artifact.statistics)
@@ -194,8 +186,8 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
 def reduced_rotations(
     artifact: Artifact, pooled: bool, uncentered: Collection[str], budget: Budget | None = None
 ) -> Rotations:
-    """The rotations of an artifact as `reduce_rotations` has them, one per layer if `pooled`.
-    Raises as `check_pooled` and `spend_bits` do."""
+    """The rotations of an artifact as `reduce_rotations` makes them, one per layer if `pooled`.
+    Raises as `check_pooled` and `spend_bits`."""
     rotations = artifact.rotations
     if pooled and rotations.per_head:
         # Only engines without a budget of bits take one rotation per layer.

@@ -53,13 +53,13 @@ def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
 
 
 def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:
-    """The answers of the exact model, in the first row, and of every arm: to all tasks together,
-    and to each by itself. No tables where no arm was asked."""
+    """The answers of the exact model (first row) and of every arm, to all tasks together and to
+    each. No tables if no arm was asked."""
     models = [(label, arm.all_tasks, arm.tasks) for label, arm in arms.items()]
     asked = [(label, recall, scores) for label, recall, scores in models if recall is not None]
     if exact.all_tasks is None or not asked:
         return []
-    # Arms are asked the tasks that the exact model can do, which are the same for all.
+    # All arms are asked the tasks that the exact model can do.
     of_arms = {task for arm in arms.values() for task in arm.tasks}
     tasks = [task for task in exact.tasks if task in of_arms]
     together, by_task = list[list[str]](), list[list[str]]()
@@ -97,8 +97,8 @@ def _score(score: Score, most: Score) -> str:
 
 
 def share_words(score: Score, most: float, digits: int = 0, error: float | None = None) -> str:
-    """The share answered. A cache in 2 bits is not shown as better than the exact one, whose share
-    is `most`: it answers no fewer, and more by chance."""
+    """The share answered. A 2-bit cache is not shown as better than the exact one, whose share is
+    `most`: it is so by chance."""
     if score.share > most:
         return f"≥{percent(most, digits)}"
     return percent(score.share, digits, error)
@@ -108,7 +108,7 @@ ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens inc
 
 
 def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
-    """Sentences on the arms whose names do not say what they are, or that were asked less."""
+    """Sentences on arms whose names need an explanation, or that were asked less."""
     shown = list(arms)
     about = []
     asked = {arm.name: arm.all_tasks.questions for arm in shown if arm.all_tasks}
@@ -157,7 +157,7 @@ def describe_prefill(conditions: schema.Conditions) -> str:
 
 
 def describe_recall(measured: Measured) -> list[str]:
-    """The meaning of the figures of recall tasks; nothing if no question was asked."""
+    """The meaning of the figures of recall tasks, if any were asked."""
     recall = measured.exact.all_tasks
     if recall is None:
         return []
@@ -171,7 +171,7 @@ def describe_recall(measured: Measured) -> list[str]:
 
 
 def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:
-    """Sentences on what of a model with these cached `layers` was not in few bits."""
+    """Sentences on which of the cached `layers` stayed exact."""
     exact = [str(layer) for layer in layers if layer not in measured.layers]
     if measured.layers and exact:
         yield f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact."
@@ -182,8 +182,8 @@ def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]
 
 @dataclass(frozen=True)
 class Request:
-    """A request of `context` tokens. `elements` are cached of each token, None if the shapes are
-    not known; `share` of them were stored in few bits."""
+    """A request of `context` tokens. `elements` are cached per token, None if unknown; a `share` of
+    them was quantized."""
 
     context: int = CONTEXT
     elements: int | None = None
@@ -191,7 +191,7 @@ class Request:
 
     @classmethod
     def measured_on(cls, artifact: Artifact, measured: Measured | None, context: int) -> Self:
-        """A request to the artifact's model, whose cache is stored as it was measured."""
+        """A request to the artifact's model, with the layers quantized as measured."""
         layers = cached_layers(artifact.geometry)
         total = sum(layer.elements for layer in layers)
         if measured is None or not measured.layers:
@@ -200,8 +200,8 @@ class Request:
         return cls(context, total, sum(stored) / total)
 
     def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:
-        """Bits of an element of an arm's cache, from those of a request of `CONTEXT` tokens. Arms
-        that quantize tokens in groups are off by the exact tokens of at most one group."""
+        """Bits per element of an arm's cache, from those at `CONTEXT` tokens. Arms that quantize
+        tokens in groups are off by at most one group."""
         exact = measured.window.sink + measured.window.recent
         if exact >= CONTEXT:
             return EXACT_BITS
@@ -211,7 +211,7 @@ class Request:
 
     @property
     def scale(self) -> tuple[float, str]:
-        """What a chart multiplies bits of an element with, and the unit that this gives."""
+        """The factor that turns bits per element into a unit, and that unit."""
         if self.elements is None:
             return 1.0, f"bits of an element at {self.context:,} tokens"
         size = self.elements * self.context / 8
@@ -219,7 +219,7 @@ class Request:
         return size / factor, f"{unit} of cache at {self.context:,} tokens"
 
     def describe_saving(self, bits: float) -> str:
-        """One sentence on what a cache of `bits` bits an element saves."""
+        """One sentence on what a cache of `bits` bits per element saves."""
         if not 0 < bits < EXACT_BITS:
             return f"At {self.context:,} tokens, the cache stays exact: nothing is saved."
         sizes = [f"{bits:.2f} bits an element", str(EXACT_BITS)]
@@ -233,7 +233,7 @@ class Request:
 
 
 def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
-    """How an engine stores the cache: in the format and with the windows that were measured."""
+    """The format and the windows that were measured, or the recipe's."""
     recipe = artifact.recipe
     if measured is None:
         return CacheLayout.of_recipe(recipe, FINE if recipe.budget else SGLANG)
@@ -242,8 +242,8 @@ def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
 
 
 def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> float:
-    """Bits an element of a cache of `tokens` tokens. All its layers are stored as they were
-    measured, or as the artifact's own budget says."""
+    """Bits per element of a cache of `tokens` tokens, with all layers stored as measured, or by the
+    artifact's own budget."""
     if measured is not None:
         arm = plain_arm(measured.window.arms, artifact.identity)
         assert arm is not None, "such an evaluation is not read"
@@ -253,7 +253,7 @@ def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> f
 
 
 def memory_table(artifact: Artifact, measured: Measured | None, context: int) -> Table:
-    """The size of a cache of some lengths: figures that follow from shapes alone."""
+    """The size of a cache at some lengths, which follows from shapes alone."""
     elements = sum(layer.elements for layer in cached_layers(artifact.geometry))
     rows = []
     for tokens in sorted({*(each for each in _CONTEXTS if each < context), context}):
