@@ -1,5 +1,5 @@
 """The settings of `calibrate`, `evaluate` and `generate`. Each option is declared here, once, for
-Python callers and for the command line, which has those that say how it helps with them."""
+Python callers and, if it has a help text, for the command line."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +98,7 @@ def _parse_rivals(text: str) -> list[str]:
     return text.replace(" ", "").split(",")
 
 
-# ---- those that commands have, too
+# ---- options that commands share
 
 MODEL = about("A hub id, folder, GGUF file, or demo.", argument=True, kind=str)
 ModelName = Annotated[str, argument("A hub id, folder, GGUF file, or demo.")]
@@ -163,8 +163,8 @@ class RunSettings(Machine):
 
     @property
     def torch_dtype(self) -> "torch.dtype | str":
-        """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread
-        over devices it is the checkpoint's own type."""
+        """The type of the weights. `auto` is float32 if all is on the CPU, and else the
+        checkpoint's own type."""
         import torch
 
         if self.dtype != "auto":
@@ -188,7 +188,7 @@ class TextSettings(RunSettings):
 
     @property
     def text(self) -> dict[str, Any]:
-        """What is given of the text, by the keys of a recipe's `data`."""
+        """The given settings of the text, by the keys of a recipe's `data`."""
         names = ("subset", "split", "column", "tokens", "length", "seed")
         chosen = {"source": self.data, **{name: getattr(self, name) for name in names}}
         return {name: value for name, value in chosen.items() if value is not None}
@@ -300,8 +300,8 @@ class GenerationSettings(CacheOptions, RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Import(Settings):
-    """The settings of one import. What neither the files nor the user state, such as clip ratios,
-    is taken from the published fitter's recipe, `oscar-v1`."""
+    """The settings of one import. What neither the files nor the user state comes from the
+    published fitter's recipe, `oscar-v1`."""
 
     files: Sequence[Path] = field(
         kw_only=False,

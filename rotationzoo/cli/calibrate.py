@@ -98,9 +98,8 @@ def _find_bits(
     keep: float,
     lengths: int | Sequence[int] | None,
 ) -> None:
-    """Ask for the fewest bits that keep so many percent of the answers, unless the user chose the
-    bits, and show them with the command that serves them. Raises `RotationZooError` where none are
-    shown to."""
+    """Find the fewest bits (or check the user's) that keep so many percent of the answers, and show
+    the command that serves them. Raises `RotationZooError` if none are shown to."""
     from rotationzoo.api import evaluation_job
     from rotationzoo.artifact.scores import plain_name
     from rotationzoo.artifact.store import Artifact
@@ -155,8 +154,7 @@ def run_job(out: Output, job: "Job") -> "Artifact":
     """Run the job. Raises `Interrupted`, which says how to continue."""
     from rotationzoo.calibration.calibrate import calibrate
 
-    # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that work is saved and the error
-    # says how to continue.
+    # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that the error says how to resume.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with show_progress(out) as progress:
@@ -174,7 +172,7 @@ def run_job(out: Output, job: "Job") -> "Artifact":
 
 def show_plan(out: Output, job: "Job", question_tokens: int = 0) -> None:
     """Plan the job from the model's config, and print the plan. `question_tokens`: of the questions
-    that may follow, through all caches. Raises `RotationZooError` for text that cannot be used."""
+    that may follow, over all caches. Raises `RotationZooError` for text that cannot be used."""
     from rotationzoo.calibration.calibrate import read_text
     from rotationzoo.calibration.plan import plan
 
@@ -232,7 +230,7 @@ def _plan_json(known: "Plan") -> dict[str, Any]:
 
 
 def _common(layers: Geometry, field: str) -> int | list[int]:
-    """The value of a field that all layers share, or else the list of all values."""
+    """The field of all layers, as one value if they share it."""
     values: list[int] = [getattr(layer, field) for layer in layers]
     return values[0] if len(set(values)) == 1 else values
 
