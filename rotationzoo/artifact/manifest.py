@@ -205,15 +205,6 @@ def _validate(kind: type[BaseModel], content: Any, strict: bool = True) -> BaseM
         raise ValueError(f"{where}: {problem['msg']}") from error
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest file. Raises `RotationZooError` unless `Manifest` accepts it."""
-    content: Any = strict_json.read(path)
-    hint = "fetch or make the artifact again"
-    strict_json.check_schema(content, SCHEMA, str(path.parent), f"{path} is damaged", hint)
-    parse_manifest(content, str(path))
-    return dict(content)
-
-
 def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:
     """The typed content of a manifest. Raises `RotationZooError`, naming `origin`, if damaged."""
     return strict_json.validate(Manifest, content, origin)

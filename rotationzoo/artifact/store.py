@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.artifact import manifest as manifests
 from rotationzoo.artifact.layout import (
     orthogonality_problems,
     read_tensors,
@@ -19,7 +18,7 @@ from rotationzoo.artifact.layout import (
     statistics_from,
     statistics_layout,
 )
-from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, Manifest
+from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, Manifest, parse_manifest
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
 from rotationzoo.linalg.moments import Averages
@@ -76,7 +75,7 @@ class Artifact:
     @cached_property
     def manifest(self) -> Manifest:
         """The typed manifest. Raises `RotationZooError` if it is damaged."""
-        return manifests.parse_manifest(self.content, str(self.folder / MANIFEST))
+        return parse_manifest(self.content, str(self.folder / MANIFEST))
 
     @property
     def identity(self) -> str:
@@ -200,4 +199,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             reason = f"there is no such folder{meant}"
             hint = "name the folder that calibrate wrote" if meant else hint
         raise RotationZooError(f"{folder} is not an artifact: {reason}", hint=hint)
-    return manifests.read_manifest(path)
+    content: Any = strict_json.read(path)
+    hint = "fetch or make the artifact again"
+    strict_json.check_schema(content, SCHEMA, str(folder), f"{path} is damaged", hint)
+    parse_manifest(content, str(path))
+    return dict(content)

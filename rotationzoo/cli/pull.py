@@ -1,7 +1,6 @@
 """`rotationzoo pull`: fetch published rotations and, if asked, export them for an engine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rotationzoo.cli.next_steps import suggest_text
 from rotationzoo.cli.output import Output, say
@@ -11,9 +10,6 @@ from rotationzoo.options import argument, option
 from rotationzoo.settings import Import, IndexPlace, Signatures, ZooRepo
 from rotationzoo.storage.folders import follow_link
 from rotationzoo.zoo.hubs.protocol import HubOrAny, chosen_hubs
-
-if TYPE_CHECKING:
-    from rotationzoo.zoo.pull import Pulled
 
 
 def pull_command(
@@ -54,7 +50,25 @@ def pull_command(
     if pulled.signature is not None:
         out.notes([pulled.signature.note])
     if to is None:
-        _show_pull(out, pulled)
+        out.notes(pulled.notes)
+        data = {
+            "path": str(pulled.path),
+            "repo": pulled.copy.repo,
+            "hub": pulled.copy.hub,
+            "revision": pulled.revision,
+            "model": entry.model,
+            "recipe": entry.recipe,
+            "format": entry.format,
+            "files": pulled.files,
+            "notes": pulled.notes,
+            "signature": pulled.signature and pulled.signature.summary(),
+        }
+        out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
+        if pulled.artifact is None:
+            out.note("Note: these are OSCAR's own files; import makes an artifact of them")
+            out.suggest("import", str(pulled.path), "--model", entry.model)
+        else:
+            suggest_text(out, pulled.artifact.folder, [entry.model])
         return
     from rotationzoo.artifact.reductions import Request
     from rotationzoo.cli.export import show_export
@@ -70,26 +84,3 @@ def pull_command(
     name = f"{Path(entry.model).name}-{entry.recipe}-{to}"
     target = None if ENGINES[to].command else Path("exports") / name
     show_export(out, export(artifact, Request(str(to), target)))
-
-
-def _show_pull(out: Output, pulled: "Pulled") -> None:
-    entry = pulled.entry
-    out.notes(pulled.notes)
-    data = {
-        "path": str(pulled.path),
-        "repo": pulled.copy.repo,
-        "hub": pulled.copy.hub,
-        "revision": pulled.revision,
-        "model": entry.model,
-        "recipe": entry.recipe,
-        "format": entry.format,
-        "files": pulled.files,
-        "notes": pulled.notes,
-        "signature": pulled.signature and pulled.signature.summary(),
-    }
-    out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
-    if pulled.artifact is None:
-        out.note("Note: these are OSCAR's own files; import makes an artifact of them")
-        out.suggest("import", str(pulled.path), "--model", entry.model)
-    else:
-        suggest_text(out, pulled.artifact.folder, [entry.model])

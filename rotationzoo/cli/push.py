@@ -123,7 +123,14 @@ def push_command(
     upload, places = publish(out, opened, upload, destination, signer, signing)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
-    _show_push(out, repo, upload.path, places)
+    lines = []
+    for name, place in places.items():
+        change = "published" if place.changed else "nothing new"
+        lines.append(f"{name}: {change}, revision {place.revision}, {place.url}")
+    hubs = {name: asdict(place) for name, place in places.items()}
+    revisions = "\n".join(place.revision for place in places.values())
+    data = {"repo": repo, "path": upload.path, "hubs": hubs}
+    out.result(data, revisions, lambda: say(*lines))
     hub = destination.hubs[0]
     place = ["--from", hub] if hub in HUB_NAMES[1:] else []
     # What is in a pull request cannot be fetched yet.
@@ -155,13 +162,3 @@ def show_push_plan(
     columns = ["file", "bytes"]
     out.result(data, "\n".join(names), lambda: table(f"would go to {repo}", columns, rows))
     out.note(f"Note: the commit also writes {', '.join(root_files)}")
-
-
-def _show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
-    lines = []
-    for name, place in published.items():
-        change = "published" if place.changed else "nothing new"
-        lines.append(f"{name}: {change}, revision {place.revision}, {place.url}")
-    hubs = {name: asdict(place) for name, place in published.items()}
-    revisions = "\n".join(place.revision for place in published.values())
-    out.result({"repo": repo, "path": path, "hubs": hubs}, revisions, lambda: say(*lines))

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -106,8 +106,15 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
         verdict = Advice("Measure them first.", words)
     else:
+        lead, reasons = "", list(arms.evaluation.window.verdict.words)
+        if arms.decision is not None and arms.decision.words:
+            lead, *reasons = arms.decision.words
+        if arms.chosen is not None:
+            bits = request.arm_bits(arms.chosen, arms.evaluation)
+            reasons.append(request.describe_saving(bits))
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
-        verdict = describe_verdict(arms, request, layers)
+        reasons += tables.list_exact_parts(arms.evaluation, layers)
+        verdict = Advice(lead, reasons, _draw_answers(arms, request))
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     layout, memory = layout_of(artifact, measured), memory_table(artifact, measured, context)
     return Report(artifact, replace(verdict, commands=commands), arms, layout, memory)
@@ -142,19 +149,6 @@ def files_of_report(report: Report, is_local: bool = False) -> dict[str, bytes]:
 
 
 # ---- what rotations keep and cost
-
-
-def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -> Advice:
-    """The first section: what to do and why, the memory saved, and the chart. `layers`: all that
-    have a cache, if known."""
-    measured, decision = arms.evaluation, arms.decision
-    reasons, lead = list(measured.window.verdict.words), ""
-    if decision is not None and decision.words:
-        lead, *reasons = decision.words
-    if arms.chosen is not None:
-        reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
-    reasons += tables.list_exact_parts(measured, layers)
-    return Advice(lead, reasons, _draw_answers(arms, request))
 
 
 def _draw_answers(arms: Arms, request: Request) -> Figure | None:
