@@ -243,7 +243,7 @@ class EvaluationSettings(TextSettings):
     questions: int | Literal["auto"] = option(
         "Per task and length; auto: until it is decided.", default="auto", kind=parse_questions
     )
-    minutes: float | None = option("Do what fits into this time.", min=0.1)
+    minutes: float | None = option("Stop after about this time.", min=0.1)
     keep: float | None = option("Percent to keep (90); else exit 1.")
     fewest_bits: bool = False
     windows: tuple[int, int] | Sequence[tuple[int, int]] | None = option(

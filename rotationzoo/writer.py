@@ -95,7 +95,7 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
         # Another process may have replaced the artifact since it was opened.
         current = Artifact.open(folder)
         if current.identity != artifact.identity:
-            problem = f"{artifact.folder} holds other rotations by now, and nothing was added"
+            problem = f"{artifact.folder} now holds other rotations, and nothing was added"
             raise RotationZooError(problem, "run the command again")
         folders.carry_over(folder, work, {*added, CARD, MANIFEST, SIGNATURE})
         for name, data in added.items():

@@ -241,7 +241,7 @@ def _known_error(error: Exception) -> RotationZooError:
     name, first = type(error).__name__, first_sentence(error)
     if "home directory" in first:  # what `Path.expanduser` raises
         hint = "write the whole path"
-        return RotationZooError("a path begins with ~ and a user who has no home here", hint)
+        return RotationZooError("a path begins with ~ and a user without a home directory", hint)
     return RotationZooError(
         name if first == name else f"{name}: {first}",
         hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",

@@ -86,7 +86,7 @@ def calibrate_command(
         return
     is_new = _last_change(job.output) != before
     if not is_new:
-        out.note("Note: this very job was done already; --restart does it again")
+        out.note("Note: this job is already done; --restart runs it again")
     next_steps.show_artifact(out, artifact, with_time=is_new)
     next_steps.suggest_step(out, artifact, named(model, settings.revision), engine)
 
@@ -243,7 +243,7 @@ def _say_plan(known: "Plan", data: dict[str, Any]) -> None:
         say(f"{name} cannot be calibrated: {known.refusal}")
         return
     if known.geometry is None:
-        say(f"{name}: what its layers cache shows only with its weights")
+        say(f"{name}: what its layers cache cannot be told without its weights")
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
         if (cached := cached_rows(known.geometry)) is not HEADS:

@@ -57,7 +57,7 @@ def export_command(
         raise UsageError("--base and --model are for llama.cpp", hint="--for llama.cpp")
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:
-        out.note("Note: what these rotations keep was not measured: rotationzoo evaluate does")
+        out.note("Note: these rotations were not evaluated yet: rotationzoo evaluate does that")
     show_export(out, exported)
 
 

@@ -106,8 +106,8 @@ def find_rotations(
     own = [each for each in fitting if is_remembered(each)]
     if not own:
         place = fitting[0].folder
-        hint = f"if you know whose it is, add: --rotations {shlex.quote(str(place))}"
-        raise UsageError(f"{place} is nothing that you calibrated or pulled on this machine", hint)
+        hint = f"if you trust it, add: --rotations {shlex.quote(str(place))}"
+        raise UsageError(f"{place} was neither calibrated nor pulled by you on this machine", hint)
     # Not by the manifest, which `evaluate --save` rewrites.
     newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
     if out.mode != "quiet":
@@ -134,7 +134,7 @@ def _say_generation(out: Output, report: dict[str, Any]) -> None:
         write_text(exact.removesuffix("\n") + "\n")
         same = f"{counted(start, 'character')} ({counted(parted['token'], 'token')})"
         both = f"here {_quote(report['text'], start)}, exact {_quote(exact, start)}"
-        say("", f"The two part after {same}: {both}.")
+        say("", f"The two diverge after {same}: {both}.")
     out.note(_summary(report))
 
 
@@ -159,7 +159,7 @@ def _summary(report: dict[str, Any]) -> str:
         words += f" ({exact / held:.1f} times smaller)"
     # The cache has read all tokens but the last one.
     if report["prompt_tokens"] + report["tokens"] - 1 <= report["sink"] + report["recent"]:
-        words += "; so short a context stays exact"
+        words += "; a context this short stays exact"
     return words if report["rotations"] else f"{words}; no rotation"
 
 
@@ -170,7 +170,7 @@ def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None
     """The prompt of these options or, without them, what is piped into the command, or None. `note`
     prints that the command waits. Raises `UsageError` for two prompts, and for what is not text."""
     if text is not None and file is not None:
-        raise UsageError("--prompt and --file are two prompts", hint="leave out one of them")
+        raise UsageError("--prompt and --file exclude each other", hint="leave out one of them")
     if text is not None:
         # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer takes.
         return _checked(os.fsencode(text), "--prompt")
@@ -206,7 +206,7 @@ def _checked(content: bytes, name: str) -> str:
     if not content.strip():
         raise UsageError(f"{name} is empty", hint=_HINT)
     if b"\0" in content:
-        raise UsageError(f"{name} is not text: it holds zero bytes", hint=_HINT)
+        raise UsageError(f"{name} is not text: it has zero bytes", hint=_HINT)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

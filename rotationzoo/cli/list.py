@@ -59,7 +59,7 @@ def show_list(out: Output, entries: list["Entry"]) -> None:
 
 def _show_entries(entries: list["Entry"]) -> None:
     if not entries:
-        say("No published rotations match; without a name and --recipe, list shows all there are")
+        say("No published rotations match; without a name and --recipe, list shows all of them")
         return
     columns = ["model", "recipe", "files", "bits", "keeps", "measured", "cost", "revision", "hubs"]
     rows = [_row(entry, entries) for entry in entries]

@@ -36,7 +36,9 @@ def choose_signer(signing: Signing) -> "IndexSigner | None":
         sign, why = KEYLESS, _IN_CI
     if sign in (None, NONE):
         if signing.adopt_index:
-            raise UsageError("--adopt-index signs nothing alone", hint="add: --sign key.pem")
+            raise UsageError(
+                "--adopt-index does nothing without a signature", hint="add: --sign key.pem"
+            )
         return None
     key = None if sign == KEYLESS else Path(sign).expanduser()
     if key is not None and not key.is_file():

@@ -79,7 +79,7 @@ def regenerate_command(
         show_due(out, models, unknown)
         if unknown:
             out.notes(f"{name} was skipped: {error}" for name, error in unknown.items())
-            problem = f"{counted(len(unknown), 'model')} could not be looked at"
+            problem = f"{counted(len(unknown), 'model')} could not be checked"
             raise PartlyDone(problem, next(iter(unknown.values())).hint)
         name, *typed = typed_words("--plan", str(model))
         listing = ["list", *place_options(index, repo, zoo_index)]

@@ -94,13 +94,13 @@ def _error_of(artifact: "Artifact", verification: "Verification") -> RotationZoo
         if is_imported:
             hint += ", or import its files again with the model that they are for"
         misfits = "; ".join(verification.misfits)
-        return RotationZooError(f"{folder} is sound, but of another model: {misfits}", hint)
+        return RotationZooError(f"{folder} is sound, but for another model: {misfits}", hint)
     made = "its card says from what model, recipe and text"
     hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
     if is_imported:
         hint = "import its files again"
     count = counted(len(verification.problems), "problem")
-    return RotationZooError(f"{folder} is not to be used: {count} found", hint)
+    return RotationZooError(f"{folder} must not be used: {count} found", hint)
 
 
 def _show_verification(

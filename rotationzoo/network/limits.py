@@ -62,7 +62,7 @@ def limit_chunks(
             raise HubError(f"{what} sent more than {limit:,} bytes", hint)
         if seconds is not None and time.monotonic() - started > seconds:
             hint = NETWORK_HINT
-            raise HubError(f"{what} sent no more than {received:,} bytes in {seconds:.0f} s", hint)
+            raise HubError(f"{what} sent only {received:,} bytes in {seconds:.0f} s", hint)
         yield chunk
 
 

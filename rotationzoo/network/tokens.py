@@ -55,8 +55,7 @@ def check_token(token: str | None, place: str) -> str | None:
     _checked.add(token)  # a refused token is redacted, too
     if not re.fullmatch(r"[\x21-\x7e]+", token):
         raise RotationZooError(
-            f"the token in {place} holds a character that no token has, such as a space or a line "
-            "break",
+            f"the token in {place} holds an invalid character, such as a space or a line break",
             hint=f"copy the token again, alone and on one line, into {place}",
         )
     return token

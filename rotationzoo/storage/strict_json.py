@@ -87,7 +87,7 @@ def text(content: Any) -> bytes:
     try:
         return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
     except ValueError as error:
-        raise RotationZooError(f"what was found cannot be written: {_first_line(error)}") from error
+        raise RotationZooError(f"the result cannot be written: {_first_line(error)}") from error
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

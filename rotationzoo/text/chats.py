@@ -138,7 +138,7 @@ class ChatTemplate:
             self._connection = None
             self._process.kill()
             raise RotationZooError(
-                f"the tokenizer's chat template was given up: a chat took more than {_SECONDS:g} s "
+                f"the tokenizer's chat template was stopped: a chat took more than {_SECONDS:g} s "
                 f"or {_MEMORY >> 30} GiB, or became {_ADDED:,} characters longer",
                 hint="do not use this template; plain text needs none",
             )

@@ -88,7 +88,7 @@ def check_model(artifact: Artifact) -> None:
     try:
         source = find(model.id, model.revision)
     except ModelUnavailable as error:
-        reason = f"whether it was made for {model.id} cannot be seen, as {error}"
+        reason = f"it cannot be checked that it was made for {model.id}: {error}"
         raise not_published(artifact, reason, error.hint) from error
     if hash_config(source.folder) != model.config_sha256:
         other = f"{model.id} has another config at revision {model.revision}"

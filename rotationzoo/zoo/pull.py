@@ -123,7 +123,7 @@ def _check_hashes(entry: Entry, copy: Copy, hashes: Mapping[str, str]) -> None:
     for name, file in entry.files.items():
         if file.sha256 not in (None, hashes[name]):
             problem = f"{name} of {copy.repo} is not the file that the index lists"
-            hint = "run the same command again; if it stays so, tell the owners of the repository"
+            hint = "run the command again; if that does not help, tell the owners of the repository"
             raise RotationZooError(f"{problem}: its sha256 differs", hint)
 
 
@@ -187,7 +187,9 @@ def _pull_copy(
     if entry.format == "oscar":
         if expected:
             hint = "make rotations of your own with: rotationzoo calibrate " + entry.model
-            raise RotationZooError(f"{what} has no signature, as its makers publish none", hint)
+            raise RotationZooError(
+                f"{what} has no signature, because its authors publish none", hint
+            )
         return _pull_oscar(entry, copy, local_dir, progress)
     target = local_dir or _cache_folder(copy, revision)
     hashes = _hash_files(target, entry.files)
@@ -195,10 +197,10 @@ def _pull_copy(
         artifact = Artifact.open(target, hashes)
         if unlisted := unlisted_files(artifact):
             hint = "move it elsewhere and run the same command again"
-            raise RotationZooError(f"{target} is not only what was pulled: {unlisted[0]}", hint)
+            raise RotationZooError(f"{target} holds more than was pulled: {unlisted[0]}", hint)
         finding = _check(loaded, entry, artifact, what, demand)
         remember(artifact.identity)
-        here = ["it was here already"]
+        here = ["it was already here"]
         return Pulled(target, entry, copy, revision, hashes, here, artifact, finding)
     _check_target(target, entry)
     revision = revision or open_hub(copy.hub).resolve(copy.repo)

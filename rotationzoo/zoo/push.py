@@ -244,7 +244,7 @@ def _push_to_hub(
         except StaleParent:
             continue  # extend the index of the commit in between
     hint = "run the same command again later"
-    raise HubError(f"{repo} changes faster than it can be extended", hint)
+    raise HubError(f"{repo} changes faster than a push can extend it", hint)
 
 
 def _render_root_files(repo: str, content: index.Index) -> dict[str, bytes]:

@@ -159,21 +159,21 @@ def _check_newest(statement: Statement) -> None:
     try:
         path = folders.state_folder() / "indexes.json"
     except RuntimeError as error:
-        problem = "this user has no home, where the state of the index would be remembered"
-        hint = "name a folder for it: export XDG_STATE_HOME=/path/to/state"
+        problem = "this user has no home directory, where the state of the index would be kept"
+        hint = "name another folder: export XDG_STATE_HOME=/path/to/state"
         raise RotationZooError(problem, hint) from error
     lock = folders.beside(path, "lock")
     place = f"{statement.hub}/{statement.repo}"
     with disk_errors(path, "set XDG_STATE_HOME"), folders.locked(lock, f"writing {path}"):
         seen: dict[str, int] = {}
         if files.size_of(path) is not None:
-            hint = f"look who changed it; to forget what was seen of indexes: rm {path}"
+            hint = f"check who changed it; to forget all indexes: rm {path}"
             content = strict_json.read(path, hint)
             seen = strict_json.validate(dict[str, int], content, str(path), hint)
         if statement.counter < seen.get(place, 0):
             problem = f"the index of {statement.repo} is an older one"
             counters = f"its counter is {statement.counter}, and {seen[place]} was seen before"
-            hint = f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}"
+            hint = f"{OWNERS_HINT}; if this is intended, remove its line from {path}"
             raise RotationZooError(f"{problem}: {counters}", hint)
         if statement.counter != seen.get(place):
             folders.replace_file(path, strict_json.text({**seen, place: statement.counter}))

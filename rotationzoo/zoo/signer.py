@@ -62,7 +62,7 @@ def parse_signer(text: str, issuer: str | None) -> Signer:
         issuer = GITHUB_ACTIONS
     if issuer is None:
         hint = "add the issuer of that identity, such as: --issuer https://accounts.google.com"
-        raise UsageError(f"{text} is an identity without an issuer who vouches for it", hint)
+        raise UsageError(f"{text} is an identity without an issuer", hint)
     return Signer(identity=text, issuer=issuer)
 
 
@@ -85,7 +85,9 @@ def read_key(path: Path, private: bool = False) -> Signer:
             key = serialization.load_pem_public_key(data)
     except TypeError as error:
         hint = f"decrypt it into a file of your own: openssl ec -in {path} -out plain.pem"
-        raise RotationZooError(f"{path} is encrypted, and such keys are not read", hint) from error
+        raise RotationZooError(
+            f"{path} is encrypted, and encrypted keys are not supported", hint
+        ) from error
     except ValueError as error:
         raise RotationZooError(f"{path} holds no {kind} key in PEM", hint=hint) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:

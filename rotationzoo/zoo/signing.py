@@ -36,7 +36,7 @@ from rotationzoo.zoo.signer import Signer, describe_key, parse_signer, read_key
 LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
 INSTALL = "pip install 'model-signing>=1.1' 'pyopenssl>=25.3'"
 OWNERS_HINT = "do not use it; ask its owners what happened"
-_HINT = "fetch it again; if it stays so, tell the owners of the repository"
+_HINT = "fetch it again; if that does not help, tell the owners of the repository"
 _TRUST_SECONDS = 30.0  # for half a dozen small files from Sigstore's own repository
 UNSIGNED = CARD, SIGNATURE
 """Files that the signature of an artifact does not cover: itself, and the card, which is rendered

@@ -188,7 +188,7 @@ def test_nothing_is_added_to_other_rotations(small, folder):
     artifact = Artifact.open(folder)
     shutil.rmtree(folder)
     another(small, folder, "hadamard")
-    with pytest.raises(RotationZooError, match="holds other rotations by now"):
+    with pytest.raises(RotationZooError, match="now holds other rotations"):
         add_files(artifact, {"answers.png": b""}, {})
     with pytest.raises(RotationZooError, match="was replaced while it was read"):
         len(artifact.rotations)

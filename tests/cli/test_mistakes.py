@@ -40,7 +40,7 @@ MISTAKES = [
     ("evaluate demo {made} --for llama.cpp", 2, "codebook of its own"),
     ("generate demo --rotations {made} --for llama.cpp", 2, "codebook of its own"),
     ("generate {made} -p x", 2, "rotationzoo generate demo --rotations {made}"),
-    ("generate demo --rotations none -p x -f y", 2, "two prompts"),
+    ("generate demo --rotations none -p x -f y", 2, "exclude each other"),
     ("generate demo --rotations none -f y", 2, "y cannot be read: No such file"),
     ("report demo {made}", 2, "unexpected extra argument"),
     ("export {made} --fro vllm", 2, "Possible options: --for"),

@@ -39,7 +39,7 @@ class Disk(Hub):
             if taken and NAME not in taken:
                 raise HubError(f"{repo} is not a zoo and has a {taken[0]}", "name a new folder")
             if taken and self.resolve(repo) != publication.parent:
-                raise StaleParent(f"{repo} has changed since it was looked at")
+                raise StaleParent(f"{repo} has changed since it was read")
             for path, content in publication.files.items():  # the index after what it lists
                 data = content if isinstance(content, bytes) else content.read_bytes()
                 folders.replace_file(files.child(root, path), data)

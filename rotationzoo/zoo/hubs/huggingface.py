@@ -48,11 +48,11 @@ def _as_hub_error(
     elif status is not None:
         says = f"{where} answered {status}"
     elif isinstance(error, session.BrokenAnswer) or _is_of_transport(error):
-        says = f"{where} broke off its answer ({type(error.__cause__ or error).__name__})"
+        says = f"{where} closed the connection early ({type(error.__cause__ or error).__name__})"
     elif isinstance(error, OSError):
         says = f"{where} cannot be used: {error.strerror or first_sentence(error)}"
     elif isinstance(error, _UNREADABLE):
-        says = f"{where} sent an answer that no hub would send"
+        says = f"{where} sent an invalid answer"
         hint = "check HF_ENDPOINT, and the network's proxy"
     else:
         says = f"{where} cannot be used: {first_sentence(error)}"
@@ -169,7 +169,7 @@ class HuggingFace(Hub):
             newest, *older = self.api.list_repo_commits(repo)
             if newest.title == message and older and older[0].commit_id == base:
                 return newest, None
-            raise StaleParent(f"{repo} has changed since it was looked at") from error
+            raise StaleParent(f"{repo} has changed since it was read") from error
         return commit, pull
 
     def _find_pull_request(self, publication: Publication, base: str) -> Any:

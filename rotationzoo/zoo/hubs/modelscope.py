@@ -139,10 +139,10 @@ def _as_hub_error(error: Exception, where: str) -> HubError:
     elif isinstance(error, errors.APIError):
         says = f"answered {error.status_code}"
     elif isinstance(error, (errors.NetworkError, requests.ConnectionError, requests.Timeout)):
-        says = "broke off its answer"
+        says = "closed the connection early"
     elif isinstance(error, (ValueError, TypeError, AttributeError, KeyError, RecursionError)):
         # The client raises these when it parses an answer that no real hub would send.
-        says = "sent an answer that no hub would send"
+        says = "sent an invalid answer"
         hint = "check MODELSCOPE_ENDPOINT, and the network's proxy"
     return HubError(f"{where} {says}", hint=hint, missing=hint == SPELLING_HINT)
 
