@@ -120,13 +120,11 @@ Windows = Annotated[
 ]
 Restart = Annotated[bool, option("Replace an artifact that is there.")]
 TrustConfig = Annotated[
-    Path | None,
-    option("Keys of another Sigstore than the public one, as a JSON file."),
+    Path | None, option("Keys of another Sigstore than the public one, as a JSON file.")
 ]
 TextLength = Annotated[int | None, option("Tokens per text (2048; more for windows).", min=2)]
 Tasks = Annotated[
-    str | Sequence[str] | None,
-    option(f"{', '.join(TASKS)}, or none (all).", kind=parse_tasks),
+    str | Sequence[str] | None, option(f"{', '.join(TASKS)}, or none (all).", kind=parse_tasks)
 ]
 Lengths = Annotated[
     int | Sequence[int] | None,
