@@ -91,14 +91,17 @@ def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> 
     rows = []
     for requests in sorted({1, 64, wished if wished not in (1, 64) else 8}):
         most = [capacity.longest(weights, cache, card, requests) for cache in caches]
-        cells = ["any" if count is None else f"{count:,}" for count in most]
-        rows.append([counted(requests, "request"), *cells])
+        rows.append([counted(requests, "request"), *map(_cell, most)])
     size = size_words(data["weights_bytes"][weights])
     title = f"Tokens of each on {card.name}, beside {WEIGHTS_WORDS[weights]} ({size})"
     table(title, ["", *map(capacity.cache_words, caches)], rows)
     taken = {"exact copies and prompts": data["server_bytes"], "vLLM itself": card.count * OWN}
     parts = [f"{size_words(size)} for {what}" for what, size in taken.items() if size]
     say(f"Counted, too: {', '.join(parts)}")
+
+
+def _cell(count: int | None) -> str:
+    return "any" if count is None else f"{count:,}"
 
 
 def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:
