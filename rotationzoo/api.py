@@ -152,7 +152,7 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
       90;
     * `fewest_bits`: find the fewest bits with which the one artifact, which has a budget, keeps as
       much, and evaluate these alone, without `baselines`. With `save`, they become an artifact
-      beside it;
+      next to it;
     * `baselines`: what to compare with: no rotation (`identity`), `hadamard`, a `random` rotation,
       and `kivi`;
     * `rivals`: other engines' caches to compare with, such as `fp8` and `int4_per_token_head`;

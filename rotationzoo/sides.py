@@ -9,15 +9,15 @@ class CachedRows:
     """The rows that a layer caches of each token."""
 
     sides: tuple[str, ...]
-    """Those that are rotated and stored in few bits."""
+    """Those that are rotated and quantized."""
     beside: tuple[str, ...]
     """Those that are cached next to them, and stay exact."""
     words: str
     """What people call them ..."""
     name: str
-    """... where the word alone may be new to them ..."""
+    """... with the usual abbreviation ..."""
     title: str
-    """... and where they are told from the rows of other models."""
+    """... and in contrast to the rows of other models."""
 
     @property
     def pair(self) -> tuple[str, str]:

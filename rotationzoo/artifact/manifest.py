@@ -173,7 +173,7 @@ class Manifest(Strict):
         owners = {layer.index for layer in layers if layer.owner == layer.index}
         indices = {layer.index for layer in layers}
         if not owners or len(indices) != len(layers):
-            raise ValueError("a layer is there twice, or none has a cache of its own")
+            raise ValueError("a layer is listed twice, or none has its own cache")
         for layer in layers:
             # A layer that fills a shared cache runs before its readers.
             if layer.owner not in owners or layer.owner > layer.index:

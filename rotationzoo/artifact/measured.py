@@ -171,7 +171,7 @@ class WindowSummary(Figures):
     verdict: Verdict
 
     @model_validator(mode="after")
-    def _named_alike(self) -> Self:
+    def _same_names(self) -> Self:
         for name, arm in self.arms.items():
             if arm.name != name:
                 raise ValueError(f"the arm {name!r} is called {arm.name!r}")

@@ -163,7 +163,7 @@ def run_job(out: Output, job: "Job") -> "Artifact":
         if not job.unfinished:
             hint = f"start again with: {shell_line(*typed_words())}"
             raise Interrupted("interrupted before anything was saved", hint) from None
-        hint = f"go on with: {shell_line(*typed_words('--restart'))}"  # which would drop it
+        hint = f"resume with: {shell_line(*typed_words('--restart'))}"  # which would drop it
         raise Interrupted("interrupted; what was done so far is saved", hint) from None
 
 

@@ -147,7 +147,7 @@ def check_use(artifact: "Artifact") -> None:
             raise RotationZooError(
                 f"{artifact.folder} is not worth publishing by its own evaluation: "
                 f"{decision.words[0].rstrip('.')}",
-                hint=f"to publish it all the same: {shell_line(*typed_words(), '--anyway')}",
+                hint=f"to publish it anyway: {shell_line(*typed_words(), '--anyway')}",
             )
 
 

@@ -33,11 +33,11 @@ def report_command(
     from rotationzoo.storage import files, folders
 
     folder, beside = artifact.resolve(), output
-    # What is signed would not be any more, and the folder of the shell is not replaced.
+    # A signed artifact is not changed, nor is the folder of the shell replaced.
     kept = os.path.lexists(folder / SIGNATURE) or Path.cwd().is_relative_to(folder)
     if output is None:
         save, beside = save or not kept, Path(REPORT) if kept else None
-    if beside and beside.resolve().is_relative_to(folder):  # which holds its own alone
+    if beside and beside.resolve().is_relative_to(folder):  # which must not hold other files
         beside = Path(os.path.relpath(folder.parent), beside.name)
     if beside and beside.is_file() and FOOTER.encode() not in files.read(beside, 1 << 24):
         hint = "choose another place with --output"

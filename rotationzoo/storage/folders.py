@@ -66,10 +66,10 @@ def temporary_sibling(folder: Path) -> Iterator[Path]:
     it is still there at the end, it is removed. What killed processes left is put back or removed.
     The lock is held throughout. Raises as `locked` and `check_name`."""
     check_name(folder)
-    with locked(beside(folder, "lock"), f"writing {folder}"):
+    with locked(sibling(folder, "lock"), f"writing {folder}"):
         put_back(folder)
-        work = beside(folder, "partial")
-        for leftover in (work, beside(folder, "old")):
+        work = sibling(folder, "partial")
+        for leftover in (work, sibling(folder, "old")):
             remove(leftover)
         work.mkdir()
         try:
@@ -80,7 +80,7 @@ def temporary_sibling(folder: Path) -> Iterator[Path]:
 
 def install(work: Path, folder: Path) -> None:
     """Replace `folder` by `work`, and only then remove the old one. The caller holds the lock."""
-    old = beside(folder, "old")
+    old = sibling(folder, "old")
     if os.path.lexists(folder):  # unlike `exists`, it also sees a broken link
         folder.rename(old)
     try:
@@ -193,7 +193,7 @@ def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
             return read()
         except (RotationZooError, FileNotFoundError):
             after = _state(folder)
-            gone = after is None and not beside(folder, "old").is_dir()
+            gone = after is None and not sibling(folder, "old").is_dir()
             if before == after and (after is not None or (gone and _state(folder) is None)):
                 raise
     return read()
@@ -213,19 +213,19 @@ def recover(folder: Path) -> None:
     """Put back the old folder if a killed process left it set aside. Raises `RotationZooError` for
     a disk error, and as `locked`."""
     named = folder.name not in ("", "..")
-    if named and not os.path.lexists(folder) and beside(folder, "old").is_dir():
-        with disk_errors(folder), locked(beside(folder, "lock"), f"writing {folder}"):
+    if named and not os.path.lexists(folder) and sibling(folder, "old").is_dir():
+        with disk_errors(folder), locked(sibling(folder, "lock"), f"writing {folder}"):
             put_back(folder)
 
 
 def put_back(folder: Path) -> None:
     """Rename the old folder back if a killed process left none under its name."""
-    old = beside(folder, "old")
+    old = sibling(folder, "old")
     if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
         old.rename(folder)
 
 
-def beside(folder: Path, what: str) -> Path:
+def sibling(folder: Path, what: str) -> Path:
     """The path next to a folder that is its `lock`, its `partial` successor or its `old` one."""
     return folder.with_name(f".{folder.name}.{what}")
 

@@ -136,7 +136,7 @@ def _read_chat(given: Any, record: _Record) -> list[Message]:
     if not isinstance(given, list):
         raise ValueError(given)
     messages = [read_message(message) for message in given]
-    system = record.get("system")  # beside chats of ShareGPT
+    system = record.get("system")  # ShareGPT has it next to the chat
     if system and isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages

@@ -225,7 +225,7 @@ def listed_as(repo: str) -> str:
     return "." if is_folder(repo) else repo
 
 
-def asked_alike(entries: Iterable[Entry]) -> list[Entry]:
+def comparable(entries: Iterable[Entry]) -> list[Entry]:
     """The largest group of a model's entries that were asked the same questions, newest first."""
     groups: dict[str, list[Entry]] = {}
     for entry in sorted(entries, key=lambda each: each.created or "", reverse=True):
@@ -242,7 +242,7 @@ def kept_words(entry: Entry, entries: Iterable[Entry]) -> str:
     decision = entry.decision
     if decision is None:
         return UNKNOWN
-    if entry not in asked_alike(other for other in entries if other.model == entry.model):
+    if entry not in comparable(other for other in entries if other.model == entry.model):
         return OTHER_QUESTIONS
     low, high = map(percent, decision.interval or ())
     return f"{percent(decision.kept)} ({low} to {high})"

@@ -8,7 +8,7 @@ from rotationzoo.recipe.rope import same_scaling
 from rotationzoo.recipe.schema import normalize
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, SPELLING_HINT, open_hub
-from rotationzoo.zoo.index import Copy, Entry, Index, asked_alike, kept_words
+from rotationzoo.zoo.index import Copy, Entry, Index, comparable, kept_words
 
 ZOO = "rotationzoo/zoo"
 BUNDLED_INDEX = "bundled"
@@ -144,12 +144,12 @@ def _best_for(engine: str | None, entries: list[Entry]) -> tuple[Entry | None, s
     """The entry that keeps most answers for an engine, and why; None unless several were measured
     for it with the same questions."""
     fitting = [each for each in entries if each.measured and each.measured.engine == engine]
-    alike = asked_alike(fitting)
-    if engine is None or len(alike) < 2:
+    ranked = comparable(fitting)
+    if engine is None or len(ranked) < 2:
         return None, ""
-    alike.sort(key=lambda each: (each.decision and each.decision.kept) or 0.0, reverse=True)
-    shares = [f"{each.recipe} {kept_words(each, alike)}" for each in alike]
-    return alike[0], f" (which keeps most answers for {engine}: {', '.join(shares)})"
+    ranked.sort(key=lambda each: (each.decision and each.decision.kept) or 0.0, reverse=True)
+    shares = [f"{each.recipe} {kept_words(each, ranked)}" for each in ranked]
+    return ranked[0], f" (which keeps most answers for {engine}: {', '.join(shares)})"
 
 
 def _of_scaling(

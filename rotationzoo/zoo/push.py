@@ -204,7 +204,7 @@ def extend_index_file(path: Path, entry: index.Entry) -> None:
     """Add an entry to an index file, or make one."""
     path = path.resolve()
     # Under a lock, so that simultaneous commands do not lose entries.
-    with folders.locked(folders.beside(path, "lock"), f"writing {path}"):
+    with folders.locked(folders.sibling(path, "lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else index.Index()
         folders.replace_file(path, before.extended(entry).text().encode())
 

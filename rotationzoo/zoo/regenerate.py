@@ -220,7 +220,7 @@ def compare_rotations(
         precision = "" if error is None else f", standard error {percent(error, 2)}"
         fault = f"are worse than the published ones: {increase}{precision}"
     if fault:
-        hint = f"to publish them all the same: {publishing}"
+        hint = f"to publish them anyway: {publishing}"
         raise RotationZooError(f"the new rotations of {model} {fault}", hint)
     return {"answers": answers, "log_perplexity_difference": difference, "standard_error": error}
 

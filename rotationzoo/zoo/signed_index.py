@@ -162,7 +162,7 @@ def _check_newest(statement: Statement) -> None:
         problem = "this user has no home directory, where the state of the index would be kept"
         hint = "name another folder: export XDG_STATE_HOME=/path/to/state"
         raise RotationZooError(problem, hint) from error
-    lock = folders.beside(path, "lock")
+    lock = folders.sibling(path, "lock")
     place = f"{statement.hub}/{statement.repo}"
     with disk_errors(path, "set XDG_STATE_HOME"), folders.locked(lock, f"writing {path}"):
         seen: dict[str, int] = {}

@@ -180,7 +180,7 @@ def test_stopped_half_way_and_run_again(command, program, inside, whole, how):
         assert code == 130, errors
         assert without_stages(errors) == [
             "Error: interrupted; what was done so far is saved",
-            f"Hint: go on with: rotationzoo calibrate demo {' '.join(words)}",
+            f"Hint: resume with: rotationzoo calibrate demo {' '.join(words)}",
         ]
     assert [name for name in left_behind(command) if not name.endswith(".lock")] in (
         ["out.checkpoint.safetensors"],
