@@ -134,9 +134,10 @@ def push_command(
     data = {"repo": repo, "path": upload.path, "hubs": hubs}
     out.result(data, revisions, lambda: say(*lines))
     hub = destination.hubs[0]
-    place = ["--from", hub] if hub in HUB_NAMES[1:] else []
+    read_from = ["--from", hub] if hub in HUB_NAMES[1:] else []
     # What is in a pull request cannot be fetched yet.
-    out.suggest(*(["list"] if create_pr else ["pull", upload.entry.model]), *place, "--repo", repo)
+    step = ["list"] if create_pr else ["pull", upload.entry.model]
+    out.suggest(*step, *read_from, "--repo", repo)
 
 
 def check_use(artifact: "Artifact") -> None:
