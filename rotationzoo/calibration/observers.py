@@ -3,7 +3,7 @@ sums, or what errors of its rows cost."""
 
 import torch
 
-from rotationzoo.artifact.statistics_layout import statistic_dims
+from rotationzoo.artifact.layout import statistic_dims
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import run_sums

@@ -13,13 +13,12 @@ from rotationzoo.capacity.cards import CARDS, OTHERS, Card
 from rotationzoo.capacity.shape import CACHES, Shape, Storage, read_shape, weigh
 from rotationzoo.codec.bit_allocation import check_room
 from rotationzoo.codec.size import CONTEXT
-from rotationzoo.figures import size_words
 from rotationzoo.model import loading
 from rotationzoo.model.files import check_engine
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe.rope import position_count
 from rotationzoo.storage.files import read_json
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 # `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"

@@ -19,9 +19,8 @@ from rotationzoo.engines.payload import PLACEHOLDER, assemble_payload
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.own_name import model_words
 from rotationzoo.storage import folders, strict_json
-from rotationzoo.storage.disks import disk_errors
-from rotationzoo.storage.files import recover, regular_file, sha256, size_of
-from rotationzoo.storage.folders import write_new
+from rotationzoo.storage.files import disk_errors, regular_file, sha256, size_of
+from rotationzoo.storage.folders import recover, write_new
 
 
 class _Record(strict_json.Strict):

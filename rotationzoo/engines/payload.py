@@ -1,8 +1,7 @@
 """Assembling an engine's payload: an artifact's matrices and serving parameters, reduced as the
 user asked, and what the files state about the origin of their rotations."""
 
-from rotationzoo.artifact.pooling import reduced_rotations
-from rotationzoo.artifact.reductions import Settled, dropped_means
+from rotationzoo.artifact.reductions import Settled, dropped_means, reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.base import Payload, SideMatrices
 from rotationzoo.engines.rotation_file import STATISTICS
