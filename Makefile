@@ -26,7 +26,7 @@ CHECKED := $(addprefix tests/,linalg codec simulation cache generation vllm cali
 UNCHECKED := not test_memory and not spilled and not compiles \
 	and not test_tasks and not command_line
 
-.PHONY: help demo test check lint format gpu vllm coverage docs security clean
+.PHONY: help demo test check lint format gpu vllm coverage docs clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
@@ -82,9 +82,6 @@ docs: $(VENV)/.ready  ## write what docs/ takes from the code, and build the sit
 	$(BIN)/python scripts/tools/engines_table.py
 	$(BIN)/python -m sphinx -q -W --keep-going -n docs build/docs
 	@echo "Open build/docs/index.html"
-
-security: $(VENV)/.ready-dev  ## print the table of hostile inputs for docs/security.md
-	$(BIN)/python scripts/tools/count_hostile.py
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -9,8 +9,7 @@ Importing this package is cheap: torch and transformers load when one of these n
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rotationzoo.version import __version__
-
+__version__ = "0.1.0"
 __all__ = [
     "Artifact",
     "RotatedCache",

@@ -1,5 +1,5 @@
-"""The functions that the command line and Python callers share. A `..._job` function settles what
-the settings of one run leave open."""
+"""The functions that the command line and Python callers share. The `..._job` functions fill in
+what the settings of a run leave open."""
 
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def calibrate(settings: CalibrationSettings) -> Artifact:
 
 
 def calibration_job(asked: CalibrationSettings) -> Job:
-    """The job of these settings. Raises `RotationZooError` for settings that no recipe allows."""
+    """The job of these settings. Raises `RotationZooError` for settings that exclude each other."""
     name, source, run = str(asked.model), None, asked.part(RunSettings)
     if not isinstance(asked.model, str) or asked.tokenizer is not None:
         check_model(asked.model)
@@ -116,7 +116,7 @@ def calibration_job(asked: CalibrationSettings) -> Job:
         hint = "load it with such rope_parameters, and leave out rope_scaling"
         raise UsageError("a loaded model takes no rope_scaling", hint)
     output = default_output(name, chosen.name) if asked.output is None else Path(asked.output)
-    # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
+    # With a device map, every batch may read weights from disk: larger ones are faster.
     usual = chosen.data.usual_batch if asked.device_map is None else SIZED
     return Job(
         model=name,
@@ -152,7 +152,7 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
       90;
     * `fewest_bits`: find the fewest bits with which the one artifact, which has a budget, keeps as
       much, and evaluate these alone, without `baselines`. With `save`, they become an artifact
-      beside it;
+      next to it;
     * `baselines`: what to compare with: no rotation (`identity`), `hadamard`, a `random` rotation,
       and `kivi`;
     * `rivals`: other engines' caches to compare with, such as `fp8` and `int4_per_token_head`;
@@ -182,8 +182,8 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
 
 
 def evaluation_job(asked: EvaluationSettings) -> Evaluation:
-    """The job of these settings. Raises `RotationZooError` for an engine whose cache is not
-    simulated, and where the fewest bits cannot be found."""
+    """The job of these settings. Raises `RotationZooError` for an engine whose cache cannot be
+    simulated, and if the fewest bits cannot be found."""
     folders = [_folder_of(each) for each in as_tuple(asked.artifacts)]
     uncentered, leaves_windows, notes = tuple[str, ...](), False, list[str]()
     if asked.engine is not None:
@@ -195,7 +195,7 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
     tasks = TaskSettings(
         as_tuple(asked.tasks), as_tuple(asked.lengths), asked.questions, minutes=asked.minutes
     )
-    # Only the text settings of this recipe are used; the artifacts bring their own recipes.
+    # Only the text settings of this recipe are used.
     text = {"length": QUESTION_LENGTH, "tokens": _TOKENS, **asked.text}
     if asked.tokens is None and isinstance(tasks.questions, int) and tasks.names:
         half = tasks.most_tokens(text["length"]) // 2  # of what they read
@@ -239,8 +239,8 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
 
 
 def _as_engine(asked: EvaluationSettings, artifacts: list[Artifact]) -> EvaluationSettings:
-    """The settings with which is measured what the engine serves of the artifacts. Raises
-    `UsageError` for an engine whose codec is not simulated."""
+    """The settings that measure what an engine serves of the artifacts. Raises `UsageError` for an
+    engine whose codec cannot be simulated."""
     engine = find_engine(asked.engine or DEFAULT)
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     chosen: dict[str, Any] = {
@@ -286,8 +286,8 @@ def generate(settings: GenerationSettings) -> dict[str, Any]:
 
 
 def _take_loaded(asked: CalibrationSettings) -> tuple[Source, dict[str, Any]]:
-    """The source of a loaded model, and the settings of its run. Raises `UsageError` for a model
-    without a tokenizer, and for settings that only loading heeds."""
+    """The source of a loaded model, and the settings of its run. Raises `UsageError` without a
+    tokenizer, and for settings that only affect loading."""
     if asked.tokenizer is None:
         raise UsageError("a loaded model needs its tokenizer", hint="add: tokenizer=...")
     for name, value in asked.part(RunSettings).items():

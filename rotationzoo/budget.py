@@ -12,9 +12,8 @@ _HINT = "write it as: --bits 2.5, or --key-bits 3 --value-bits 2.5"
 
 @dataclass(frozen=True)
 class Budget:
-    """`bits` of keys and values together, or `key_bits` and `value_bits` apart; none of them where
-    all rows have the same bits. Raises `UsageError` for other combinations, and beyond the
-    bounds."""
+    """`bits` of keys and values together, or `key_bits` and `value_bits`; none of them if all rows
+    have the same bits. Raises `UsageError` for other combinations, and out of bounds."""
 
     bits: float | None = None
     key_bits: float | None = None
@@ -27,11 +26,8 @@ class Budget:
         for name, bits in vars(self).items():
             is_number = isinstance(bits, int | float)
             if bits is not None and not (is_number and LEAST < bits <= MOST):
-                raise UsageError(
-                    f"{name} = {bits} is not a budget of more than {LEAST:g} and at most {MOST:g} "
-                    "bits",
-                    _HINT,
-                )
+                bounds = f"more than {LEAST:g} and at most {MOST:g} bits"
+                raise UsageError(f"{name} = {bits} is not a budget of {bounds}", _HINT)
 
     def __bool__(self) -> bool:
         return self.bits is not None or self.key_bits is not None
@@ -45,7 +41,7 @@ class Budget:
 
 
 class EvenBudget(Budget):
-    """A budget of which the keys of all layers get the same bits, and so do the values."""
+    """A budget with the same bits for the keys of all layers, and for the values."""
 
 
 EQUAL = Budget()

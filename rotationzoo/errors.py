@@ -21,8 +21,7 @@ class UsageError(RotationZooError):
 
 
 class UnsupportedModel(RotationZooError):
-    """A model whose cache a rotation per KV head does not fit, or whose attention cannot be
-    captured."""
+    """A model whose cache cannot be rotated per KV head, or whose attention cannot be captured."""
 
 
 class ModelUnavailable(RotationZooError):
@@ -30,13 +29,13 @@ class ModelUnavailable(RotationZooError):
 
 
 class Unsound(RotationZooError):
-    """Numbers that no artifact may hold: they are not finite, not orthogonal, or do not follow from
-    the statistics stored with them."""
+    """Numbers that no artifact may hold: not finite, not orthogonal, or in contradiction to the
+    stored statistics."""
 
 
 class HubError(RotationZooError):
-    """A request that a hub, or the network on the way to it, refused. It is `missing` what the hub
-    says does not exist, and `hidden` what may be missing or private for all that the hub says."""
+    """A request that a hub or the network refused. `missing`: the hub says that it does not exist;
+    `hidden`: it may be missing or private."""
 
     def __init__(
         self, message: str, hint: str | None = None, missing: bool = False, hidden: bool = False
@@ -56,7 +55,7 @@ class PartlyDone(RotationZooError):
 
 
 class Undecided(RotationZooError):
-    """A check that could neither be passed nor failed."""
+    """A check without a result."""
 
     exit_code = 4
 
@@ -68,14 +67,12 @@ class Interrupted(RotationZooError):
 
 
 def first_sentence(error: BaseException) -> str:
-    """One line from another library's error message: its first line, joined with the second where
-    the first ends in a colon, or counts errors as pydantic's. An empty message gives the name of
-    the error's type."""
+    """One line from another library's error message: the first, and the second if the first ends
+    in a colon or counts validation errors; or the error's type if there is no message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     count = 2 if lines[0].endswith(":") or "validation error" in lines[0] else 1
-    # Without a full stop, because callers end their own sentence with it.
     return " ".join(lines[:count]).partition(" [type=")[0].rstrip(".")
 
 
@@ -83,18 +80,18 @@ def first_sentence(error: BaseException) -> str:
 def as_refusal(
     what: str, hint: str | None = None, kind: type[RotationZooError] = RotationZooError
 ) -> Iterator[None]:
-    """Turn any error raised inside the block into one of this `kind`, whose message is `what` and
-    the first line of the original. A `RotationZooError` passes through unchanged."""
+    """Turn any error raised inside the block into one of this `kind`, with `what` and the first
+    line of the original as its message. A `RotationZooError` passes unchanged."""
     try:
         yield
     except (RotationZooError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # a panic of a library in Rust is no `Exception`
+    except BaseException as error:  # a panic in Rust is not an `Exception`
         raise kind(f"{what}: {first_sentence(error):.400}", hint) from error
 
 
 def as_unavailable(
     what: str, hint: str = "run again with ROTATIONZOO_DEBUG=1 for the traceback"
 ) -> AbstractContextManager[None]:
-    """Turn any error raised inside the block into a `ModelUnavailable`, as `as_refusal` does."""
+    """As `as_refusal`, with a `ModelUnavailable`."""
     return as_refusal(what, hint, ModelUnavailable)

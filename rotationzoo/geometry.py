@@ -1,5 +1,5 @@
-"""The attention geometry of a model, as data: which layers store keys and values, with what heads
-and dimensions, and which quantization groups divide these."""
+"""The attention geometry of a model: which layers store keys and values, with what heads and
+dimensions, and which quantization groups divide these."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -12,10 +12,8 @@ from rotationzoo.sides import HEADS, LATENTS, CachedRows, rows_of
 
 @dataclass(frozen=True)
 class Layer:
-    """The attention of one layer. `owner` is the layer whose cache it reads: itself, or an earlier
-    layer whose cache it shares.
-
-    A layer that caches latents has one KV head, whose key and value are both the latent."""
+    """The attention of one layer. `owner` is the layer whose cache it reads: itself or an earlier
+    one. A layer that caches latents has one KV head, whose key and value are both the latent."""
 
     index: int
     owner: int
@@ -24,12 +22,10 @@ class Layer:
     key_dim: int
     value_dim: int
     shift_invariant: bool | None = None
-    """Whether its attention ignores what all keys share, so that subtracting their mean changes
-    nothing. None where this was not tried: for files imported without a model, and for sides that
-    are read with their mean."""
+    """Whether subtracting a mean from all keys leaves attention unchanged. None if this was not
+    tried: for files imported without a model, and for sides that keep their mean."""
     rope_dim: int | None = None
-    """Elements of the key with RoPE that is cached beside a latent. None for a layer that caches
-    keys and values of heads."""
+    """Elements of the RoPE key that is cached next to a latent. None without latents."""
 
     @property
     def cached(self) -> CachedRows:
@@ -50,12 +46,12 @@ class Layer:
 
     @property
     def exact_elements(self) -> int:
-        """How many numbers are cached of a token beside the sides, and stay exact."""
+        """Elements per token that are cached next to the sides and stay exact."""
         return self.rope_dim or 0
 
     @property
     def elements(self) -> int:
-        """How many numbers are cached of a token."""
+        """Elements per token that are cached."""
         dims = self.dims
         return self.kv_heads * sum(dims[side] for side in self.sides) + self.exact_elements
 
@@ -100,7 +96,7 @@ def same_shapes(geometry: Geometry, other: Geometry) -> bool:
 
 
 def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:
-    """The `geometry` of a manifest. Properties that were not tried are left out."""
+    """The `geometry` of a manifest, without properties that are None."""
     layers = []
     for layer in map(asdict, geometry):
         layers.append({name: value for name, value in layer.items() if value is not None})
@@ -119,8 +115,8 @@ _SMALLEST = 4  # channels: the codes of a byte, and what the kernels take
 
 
 def check_group_size(group_size: int | None, dims: Collection[int]) -> None:
-    """Raise `RotationZooError`, which lists the sizes that work, for a group of channels that does
-    not divide each of these head dimensions. None stands for the whole head."""
+    """Raise `RotationZooError`, with the sizes that work, unless groups of channels divide all of
+    these head dimensions. None stands for the whole head."""
     if group_size is None or all(dim % group_size == 0 for dim in dims):
         return
     common = math.gcd(*dims)
@@ -139,13 +135,13 @@ def head_dims(geometry: Geometry) -> set[int]:
 
 
 def full_attention_layers(config: Any) -> set[int] | None:
-    """The layers with full attention and a cache, where a config of transformers gives others a
-    sliding window; None where no layer has one."""
+    """The layers with full attention and a cache if a transformers config gives others a sliding
+    window; None if no layer has one."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:  # all layers are alike
         return None if getattr(text, "sliding_window", None) is None else set()
-    # Not `reference_sliding_attention`, which reads all of a prompt, and forgets new tokens alone.
+    # `reference_sliding_attention` reads all of a prompt, and forgets only new tokens.
     if not {"sliding_attention", "hybrid_sliding"}.intersection(kinds):
         return None
     owners = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
@@ -153,9 +149,8 @@ def full_attention_layers(config: Any) -> set[int] | None:
 
 
 def shares_blocks(config: Any) -> bool:
-    """Whether a model of this config has layers that vLLM gives blocks of the same bytes as those
-    with full attention: with a sliding window, or with the states of linear attention, Mamba or a
-    convolution."""
+    """Whether the model has layers to which vLLM gives blocks of the same bytes as to those with
+    full attention: with a sliding window, or states of linear attention, Mamba or a convolution."""
     states = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     return full_attention_layers(config) is not None or not states.isdisjoint(kinds)

@@ -17,9 +17,8 @@ R = TypeVar("R")
 
 
 def about(help: str, *names: str, argument: bool = False, kind: Any = None, **more: Any) -> Any:
-    """What the command line needs to know of a field: its `help`; its `names`, by default the
-    field's own; and the `kind` of what is typed, a type or a function that parses text, by default
-    the field's type. `more` goes to Typer."""
+    """A field on the command line: its `help`; its `names`, by default the field's own; and its
+    `kind`, a type or a parser, by default the field's type. `more` goes to Typer."""
     return {"help": help, "names": names, "argument": argument, "kind": kind, "more": more}
 
 
@@ -40,8 +39,8 @@ def argument(help: str, default: Any = ..., **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options with their values. None stands for the default. Raises `UsageError` for a value that
-    is none of the choices."""
+    """Options with their values; None stands for the default. Raises `UsageError` for a value that
+    is not one of the choices."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -58,16 +57,16 @@ class Settings:
 
     @property
     def given(self) -> list[str]:
-        """The names of the options that are not left open."""
+        """The names of the options that were given."""
         return [each.name for each in fields(self) if getattr(self, each.name) is not None]
 
     def complete(self, **defaults: Any) -> Self:
-        """The same with these values of what is left open."""
+        """The same, with these values for options that were not given."""
         return replace(self, **{name: defaults[name] for name in defaults.keys() - self.given})
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """One value, or several, as several; None as none."""
+    """One value or several as a tuple; None as the empty one."""
     if value is None:
         return ()
     several = isinstance(value, Iterable) and not isinstance(value, str)
@@ -80,7 +79,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _choices_of(kind: Any) -> tuple[str, ...]:
-    """The words of a type that has words alone."""
+    """The words of a `Literal`, maybe with None."""
     kind = _plain(kind)
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     words = [part for part in parts if get_origin(part) is Literal]
@@ -88,8 +87,8 @@ def _choices_of(kind: Any) -> tuple[str, ...]:
 
 
 def takes(settings: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
-    """Make a function of settings one that takes them as its own arguments. It raises `TypeError`
-    for others, as any function does."""
+    """Let a function of settings take their fields as its own arguments. It raises `TypeError` for
+    others."""
     assert isinstance(settings, type)
     # The class's own options before those of its bases.
     names = [name for each in settings.__mro__ for name in inspect.get_annotations(each)]

@@ -29,8 +29,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 class InTokens:
-    """A `Progress` in tokens, for stages whose steps are forward passes. `passes`: the tokens that
-    each of them reads, in order."""
+    """A `Progress` in tokens, for stages of forward passes; `passes`: the tokens of each."""
 
     def __init__(self, progress: Progress, passes: Sequence[int]):
         self._tell, self._passes = progress, passes
@@ -48,8 +47,7 @@ class InTokens:
 
 
 class Bars:
-    """A `Progress` that shows a bar for each stage, as the libraries of Hugging Face do. What turns
-    off theirs, `HF_HUB_DISABLE_PROGRESS_BARS=1`, turns off these."""
+    """A `Progress` with a bar for each stage, which `HF_HUB_DISABLE_PROGRESS_BARS=1` turns off."""
 
     def __init__(self) -> None:
         self._stage, self._bar = "", cast(Any, None)
@@ -70,7 +68,7 @@ class Bars:
 
 @contextmanager
 def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
-    """While the block runs, call again after each `seconds`, in a thread of its own."""
+    """While the block runs, call every so many `seconds`, in a thread."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -90,8 +88,8 @@ def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
 def tell_growth(
     measure: Callable[[], int], stage: str, total: int, progress: Progress
 ) -> Iterator[None]:
-    """While the block runs, tell `progress` how many of `total` bytes `measure` returns, because
-    the hubs' clients do not tell. When it ends without an error, the last bytes are told, too."""
+    """While the block runs, and once at its end, tell `progress` how many of `total` bytes
+    `measure` returns: the hubs' clients report nothing."""
 
     def look() -> None:
         progress(stage, Bytes(min(measure(), total)), Bytes(total))
@@ -103,7 +101,7 @@ def tell_growth(
 
 
 def size_of_all(paths: Iterable[Path]) -> int:
-    """The bytes of files, of which some may be renamed or removed meanwhile."""
+    """The bytes of files, some of which may be removed meanwhile."""
     size = 0
     with suppress(OSError):
         for path in paths:

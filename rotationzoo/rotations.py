@@ -16,40 +16,36 @@ SIDES = HEADS.sides
 @dataclass(frozen=True)
 class Rotation:
     """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix`, and
-    are clipped before they get the nearest codes. Where error feedback chooses the codes, they
-    become `(x - mean) @ whitening @ matrix`."""
+    are clipped before they get the nearest codes. With error feedback, they become
+    `(x - mean) @ whitening @ matrix`."""
 
     matrix: torch.Tensor
-    """`[H, D, D]` float32. H is 1 where all KV heads share one matrix. In float64, which no file
-    has, rows are rotated in float64 too: a product then depends on no order of its sums."""
+    """`[H, D, D]` float32, with H = 1 if all KV heads share it. In float64, as tests use it, rows
+    are rotated in float64, too, so that results do not depend on the order of sums."""
     clip: torch.Tensor
     """Clip ratios `[KV heads]`, float64. A ratio of 1 turns clipping off."""
     eigenvalues: torch.Tensor | None = None
-    """Eigenvalues `[H, D]` of the statistic that the matrix was fitted to, ascending. None where
-    imported files lack them."""
+    """Eigenvalues `[H, D]` of the fitted statistic, ascending. None if imported files lack them."""
     mean: torch.Tensor | None = None
-    """Mean row `[KV heads, D]`, subtracted before the rotation. None where the recipe does not
-    center this side."""
+    """Mean row `[KV heads, D]`, subtracted before the rotation. None if not centered."""
     feedback: torch.Tensor | None = None
-    """The factor `[KV heads, D, D]`, float32, of the metric in which errors of rotated rows count,
-    as `codec.feedback` takes it; one per KV head, even where heads share a matrix. None where the
-    recipe leaves it out: codes are then rounded to the nearest."""
+    """The factor `[KV heads, D, D]`, float32, of the metric of errors of rotated rows, as
+    `codec.feedback` takes it; one per KV head, even if heads share a matrix. None without error
+    feedback: codes are then the nearest."""
     whitening: torch.Tensor | None = None
     """The symmetric matrix `[KV heads, D, D]`, float32, that gives the channels of a row equal
-    variance. None where the recipe does not whiten."""
-
+    variance. None if not whitened."""
     sensitivity: torch.Tensor | None = None
     """The model's loss in nats per predicted token, at answers to recall questions (or at the last
-    tokens of rows too short for them), while only this side of this layer is stored in 2-bit codes:
-    float64 `[]`. None where the recipe has no budget of bits."""
+    tokens of rows too short for them), with only this side of this layer in 2-bit codes: float64
+    `[]`. None without a budget of bits."""
     fine_channels: torch.Tensor | None = None
     """Bits of a row beyond 2 a channel, in a format without an offset: int64 `[]`. Up to one a
     channel they are `Format.fine_channels`; beyond, channels get as many. None: the format's."""
 
     @property
     def forward(self) -> torch.Tensor:
-        """`[H, D, D]`: what rows without their mean are multiplied by where their codes are chosen
-        by error feedback."""
+        """`[H, D, D]`: what centered rows are multiplied by with error feedback."""
         if self.whitening is None:
             return self.matrix
         return self.whitening.to(self.matrix) @ self.matrix
@@ -74,7 +70,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class LayerRotations:
-    """The key and value rotations of one layer: one where a side is read as both."""
+    """The key and value rotations of one layer, the same if one side is read as both."""
 
     key: Rotation
     value: Rotation
@@ -93,8 +89,8 @@ class LayerRotations:
 
 
 class Rotations(Mapping[int, LayerRotations]):
-    """Layer index -> rotations of that layer. It holds only the layers that have a cache; indices
-    count all layers of the model."""
+    """Layer index -> rotations of that layer. Only layers with a cache have some; indices count all
+    layers of the model."""
 
     def __init__(self, layers: Mapping[int, LayerRotations]):
         self._layers = dict(layers)  # a copy, so that the caller's table may change
@@ -133,7 +129,7 @@ class Rotations(Mapping[int, LayerRotations]):
 
     @property
     def cached(self) -> CachedRows:
-        """What the model caches, by all of its layers."""
+        """What the model caches."""
         return rows_of(self.sides)
 
     @property

@@ -1,5 +1,5 @@
 """The settings of `calibrate`, `evaluate` and `generate`. Each option is declared here, once, for
-Python callers and for the command line, which has those that say how it helps with them."""
+Python callers and, if it has a help text, for the command line."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +98,7 @@ def _parse_rivals(text: str) -> list[str]:
     return text.replace(" ", "").split(",")
 
 
-# ---- those that commands have, too
+# ---- options that commands share
 
 MODEL = about("A hub id, folder, GGUF file, or demo.", argument=True, kind=str)
 ModelName = Annotated[str, argument("A hub id, folder, GGUF file, or demo.")]
@@ -120,18 +120,20 @@ Windows = Annotated[
 ]
 Restart = Annotated[bool, option("Replace an artifact that is there.")]
 TrustConfig = Annotated[
-    Path | None,
-    option("Keys of another Sigstore than the public one, as a JSON file."),
+    Path | None, option("Keys of another Sigstore than the public one, as a JSON file.")
 ]
 TextLength = Annotated[int | None, option("Tokens per text (2048; more for windows).", min=2)]
 Tasks = Annotated[
-    str | Sequence[str] | None,
-    option(f"{', '.join(TASKS)}, or none (all).", kind=parse_tasks),
+    str | Sequence[str] | None, option(f"{', '.join(TASKS)}, or none (all).", kind=parse_tasks)
 ]
 Lengths = Annotated[
     int | Sequence[int] | None,
     option("Tokens per prompt, as 2048,8192 (--length).", kind=parse_lengths),
 ]
+
+ArtifactFolder = Annotated[Path, argument("The folder that calibrate wrote.", metavar="ROTATIONS")]
+IndexPlace = Annotated[str | None, option("Path of a zoo_index.json.", "--index")]
+ZooRepo = Annotated[str | None, option("The zoo: owner/name, or a folder as ./zoo.", "--repo")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +161,8 @@ class RunSettings(Machine):
 
     @property
     def torch_dtype(self) -> "torch.dtype | str":
-        """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread
-        over devices it is the checkpoint's own type."""
+        """The type of the weights. `auto` is float32 if all is on the CPU, and else the
+        checkpoint's own type."""
         import torch
 
         if self.dtype != "auto":
@@ -184,7 +186,7 @@ class TextSettings(RunSettings):
 
     @property
     def text(self) -> dict[str, Any]:
-        """What is given of the text, by the keys of a recipe's `data`."""
+        """The given settings of the text, by the keys of a recipe's `data`."""
         names = ("subset", "split", "column", "tokens", "length", "seed")
         chosen = {"source": self.data, **{name: getattr(self, name) for name in names}}
         return {name: value for name, value in chosen.items() if value is not None}
@@ -239,7 +241,7 @@ class EvaluationSettings(TextSettings):
     questions: int | Literal["auto"] = option(
         "Per task and length; auto: until it is decided.", default="auto", kind=parse_questions
     )
-    minutes: float | None = option("Do what fits into this time.", min=0.1)
+    minutes: float | None = option("Stop after about this time.", min=0.1)
     keep: float | None = option("Percent to keep (90); else exit 1.")
     fewest_bits: bool = False
     windows: tuple[int, int] | Sequence[tuple[int, int]] | None = option(
@@ -296,8 +298,8 @@ class GenerationSettings(CacheOptions, RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Import(Settings):
-    """The settings of one import. What neither the files nor the user state, such as clip ratios,
-    is taken from the published fitter's recipe, `oscar-v1`."""
+    """The settings of one import. What neither the files nor the user state comes from the
+    published fitter's recipe, `oscar-v1`."""
 
     files: Sequence[Path] = field(
         kw_only=False,
@@ -338,3 +340,22 @@ class Signatures(Settings):
     issuer: str | None = option("Who vouches for the identity; not needed for workflows of GitHub.")
     require_signature: bool = flag("Refuse what is not signed.")
     trust_config: TrustConfig = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signing(Settings):
+    """Options on the signature of what is published."""
+
+    sign: str | None = option(
+        "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
+        "Actions with an identity sign keyless."
+    )
+    adopt_index: bool = flag("Sign the index even where its entries have other signers or none.")
+    trust_config: TrustConfig = None
+
+    @property
+    def words(self) -> list[str]:
+        """The options as they are typed."""
+        words = ["--sign", self.sign] if self.sign else []
+        words += ["--trust-config", str(self.trust_config)] if self.trust_config else []
+        return words + ["--adopt-index"] * self.adopt_index

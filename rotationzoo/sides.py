@@ -9,15 +9,15 @@ class CachedRows:
     """The rows that a layer caches of each token."""
 
     sides: tuple[str, ...]
-    """Those that are rotated and stored in few bits."""
+    """Those that are rotated and quantized."""
     beside: tuple[str, ...]
     """Those that are cached next to them, and stay exact."""
     words: str
     """What people call them ..."""
     name: str
-    """... where the word alone may be new to them ..."""
+    """... with the usual abbreviation ..."""
     title: str
-    """... and where they are told from the rows of other models."""
+    """... and in contrast to the rows of other models."""
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -43,7 +43,7 @@ _READERS = {"key": "query", "value": "output"}
 
 
 def rows_of(sides: Collection[str]) -> CachedRows:
-    """What is cached of sides: latents if one of them is their side."""
+    """What is cached, by its sides."""
     return HEADS if set(sides).isdisjoint(LATENTS.sides) else LATENTS
 
 
@@ -53,7 +53,7 @@ def read_as(side: str) -> tuple[str, ...]:
 
 
 def cost_kinds(side: str) -> tuple[str, ...]:
-    """The statistics in whose second moments errors of a side's rows count: those of queries and of
+    """The statistics whose second moments weight the errors of a side's rows: of queries and of
     attention outputs. Both reads of a latent cost the same squares of the layer's output
-    (`model.latent`), so they are added as they are."""
+    (`model.latent`), so they are added unscaled."""
     return tuple(_READERS[part] for part in read_as(side))

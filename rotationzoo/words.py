@@ -1,10 +1,15 @@
-"""The words that people read: numbers with their nouns, and names that were probably meant."""
+"""The words that people read: numbers with their nouns, sizes, shares and times, and names that
+were probably meant."""
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
 
 _LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anything is near
 _LINE = 80  # characters of a text that others wrote
+UNKNOWN = "-"
+"""A figure that was not measured."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -31,3 +36,71 @@ def nearest(word: str, known: Iterable[str], start: str = "") -> str:
 def sentence(words: str) -> str:
     """Words that follow a colon, as a sentence of their own."""
     return f"{words[:1].upper()}{words[1:]}."
+
+
+# ---- figures
+
+
+def number(value: float | None, format: str = ".4g", error: float | None = None) -> str:
+    """A number, with its standard error if there is one (a single text has none), or a dash."""
+    if value is None:
+        return UNKNOWN
+    if error is None:
+        return f"{value:{format}}"
+    return f"{value:{format}} ±{error:{format.removeprefix('+')}}"
+
+
+def percent(share: float | None, digits: int = 0, error: float | None = None) -> str:
+    """A share, or a dash."""
+    return number(share, f".{digits}%", error)
+
+
+def change(share: float | None, digits: int = 2, error: float | None = None) -> str:
+    """A relative change with its sign: `+1.20%`, or a dash."""
+    return number(share, f"+.{digits}%", error)
+
+
+def perplexity(value: float | None) -> str:
+    """A perplexity, or a dash."""
+    return number(value, ".3f")
+
+
+def nats(value: float | None, error: float | None = None, sign: bool = False) -> str:
+    """A log probability, or with a `sign` a difference of two, or a dash."""
+    return number(value, "+.2f" if sign else ".2f", error)
+
+
+def byte_count(size: float) -> str:
+    """A number of bytes of memory, in the largest unit of which there is at least one."""
+    for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= count:
+            return f"{size / count:.3g} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """A length of time, rounded up to whole seconds, minutes, or tenths of an hour."""
+    if seconds < 90:
+        return counted(math.ceil(seconds), "second")
+    if seconds < 90 * 60:
+        return counted(math.ceil(seconds / 60), "minute")
+    return f"{math.ceil(seconds / 360) / 10:.1f} hours"
+
+
+def finish(seconds: float) -> str:
+    """How long something takes, and when it ends by the clock: ` take about 12 minutes, until
+    14:32`."""
+    ends = datetime.now() + timedelta(seconds=seconds)
+    return f" take about {duration(seconds)}, until {ends:%H:%M}"
+
+
+def size_words(count: int) -> str:
+    """A number of bytes as hubs and data sheets count them, in GB (10^9) or MB."""
+    if count < 1e9:
+        return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
+
+
+def numbers(values: Iterable[int]) -> str:
+    """Numbers in a sentence: `2,048 and 8,192`."""
+    return " and ".join(f"{value:,}" for value in values)

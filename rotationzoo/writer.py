@@ -1,4 +1,4 @@
-"""Writes an artifact: whole or not at all, with its model card and a checksum of each file."""
+"""Writes an artifact, completely or not at all, with its card and a checksum of each file."""
 
 import logging
 import os
@@ -10,36 +10,34 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rotationzoo.artifact.layout import rotation_tensors
+from rotationzoo import __version__
+from rotationzoo.artifact.layout import rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
-from rotationzoo.artifact.statistics_layout import statistics_tensors
 from rotationzoo.artifact.store import CARD, COPY_IT, MANIFEST, PARTS, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.report.card import render_card
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, folders, strict_json
-from rotationzoo.storage.disks import disk_errors
-from rotationzoo.storage.files import digest, sha256
+from rotationzoo.storage.files import digest, disk_errors, sha256
 from rotationzoo.storage.folders import install, temporary_sibling
-from rotationzoo.version import __version__
 
 
 def write_artifact(
     folder: Path, rotations: Rotations, statistics: Averages | None, content: dict[str, Any]
 ) -> Artifact:
-    """Write a whole artifact to a temporary sibling and rename it into place, where it may replace
-    one. `content`: of the manifest, without `schema` and `files`. Raises `RotationZooError` if the
-    disk refuses, and if the folder holds something that is not part of an artifact."""
+    """Write an artifact to a temporary sibling and rename it into place, where it may replace one.
+    `content`: of the manifest, without `schema` and `files`. Raises `RotationZooError` for a disk
+    error, and if the folder holds anything but an artifact."""
     with disk_errors(folder), temporary_sibling(folder) as work:
-        check_replaceable(folder)  # hours may have passed since it was checked first
+        check_replaceable(folder)  # again: the calibration may have taken hours
         tensors = {ROTATIONS: rotation_tensors(rotations)}
         if statistics is not None:
             tensors[STATISTICS] = statistics_tensors(statistics)
         for name, by_name in tensors.items():
             save_file(by_name, work / name)
             (work / name).chmod(0o644)  # safetensors makes files that only their owner can read
-        # The card is not listed: it is prose, and it changes as results are added.
+        # The card is not listed: it changes as results are added.
         written = {
             path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
             for path in sorted(work.iterdir())
@@ -52,8 +50,8 @@ def write_artifact(
 
 
 def remember(identity: str) -> None:
-    """Remember that this user made or pulled what has this sha256, as well as the disk allows. The
-    artifact itself cannot say so: whoever planted one would have it say the same."""
+    """Remember, if the disk allows, that this user made or pulled what has this sha256. The
+    artifact itself cannot say so: a planted one would say the same."""
     with suppress(OSError, RuntimeError):
         mark = _mark(identity)
         mark.parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -61,7 +59,7 @@ def remember(identity: str) -> None:
 
 
 def is_remembered(artifact: Artifact) -> bool:
-    """Whether this user made or pulled the rotations that are in the folder now. False where they
+    """Whether this user made or pulled the rotations that are in the folder now; False if they
     cannot be read."""
     with suppress(RotationZooError, OSError, RuntimeError):
         return is_known(sha256(files.regular_file(artifact.folder, ROTATIONS)))
@@ -76,7 +74,7 @@ def is_known(identity: str) -> bool:
 
 
 def forget(identity: str) -> None:
-    """Do not remember it any more."""
+    """Undo `remember`."""
     with suppress(OSError, RuntimeError):
         _mark(identity).unlink()
 
@@ -87,19 +85,18 @@ def _mark(identity: str) -> Path:
 
 
 def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, Any]) -> Artifact:
-    """Add files named in `ADDED`, or replace earlier ones, and add `metrics` to the manifest's own.
-    Files that others have added since the artifact was opened are kept, and a signature is not.
-    Readers see the old artifact or the new one. Raises `RotationZooError` if the disk refuses, and
-    if other rotations have meanwhile taken the artifact's place."""
+    """Add or replace files named in `ADDED`, and add `metrics` to the manifest's. Files that others
+    have added meanwhile are kept; a signature is removed. Readers see the old artifact or the new
+    one. Raises `RotationZooError` for a disk error, and if other rotations have meanwhile taken the
+    artifact's place."""
     folder = artifact.folder.resolve()
     with disk_errors(artifact.folder, COPY_IT), temporary_sibling(folder) as work:
         _check_permission(folder)
         # Another process may have replaced the artifact since it was opened.
         current = Artifact.open(folder)
         if current.identity != artifact.identity:
-            problem = f"{artifact.folder} holds other rotations by now, and nothing was added"
-            hint = "run the command again"
-            raise RotationZooError(problem, hint)
+            problem = f"{artifact.folder} now holds other rotations, and nothing was added"
+            raise RotationZooError(problem, "run the command again")
         folders.carry_over(folder, work, {*added, CARD, MANIFEST, SIGNATURE})
         for name, data in added.items():
             folders.write_new(work / name, data)
@@ -122,14 +119,14 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
 
 
 def check_writable(artifact: Artifact) -> None:
-    """Raise `RotationZooError` if nothing can be added to an artifact's folder."""
+    """Raise `RotationZooError` if nothing can be added to an artifact."""
     folder = artifact.folder.resolve()
     with disk_errors(artifact.folder, COPY_IT), temporary_sibling(folder):
         _check_permission(folder)
 
 
 def _check_permission(folder: Path) -> None:
-    """Raise `PermissionError` if the folder is not writable, for which a rename would not ask."""
+    """Raise `PermissionError` if the folder is not writable: a rename would not check that."""
     if not os.access(folder, os.W_OK):
         raise PermissionError(13, "Permission denied")
 
@@ -142,7 +139,7 @@ def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Entries of an artifact's folder with unknown names, and those that are not regular files."""
+    """The names in an artifact's folder that are unknown, or not of regular files."""
     names = []
     for path in sorted(folder.iterdir()):
         if path.name not in PARTS or path.is_symlink() or not path.is_file():
@@ -151,14 +148,13 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `RotationZooError` unless there is nothing in place of `folder`, an empty folder, or an
-    artifact with no other files in it."""
+    """Raise `RotationZooError` unless `folder` is missing, empty, or an artifact without any other
+    files."""
     folders.check_name(folder)
     if files.size_of(folder / MANIFEST) is not None:
         if foreign := foreign_files(Artifact.open(folder).folder):
             problem = f"{folder} also holds {foreign[0]}, which is not part of an artifact"
-            hint = "choose another place with --output"
-            raise RotationZooError(problem, hint)
+            raise RotationZooError(problem, "choose another place with --output")
         return
     empty_folder = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty_folder:
@@ -167,8 +163,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def library_versions() -> dict[str, str]:
-    """The `versions` of a manifest: of the code that is running, whether installed or
-    imported from a path."""
+    """The `versions` of a manifest."""
     import transformers
 
     return {

@@ -15,12 +15,10 @@ PACKAGE = ROOT / "rotationzoo"
 # A package or a top-level module imports only from those before it; inside a package, modules
 # import without a cycle. docs/architecture.md is written from this order: `make docs`.
 ORDER = [
-    "version",
     "errors",
     "progress",
     "words",
     "options",
-    "figures",
     "sides",
     "budget",
     "storage",

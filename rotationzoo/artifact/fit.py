@@ -8,8 +8,7 @@ from functools import reduce
 
 import torch
 
-from rotationzoo.artifact.layout import matrix_count
-from rotationzoo.artifact.tensor_check import Problem
+from rotationzoo.artifact.layout import Problem, matrix_count
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import compositions, orthogonality
@@ -24,8 +23,8 @@ LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
 Moments = Mapping[int, LayerMoments]
 """Layer -> kind -> moment."""
 
-# 0 was measured with the kernels and the number of threads that wrote them, and with others of the
-# same processor; calibrated anew with those, factors differ by 1.4e-5 of the largest.
+# Refitted on the same processor, with any kernels and threads, nothing differed; factors of a new
+# calibration there differed by 1.4e-5 of the largest.
 _CLOSE, _NOTHING = 1e-4, 1e-6
 
 
@@ -34,17 +33,17 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
 
     `moment` is C, the second moment `[KV heads, D, D]`: `C_Q` of the queries for keys, `C_S` of the
     attention outputs for values. Stored rows are `y = (x - mean) @ T`, so an error e of y is the
-    error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; T is the rotation where nothing is whitened.
-    For keys, `e M e^T` is the mean square of the change of a score. For values, C_S is what OSCAR
-    weights errors with; docs/history.md measured it against the metric of the output projection.
+    error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; without whitening, T is the rotation. For
+    keys, `e M e^T` is the mean squared change of a score. For values, OSCAR weights errors by C_S;
+    docs/history.md compares it with the metric of the output projection.
     """
     inverse = rotation.inverse.double()
     return inverse @ moment.double().cpu() @ inverse.mT
 
 
 def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
-    """The rotations with the whitening and the factors of both sides' metrics; unchanged for a
-    recipe without error feedback. Raises `RotationZooError` if there are no statistics."""
+    """Add the whitening and the factors of both sides' metrics if the recipe has error feedback.
+    Raises `RotationZooError` if there are no statistics."""
     if not recipe.feedback:
         return rotations
     if statistics is None:
@@ -61,8 +60,8 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
 def factor_problems(
     rotations: Rotations, statistics: Moments | None, recipe: Recipe
 ) -> Iterator[Problem]:
-    """Factors of error feedback that are not triangular, or that the statistics and the rotations
-    do not make. The tensors must have the shapes that the recipe asks for, and be finite."""
+    """Factors that are not triangular, or do not follow from the statistics and the rotations. The
+    tensors must be finite and have the shapes that the recipe requires."""
     if not recipe.feedback:
         return
     expected = rotations if statistics is None else add_factors(rotations, statistics, recipe)
@@ -80,20 +79,20 @@ def factor_problems(
 
 
 def _agree(stored: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Whether a tensor is the one that was made again, up to rounding."""
+    """Whether two tensors are equal up to rounding, or both missing."""
     if stored is None or expected is None:
         return stored is expected
     return torch.allclose(stored, expected, rtol=_CLOSE, atol=_NOTHING)
 
 
-# Allowed orthogonality error before the cast to float32; 3e-15 was measured for D up to 512.
+# Allowed orthogonality error before the cast to float32; 3e-15 was measured up to D = 512.
 EXACT = 1e-12
 
 
 def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """The rotations that a recipe makes from statistics; None will do for a recipe that needs none.
-    Raises `RotationZooError` if what the recipe needs is missing, or if a rotation is not
-    orthogonal to 1e-12 before it is cast to float32."""
+    """The rotations that a recipe makes from statistics, which not every recipe needs. Raises
+    `RotationZooError` if they are missing, or if a rotation is not orthogonal to 1e-12 before it is
+    cast to float32."""
     layers = {}
     for layer in cached_layers(geometry):
         rotations = {side: _fit_side(statistics, recipe, layer, side) for side in layer.sides}
@@ -102,8 +101,7 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Ro
 
 
 def target_moment(moments: LayerMoments, recipe: Recipe, side: str) -> torch.Tensor:
-    """The second moment `[H, D, D]` whose eigenbasis one side of a layer uses. H is 1 if the recipe
-    pools the heads."""
+    """The second moment `[H, D, D]` whose eigenbasis a side uses. H is 1 if heads are pooled."""
     second_moment = sum_moments(moments, recipe.target_kinds(side))
     return second_moment.mean(0, keepdim=True) if recipe.pooling == "layer" else second_moment
 
@@ -129,8 +127,8 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
 
 
 def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.Tensor | None:
-    """The whitening `[H, D, D]` of a side, by the second moment of its rows as they are stored:
-    about the mean where the recipe centers them. None where it does not whiten."""
+    """The whitening `[H, D, D]` of a side, from the second moment of its stored rows (about the
+    mean if the recipe centers them). None if the recipe does not whiten."""
     if not recipe.whiten:
         return None
     average = statistics[layer][side]
@@ -154,7 +152,7 @@ def _compose_side(
         return eigenvalues, compositions.compose(basis, recipe.composition, recipe.group(dim))
     matrices = []
     for head in range(matrix_count(recipe, layer.kv_heads)):
-        # Each layer, side and head has a seed of its own, so other matrices do not change it.
+        # Each layer, side and head has its own seed, so that no other matrix changes this one.
         words = f"{recipe.seed}.{layer.index}.{side}.{head}".encode()
         seed = int.from_bytes(hashlib.sha256(words).digest()[:7], "little")
         matrices.append(compositions.data_free(dim, recipe.composition, seed))

@@ -1,29 +1,49 @@
-"""The tensors of rotations in an artifact's files: their names, shapes and dtypes.
+"""The tensors in an artifact's files: their names, the shapes and dtypes that the recipe and the
+geometry require, and the checks of a file against these.
 
 A name is `layers.{layer}.{kind}.{field}`. In `rotations.safetensors` the kind is a side
-(`rotationzoo.sides`); in `statistics.safetensors` it is what was averaged
-(`artifact.statistics_layout`). No other module knows these names.
+(`rotationzoo.sides`); in `statistics.safetensors` it is what was averaged. No other module knows
+these names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.codec.int2 import LARGEST
+from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Geometry, Layer, cached_layers
+from rotationzoo.linalg.moments import Average, Averages
+from rotationzoo.linalg.orthogonality import is_orthogonal
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.sides import rows_of
 
 OPTIONAL = ("eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels")
-"""Fields of a rotation that may be missing; tensors have their names."""
+"""The fields of a rotation, and tensors of the same names, that may be missing."""
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensor name -> dtype and shape."""
+_OF_KEY_ENERGY = {"second_moment": "key_energy_moment", "count": "key_energy"}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+}
+"""The dtypes that artifacts use, by the names that safetensors gives them."""
+_SHOWN = 4  # unknown tensors named in a message
+
+Problem = tuple[str, int]
+"""What is wrong, and a layer that has it."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors that a file must hold. Those whose names end in `optional` may be missing."""
+    """The tensors of a file. Those whose names end in `optional` may be missing."""
 
     shapes: Shapes
     optional: str | None = None
@@ -58,8 +78,7 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
 
 
 def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
-    """Build rotations from tensors by name: the inverse of `rotation_tensors`. Raises `KeyError` if
-    a layer lacks one of its matrices or clip ratios."""
+    """The inverse of `rotation_tensors`. Raises `KeyError` for a missing matrix or clip ratio."""
     found: dict[int, set[str]] = {}
     for layer, side, _ in map(split_name, tensors):
         found.setdefault(layer, set()).add(side)
@@ -100,5 +119,182 @@ def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layou
 
 
 def matrix_count(recipe: Recipe, kv_heads: int) -> int:
-    """How many matrices a side of a layer has."""
+    """The number of matrices of one side of a layer."""
     return 1 if recipe.pooling == "layer" else kv_heads
+
+
+# ---- statistics
+
+
+def statistic_dims(layer: Layer, recipe: Recipe) -> dict[str, int]:
+    """Kind -> dimension of each moment that calibration keeps for a layer."""
+    dims = layer.dims
+    if recipe.value_statistic == "key_energy" and "value" in dims:
+        dims["key_energy"] = layer.value_dim
+    return dims
+
+
+def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
+    """The tensors of `statistics.safetensors` by name; with the counts, files can be merged."""
+    tensors: dict[str, torch.Tensor] = {}
+    for layer, kinds in averages.items():
+        for kind, average in kinds.items():
+            for field in ("second_moment", "mean", "count"):
+                if (tensor := getattr(average, field)) is not None:
+                    tensors[_statistic_name(layer, kind, field)] = tensor
+    return tensors
+
+
+def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
+    """The inverse of `statistics_tensors`."""
+    averages: Averages = {}
+    for name, second_moment in tensors.items():
+        layer, kind, field = split_name(name)
+        # Each average has exactly one second moment.
+        if field not in ("second_moment", "key_energy_moment"):
+            continue
+        kind = "key_energy" if field == "key_energy_moment" else kind
+        mean = tensors.get(_statistic_name(layer, kind, "mean"))
+        count = tensors.get(_statistic_name(layer, kind, "count"))
+        averages.setdefault(layer, {})[kind] = Average(second_moment, mean, count)
+    return averages
+
+
+def _statistic_name(layer: int, kind: str, field: str) -> str:
+    # The key-energy moment is a weighted moment of values, so its tensors have the names of the
+    # value side, and its total weight is `key_energy` instead of `count`.
+    if kind == "key_energy" and field in _OF_KEY_ENERGY:
+        return tensor_name(layer, "value", _OF_KEY_ENERGY[field])
+    return tensor_name(layer, kind, field)
+
+
+def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
+    """The tensors that `statistics.safetensors` must hold. From imported files without eigenvalues,
+    no statistics can be recovered."""
+    if imported:
+        return Layout(_recovered_shapes(recipe, geometry), "_moment")
+    shapes: Shapes = {}
+    for layer in cached_layers(geometry):
+        for kind, dim in statistic_dims(layer, recipe).items():
+            fields: Shapes = {"second_moment": (torch.float64, (layer.kv_heads, dim, dim))}
+            if kind == "key_energy":
+                fields["count"] = torch.float64, (layer.kv_heads,)
+            else:
+                fields["mean"] = torch.float64, (layer.kv_heads, dim)
+                fields["count"] = torch.int64, ()
+            for field, shape in fields.items():
+                shapes[_statistic_name(layer.index, kind, field)] = shape
+    return Layout(shapes)
+
+
+def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
+    """The statistics that are recovered from an imported file's eigenvalues and rotations."""
+    shapes: Shapes = {}
+    for layer in cached_layers(geometry):
+        heads = matrix_count(recipe, layer.kv_heads)
+        for side in layer.sides:
+            moment = torch.float64, (heads, layer.dims[side], layer.dims[side])
+            for kind in recipe.target_kinds(side):
+                shapes[_statistic_name(layer.index, kind, "second_moment")] = moment
+    return shapes
+
+
+# ---- checks
+
+
+def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of a safetensors file, and one sentence for each kind of problem.
+
+    Names, dtypes and shapes are checked first, and no tensor is read if any is wrong. Since
+    safetensors checks the size of each tensor's data, no more is read than the layout allows. The
+    file is opened once, so what is checked is what is read. Raises `RotationZooError` for a file
+    that is not safetensors, and for dtypes that no artifact uses.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            slices = {name: file.get_slice(name) for name in names}
+            shapes: Shapes = {
+                name: (DTYPES[part.get_dtype()], tuple(part.get_shape()))
+                for name, part in slices.items()
+            }
+            if problems := shape_problems(shapes, layout):
+                return {}, problems
+            tensors = {name: file.get_tensor(name) for name in names}
+    except KeyError as error:
+        raise _damaged(path, f"it has tensors of type {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _damaged(path, str(error)) from error
+    return tensors, sentences(_value_problems(tensors))
+
+
+def _damaged(path: Path, reason: str) -> RotationZooError:
+    return RotationZooError(f"{path} is damaged: {reason}", hint="fetch or make it again")
+
+
+def tensor_problems(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[str]:
+    """One sentence for each kind of problem with tensors that have not been written yet."""
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    # The value checks assume that the names and shapes are right.
+    return shape_problems(shapes, layout) or sentences(_value_problems(tensors))
+
+
+def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
+    """One sentence for each kind of missing, unknown or misshapen tensors."""
+    problems = sentences(_misfits(shapes, layout))
+    if extra := sorted(shapes.keys() - layout.shapes.keys()):
+        names = ", ".join(name[:80] for name in extra[:_SHOWN])
+        problems.append(f"tensors that belong to no layer: {names}")
+    return problems
+
+
+def _misfits(shapes: Shapes, layout: Layout) -> Iterator[Problem]:
+    for name, shape in layout.shapes.items():
+        layer, kind, field = split_name(name)
+        words = _words(kind, field)
+        if name in shapes:
+            if shapes[name] != shape:
+                yield f"{words} of another shape or type than the model's", layer
+        elif layout.optional is None or not name.endswith(layout.optional):
+            yield f"{words} missing", layer
+
+
+def _value_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
+    """Tensors that are not finite, means too large for the codec, and counts that are not positive.
+    Names must be those of a layout."""
+    for name, tensor in tensors.items():
+        layer, kind, field = split_name(name)
+        words = _words(kind, field)
+        if not torch.isfinite(tensor).all():
+            yield f"{words} not finite", layer
+        elif field == "mean" and tensor.abs().max() > LARGEST:
+            yield f"{words} beyond {LARGEST:.0e}, the most that the codec takes", layer
+        elif field == "count" and tensor.item() <= 0:
+            yield f"{words} not positive", layer
+
+
+def orthogonality_problems(
+    tensors: Mapping[str, torch.Tensor], imported: bool
+) -> Iterator[Problem]:
+    """Rotations that are not orthogonal. Names must be those of a layout."""
+    for name, tensor in tensors.items():
+        layer, kind, field = split_name(name)
+        if field == "rotation" and not is_orthogonal(tensor, imported):
+            yield f"{_words(kind, field)} not orthogonal", layer
+
+
+def sentences(problems: Iterable[Problem]) -> list[str]:
+    """Turn `("what", 0), ("what", 1)` into `["what: layers 0, 1"]`."""
+    layers: dict[str, list[int]] = {}
+    for what, layer in problems:
+        layers.setdefault(what, []).append(layer)
+    lines = []
+    for what, indices in layers.items():
+        noun = "layers" if len(indices) > 1 else "layer"
+        lines.append(f"{what}: {noun} {', '.join(map(str, sorted(indices)))}")
+    return lines
+
+
+def _words(kind: str, field: str) -> str:
+    """Turn `key` and `second_moment` into "key second moment"."""
+    return f"{kind} {field.replace('_', ' ')}"

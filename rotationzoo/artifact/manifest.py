@@ -1,5 +1,4 @@
-"""The schema of an artifact's manifest, which gives every command well-typed data. It does not
-check whether a manifest is true: `verify` does."""
+"""The schema of an artifact's manifest. Whether a manifest is true, `verify` checks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -37,8 +36,8 @@ class File(Strict):
 
 
 class Model(Strict):
-    """The model that the rotations were made for. The fingerprint is None where they depend on the
-    shapes alone, or where imported files were bound without the weights."""
+    """The model that the rotations were made for. The fingerprint is None if they depend only on
+    shapes, or if files were imported without the weights."""
 
     id: str
     architecture: str
@@ -80,7 +79,7 @@ class ForeignFile(File):
 
 
 class Imported(Strict):
-    """Where imported rotations come from, and what their files say about themselves."""
+    """The origin of imported rotations, and what their files say about themselves."""
 
     format: str
     files: dict[str, ForeignFile]
@@ -106,21 +105,20 @@ class Run(Strict):
 
 
 class Versions(Strict):
-    """Versions of the code that ran. Other libraries are recorded too, but no command relies on
-    them."""
+    """Versions of the code that ran, those of other libraries among them."""
 
     rotationzoo: str
 
 
 class ValidationSummary(Strict):
-    """The summary of a `validate` that found the kernels equal to their definition."""
+    """The summary of a `validate` that passed."""
 
     device: str
     rows: Count
 
 
 class Metrics(Strict):
-    """The measurements of the rotations' quality so far."""
+    """What was measured of the rotations so far."""
 
     orthogonality_error: float
     evaluation: Summary | None = None
@@ -175,9 +173,9 @@ class Manifest(Strict):
         owners = {layer.index for layer in layers if layer.owner == layer.index}
         indices = {layer.index for layer in layers}
         if not owners or len(indices) != len(layers):
-            raise ValueError("a layer is there twice, or none has a cache of its own")
+            raise ValueError("a layer is listed twice, or none has its own cache")
         for layer in layers:
-            # A shared cache is filled by a layer that runs before its readers.
+            # A layer that fills a shared cache runs before its readers.
             if layer.owner not in owners or layer.owner > layer.index:
                 cache = f"the cache of layer {layer.owner}"
                 raise ValueError(f"layer {layer.index} reads {cache}, which has none before it")
@@ -207,23 +205,14 @@ def _validate(kind: type[BaseModel], content: Any, strict: bool = True) -> BaseM
         raise ValueError(f"{where}: {problem['msg']}") from error
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest file that passes `Manifest`, or else a `RotationZooError`."""
-    content: Any = strict_json.read(path)
-    hint = "fetch or make the artifact again"
-    strict_json.check_schema(content, SCHEMA, str(path.parent), f"{path} is damaged", hint)
-    parse_manifest(content, str(path))
-    return dict(content)
-
-
 def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:
     """The typed content of a manifest. Raises `RotationZooError`, naming `origin`, if damaged."""
     return strict_json.validate(Manifest, content, origin)
 
 
 def hash_config(folder: Path, unquantized: bool = False) -> str:
-    """The `config_sha256` of the model in a folder: that of `config.json` with sorted keys, without
-    the library version that wrote it; or of the model that it was quantized from."""
+    """The `config_sha256` of the model in a folder: of `config.json` with sorted keys, without the
+    library version; with `unquantized`, that of the model before quantization."""
     config = read_json(folder / "config.json")
     for key in ["transformers_version"] + ["quantization_config"] * unquantized:
         config.pop(key, None)

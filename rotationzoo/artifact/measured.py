@@ -1,5 +1,4 @@
-"""The one typed model of an evaluation: `evaluate` makes it, and the terminal, the card, the pages,
-the index and `regenerate` read it.
+"""The typed model of an evaluation: `evaluate` makes it, and everything that shows one reads it.
 
 `evaluation.json` holds a `Measured`, and the manifest a `Summary` of its first pair of windows.
 """
@@ -17,8 +16,8 @@ from rotationzoo.storage.strict_json import Count, Sha256
 
 
 class AboutArm(Figures):
-    """The nature of an arm. `artifact` is the identity of the artifact that it is of, None for a
-    baseline; `pooled` says whether it has one rotation per layer in place of the artifact's own."""
+    """What an arm is. `artifact` is the identity of its artifact, None for a baseline; `pooled`
+    says whether it has one rotation per layer instead of the artifact's own."""
 
     name: str
     kind: Literal["artifact", "baseline"]
@@ -28,12 +27,12 @@ class AboutArm(Figures):
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is an artifact as engines serve it: its own rotations, the nearest codes."""
+        """Whether this is an artifact as most engines serve it: unpooled, with nearest codes."""
         return self.kind == "artifact" and self.rounding == "nearest" and not self.pooled
 
 
 class Measures(Figures):
-    """The cost of one arm. The standard errors are over texts."""
+    """The cost of one arm; standard errors are over texts."""
 
     perplexity: float
     perplexity_increase: float
@@ -46,7 +45,7 @@ class Measures(Figures):
 
 
 class BucketMeasures(Figures):
-    """The cost of one arm at some positions: the first, and the one after the last."""
+    """The cost of one arm from one position up to, and without, another."""
 
     from_: Count
     to: Count
@@ -54,8 +53,8 @@ class BucketMeasures(Figures):
 
 
 class ArmSummary(Measures, AboutArm):
-    """The figures of one arm that the manifest keeps. Bits are per cached element, with exact
-    tokens: at 131,072 tokens, and at the length of the evaluated texts."""
+    """The figures of one arm in the manifest. Bits are per cached element, exact tokens included:
+    at 131,072 tokens, and at the length of the evaluated texts."""
 
     bits_per_element: float
     bits_at_length: float
@@ -78,17 +77,17 @@ class MeasuredArm(ArmCosts, ArmSummary):
 
 
 class ExactSummary(Figures):
-    """The figures of the model without a 2-bit cache that the manifest keeps."""
+    """The figures of the exact model in the manifest."""
 
     perplexity: float
     tasks: Mapping[str, scores.Score]
-    """Of every task, also the ones that it cannot do."""
+    """Of every task, also those that it cannot do."""
     all_tasks: scores.Recall | None
     """All tasks that it can do together; None if there is none."""
 
 
 class ExactCosts(Figures):
-    """The perplexity of the exact model, and the mean loss of each text with its tokens."""
+    """The perplexity of the exact model, and the mean loss and the tokens of each text."""
 
     text_tokens: list[int]
     perplexity: float
@@ -96,7 +95,7 @@ class ExactCosts(Figures):
 
 
 class Exact(ExactCosts, ExactSummary):
-    """Everything that was measured of the model without a 2-bit cache."""
+    """Everything that was measured of the exact model."""
 
     tasks: Mapping[str, scores.ExactTaskRecall]
 
@@ -105,7 +104,7 @@ Arm = TypeVar("Arm", bound=AboutArm)
 
 
 def arms_of(arms: Mapping[str, Arm], artifact: str) -> list[Arm]:
-    """The arms of the artifact with this identity, as they are ordered."""
+    """The arms of the artifact with this identity, in order."""
     return [arm for arm in arms.values() if arm.artifact == artifact]
 
 
@@ -118,7 +117,7 @@ def plain_arm(arms: Mapping[str, Arm], artifact: str) -> Arm | None:
 
 
 class Verdict(Figures):
-    """How many texts were read, the decision on each artifact, and the sentences that state it."""
+    """The number of texts, the decision on each artifact, and the sentences that state it."""
 
     texts: Count
     words: list[str]
@@ -138,8 +137,8 @@ class Text(Figures):
 
 
 class Tasks(Figures):
-    """The recall tasks that were asked, in prompts of these lengths. Statements begin at the
-    position `first` or later, and the last `recent` tokens before the questions hold none."""
+    """The recall tasks that were asked, in prompts of these lengths. Statements stand between the
+    position `first` and the last `recent` tokens before the questions."""
 
     names: list[str]
     lengths: list[Count]
@@ -160,7 +159,7 @@ class Conditions(Figures):
     engine: str | None = None
     """The engine that the user named."""
     positions: Count | None = None
-    """How many the model was made for."""
+    """The positions that the model was made for."""
 
 
 class WindowSummary(Figures):
@@ -172,7 +171,7 @@ class WindowSummary(Figures):
     verdict: Verdict
 
     @model_validator(mode="after")
-    def _named_alike(self) -> Self:
+    def _same_names(self) -> Self:
         for name, arm in self.arms.items():
             if arm.name != name:
                 raise ValueError(f"the arm {name!r} is called {arm.name!r}")
@@ -192,8 +191,8 @@ class Summary(WindowSummary, Conditions):
 
 
 class Probe(Figures):
-    """A known prompt with the most probable N tokens after it through the cache that `serve` makes;
-    and the K most probable candidates for each of these, with their log probabilities in nats."""
+    """A prompt with the N most probable tokens after it, through the cache that `serve` makes, and
+    the K most probable candidates for each of these, with log probabilities in nats."""
 
     prompt: list[Count]
     tokens: Annotated[list[Count], Field(min_length=1)]
@@ -240,8 +239,7 @@ class Measured(Conditions):
         return self.windows[0]
 
     def report(self) -> dict[str, Any]:
-        """The object that `evaluate --json` prints, whose `arms` and `verdict` repeat those of the
-        first pair of windows."""
+        """The object of `evaluate --json`; `arms` and `verdict` repeat the first window's."""
         content = self.model_dump(exclude={"probes"})
         first = content["windows"][0]
         return {**content, "arms": first["arms"], "verdict": first["verdict"]}
@@ -249,5 +247,5 @@ class Measured(Conditions):
     def summary(self) -> Summary:
         """The figures that the manifest keeps."""
         conditions = {name: getattr(self, name) for name in Conditions.model_fields}
-        # What a summary's fields do not name of these is left out of its JSON.
+        # The JSON of a summary has only the fields of its own types.
         return Summary(**conditions, **dict(self.window), exact=self.exact)

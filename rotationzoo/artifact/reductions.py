@@ -1,22 +1,27 @@
-"""Reductions: what is left out of an artifact because its engine does not take it."""
+"""Reductions: what is left out of an artifact, or pooled, because its engine takes less."""
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import Budget
 from rotationzoo.codec.engine_needs import check_sides, choose_format, find_engine
-from rotationzoo.errors import UsageError
-from rotationzoo.rotations import SIDES, Rotations
+from rotationzoo.codec.settings import reduce_rotations
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.linalg.composition_table import GIVEN
+from rotationzoo.linalg.moments import sums
+from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.sides import EVERY_SIDE, HEADS
 
 _PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
-"""What `--for` picks of a cache, in the words of the options that come before it."""
+"""What `--for` picks, by the options that override it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The settings of one export, as the user gave them, including what may be left out."""
+    """The settings of one export, as the user gave them."""
 
     engine: str
     output: Path | None = None
@@ -44,7 +49,7 @@ class Settled(Request):
 
 
 def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
-    """The distinct clip ratios of all that is read as keys, and as values, ascending."""
+    """The distinct clip ratios of keys and of values, ascending."""
     ratios: dict[str, set[float]] = {side: set() for side in SIDES}
     for layer in rotations.values():
         for side in SIDES:
@@ -53,34 +58,29 @@ def distinct_clips(rotations: Rotations) -> tuple[list[float], ...]:
 
 
 def dropped_means(artifact: Artifact, request: Request) -> list[str]:
-    """The sides whose means are left out: the engine does not subtract them, or the user does not
-    want them."""
+    """The sides whose means are left out, by the engine or by the user."""
     kept = () if request.uncentered else find_engine(request.engine).means
     mine = [side for side in EVERY_SIDE if side in artifact.rotations.sides]
     return [side for side in mine if artifact.recipe.centers(side) and side not in kept]
 
 
 def settle_request(artifact: Artifact, request: Request) -> Settled:
-    """The request with everything that the user did not choose: one rotation per layer, clip ratios
-    and windows as the engine takes them, and otherwise the artifact's own.
-
-    Raises `UsageError` for a choice that the engine does not take.
+    """The request with all that the user left open: pooling, clip ratios and windows as the engine
+    takes them, or else the artifact's own. Raises `UsageError` for what the engine does not take.
     """
     engine = find_engine(request.engine)
     check_sides(request.engine, artifact.rotations.sides)
     windows = (artifact.recipe.sink, artifact.recipe.recent) if engine.windows else (0, 0)
     if not engine.windows and request.windows not in (None, windows):
         raise UsageError(f"{request.engine} keeps no tokens exact", hint="leave out --windows")
-    # The highest ratio clips least. Lower ones were chosen for heads that tolerate them, and other
-    # heads may not.
+    # The highest ratio clips least: lower ones were chosen for heads that tolerate them.
     keys, values = map(max, distinct_clips(artifact.rotations))
     if engine.clip == "none" and request.clip:
         raise UsageError(f"{request.engine} clips nothing", hint="leave out --clip")
     clip = (1.0, 1.0) if engine.clip == "none" else request.clip or (keys, values)
     if engine.clip == "one" and clip[0] != clip[1]:
         if request.clip:
-            hint = f"--clip {max(clip):g}"
-            raise UsageError(f"{request.engine} has a single clip ratio", hint)
+            raise UsageError(f"{request.engine} has a single clip ratio", f"--clip {max(clip):g}")
         clip = (max(clip), max(clip))
     settled = {"pooled": request.pooled or not engine.heads, "clip": clip}
     settled["windows"] = request.windows or windows
@@ -112,8 +112,8 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
 def describe_choice(
     name: str, artifacts: Iterable[Artifact], settings: Collection[str] = ()
 ) -> str:
-    """What an engine makes of artifacts, in one line: what is picked for it, what it loses, and
-    which of the user's `settings` come before that."""
+    """What an engine makes of artifacts, in one line: what is picked for it, what is lost, and
+    which of the user's `settings` override that."""
     engine, codes, artifacts = find_engine(name), "nearest codes", list(artifacts)
     rotations = "a rotation per KV head" if engine.heads else "one rotation per layer"
     lost: dict[str, None] = {}
@@ -128,3 +128,55 @@ def describe_choice(
     words = f"For {name}: {picked}. Lost: {'; '.join(lost) or 'nothing'}"
     instead = ", ".join(option for option in _PICKED if option in settings)
     return f"{words}. Chosen instead: {instead}" if instead else words
+
+
+# ---- pooling: one rotation per layer, of an artifact with one per KV head
+
+
+def check_pooled(artifacts: Sequence[Artifact]) -> None:
+    """Raise `UsageError` if no artifact has a rotation per KV head, and `RotationZooError` if one
+    that has lacks the statistics."""
+    per_head = [artifact for artifact in artifacts if artifact.rotations.per_head]
+    if not per_head:
+        problem = "--pooled is for artifacts with one rotation per KV head, and none is given"
+        raise UsageError(problem, "leave it out")
+    for artifact in per_head:
+        _check_statistics(artifact)
+
+
+def _check_statistics(artifact: Artifact) -> None:
+    complete = artifact.statistics is not None or not artifact.recipe.needs_statistics
+    if not complete or artifact.recipe.composition == GIVEN:
+        raise RotationZooError(
+            f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
+            "layer from",
+            hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
+        )
+
+
+def pooled_rotations(artifact: Artifact) -> Rotations:
+    """One rotation per layer, fitted from the statistics of an artifact: a mean of rotations would
+    not be orthogonal. Raises as `check_pooled`."""
+    _check_statistics(artifact)
+    # Means are copied from the artifact: statistics recovered from imported files have none.
+    left_out = dict.fromkeys(("center_keys", "center_values", "feedback"), False)
+    recipe = artifact.recipe.model_copy(update={"pooling": "layer", **left_out})
+    moments = None if artifact.statistics is None else sums(artifact.statistics)
+    fitted = fit(moments, recipe, artifact.geometry)
+
+    def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
+        return replace(rotation, mean=artifact.rotations[layer][side].mean)
+
+    return fitted.replace(complete)
+
+
+def reduced_rotations(
+    artifact: Artifact, pooled: bool, uncentered: Collection[str], budget: Budget | None = None
+) -> Rotations:
+    """The rotations of an artifact as `reduce_rotations` makes them, one per layer if `pooled`.
+    Raises as `check_pooled` and `spend_bits`."""
+    rotations = artifact.rotations
+    if pooled and rotations.per_head:
+        # Only engines without a budget of bits take one rotation per layer.
+        rotations, budget = pooled_rotations(artifact), None
+    return reduce_rotations(rotations, artifact.recipe.group_size, uncentered, budget)

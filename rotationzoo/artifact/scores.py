@@ -1,8 +1,5 @@
-"""The figures of answers in an evaluation: scores of recall tasks, decisions, and what all figures
-of an evaluation have in common.
-
-`artifact.measured` puts them together.
-"""
+"""The answers in an evaluation: scores of recall tasks and decisions. `artifact.measured` puts them
+together."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -15,14 +12,15 @@ from rotationzoo.storage.strict_json import Count, Strict
 Errors = dict[str, float | None]
 """Figure -> its standard error; None if there is only one text, or one prompt."""
 Outlook = Literal["better", "worse", "same", "open"]
-"""Whether an arm is shown better or worse than another, or as good within a margin, or neither."""
+"""Whether an arm is shown to be better or worse than another, as good within a margin, or neither.
+"""
 ALL_ELSE: Final = "hadamard+feedback"
-"""The arm of a Hadamard matrix with all else as in an artifact."""
+"""The arm with a Hadamard matrix and all else as in the artifact."""
 DataFree = Literal["identity", "hadamard", "hadamard+feedback"]
-"""The rotations that need no data and are compared in decisions."""
+"""The rotations without data that decisions compare."""
 Action = Literal["serve", "refuse", "ask", "nothing"]
-"""To serve an artifact, not to serve it, to ask more questions, or that nothing was shown because
-the exact model can do no task."""
+"""Serve the artifact, do not, ask more questions; or nothing was shown, because the exact model can
+do no task."""
 
 
 class Figures(Strict):
@@ -64,8 +62,8 @@ class LengthScore(Score):
 
 
 class Recall(Score):
-    """How the questions of one task, or of all, were answered. The standard errors are over
-    prompts, of the share answered and of the log probability."""
+    """How the questions of one task, or of all, were answered, with standard errors over prompts of
+    the share and of the log probability."""
 
     standard_error: Errors
 
@@ -85,19 +83,19 @@ class ExactLengthScore(LengthScore):
 
 
 class ExactTaskRecall(TaskRecall):
-    """How the exact model answered one task, at the lengths at which it can do it. Of a task that
-    it can do at no length, all lengths are reported."""
+    """How the exact model answered one task, at the lengths at which it can do it, or at all
+    lengths if it can do it at none."""
 
     by_length: Sequence[ExactLengthScore]
     """All lengths."""
     can_do: bool
     prompts: list[int]
-    """How many questions each prompt asks."""
+    """The number of questions of each prompt."""
 
 
 def kept_share(exact: Mapping[str, ExactTaskRecall], arm: Mapping[str, TaskRecall]) -> float | None:
-    """The share of the exact model's right answers that an arm gives, too, of the questions that
-    both were asked; None where the exact model has none."""
+    """The share of the exact model's right answers that an arm also gives, among the questions that
+    both were asked; None if there are none."""
     pairs: list[tuple[str, str]] = []
     for task in arm.keys() & exact.keys():
         able = [length for length in exact[task].by_length if length.can_do]
@@ -117,7 +115,7 @@ def _split(correct: str, lengths: Sequence[LengthScore]) -> dict[int, str]:
 # ---- decisions
 
 FLOOR = 0.9
-"""The share of the answers that must be kept, unless another is asked for."""
+"""The share of the answers that must be kept by default."""
 
 
 def plain_name(arm: str) -> str:
@@ -144,14 +142,14 @@ class Decision(Figures):
 
     arm: str
     kept: float | None = None
-    """The share of the questions which the exact model answers right that the arm answers right,
-    too; None where the exact model answers none."""
+    """The share of the exact model's right answers that the arm also gives; None if there are none.
+    """
     interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     floor: float = FLOOR
     """The share that was to be kept."""
     action: Action
     more_seconds: float | None = None
-    """How long the new questions of `more_questions` take where it was made."""
+    """How long the new questions of `more_questions` take on the machine that measured."""
     more_questions: Count | None = None
     """New questions of each task and length that would settle it in 80 of 100 evaluations."""
     level: float

@@ -9,32 +9,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.artifact import manifest as manifests
-from rotationzoo.artifact.layout import rotation_layout, rotations_from
-from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, Manifest
-from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors, sentences
+from rotationzoo.artifact.layout import (
+    orthogonality_problems,
+    read_tensors,
+    rotation_layout,
+    rotations_from,
+    sentences,
+    statistics_from,
+    statistics_layout,
+)
+from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, Manifest, parse_manifest
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
+from rotationzoo.linalg.moments import Averages
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import files, strict_json
-from rotationzoo.storage.files import read_settled, sha256
+from rotationzoo.storage.files import sha256
+from rotationzoo.storage.folders import read_settled
 from rotationzoo.words import nearest
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.measured import Measured
-    from rotationzoo.linalg.moments import Averages
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 _KERNELS = "validation.json", "int2.cu", "feedback.cu"
 ANSWERS, REPORT = "answers.png", "report.html"
 ADDED = (EVALUATION, *_KERNELS, ANSWERS, REPORT)
 SIGNATURE = "model.sig"
-"""A signature of the manifest and of the files that it lists. The manifest cannot list it."""
+"""The signature of the manifest and of the files that it lists."""
 EXPORT = "export.json"
-"""What `export` says of the files that it wrote for an engine."""
+"""What `export` writes about the files for an engine."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
-# A folder is replaced only if it holds nothing but these names, no matter what its manifest claims.
+# Only a folder that holds nothing else is replaced, whatever its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
 
 
@@ -54,8 +61,8 @@ class Artifact:
 
     @classmethod
     def open(cls, folder: str | Path, hashes: Mapping[str, str] | None = None) -> "Artifact":
-        """Open the artifact in a folder, without reading its tensors yet. The caller has just
-        computed the `hashes` of some files. Raises `RotationZooError` for a folder that is not an
+        """Open the artifact in a folder, without reading its tensors yet. `hashes`: those of files
+        that the caller has just computed. Raises `RotationZooError` for a folder that is not an
         artifact, for a newer schema, and for a damaged manifest."""
         folder = Path(folder)
         files.check_utf8(folder)
@@ -68,11 +75,11 @@ class Artifact:
     @cached_property
     def manifest(self) -> Manifest:
         """The typed manifest. Raises `RotationZooError` if it is damaged."""
-        return manifests.parse_manifest(self.content, str(self.folder / MANIFEST))
+        return parse_manifest(self.content, str(self.folder / MANIFEST))
 
     @property
     def identity(self) -> str:
-        """The sha256 of `rotations.safetensors`, which tells one set of rotations from another."""
+        """The sha256 of `rotations.safetensors`."""
         return self.manifest.rotations_sha256
 
     @cached_property
@@ -87,26 +94,24 @@ class Artifact:
 
     @cached_property
     def rotations(self) -> Rotations:
-        """The rotations by layer index. Raises `RotationZooError` if they do not fit the recipe and
-        the geometry, are not orthogonal, or differ from the manifest's sha256."""
+        """The rotations by layer. Raises `RotationZooError` if they do not fit the recipe and the
+        geometry, are not orthogonal, or differ from the manifest's sha256."""
         return rotations_from(self._sound_tensors(ROTATIONS))
 
     @cached_property
-    def statistics(self) -> "Averages | None":
-        """The averages by layer index and kind, or None without a file. Raises as `rotations`."""
+    def statistics(self) -> Averages | None:
+        """The averages by layer and kind, or None without a file. Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
-        from rotationzoo.artifact.statistics_layout import statistics_from
-
         return statistics_from(self._sound_tensors(STATISTICS))
 
     @cached_property
     def measured(self) -> "Measured | None":
-        """The evaluation that `evaluate --save` has added; None if there is none. Raises
-        `RotationZooError` for a damaged file, and for one of other rotations."""
+        """The evaluation that `evaluate --save` added, or None. Raises `RotationZooError` for a
+        damaged file, and for one of other rotations."""
         if EVALUATION not in self.manifest.files:
             return None
-        # Whoever reads rotations alone, as a server does, needs none of its types.
+        # A server, which reads only rotations, does not need these types.
         from rotationzoo.artifact.measured import Measured, plain_arm
 
         path = files.regular_file(self.folder, EVALUATION)
@@ -117,16 +122,11 @@ class Artifact:
         return measured
 
     def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """The tensors of a file, as `read_tensors` gives them by the recipe and the geometry."""
+        """The tensors and problems of a file, as `read_tensors` returns them."""
         if name not in self._examined:
             claimed = self.recipe, self.geometry, self.manifest.imported is not None
-            if name == ROTATIONS:
-                layout = rotation_layout(*claimed)
-            else:
-                # Whoever reads rotations alone, as a server does, needs no statistics.
-                from rotationzoo.artifact.statistics_layout import statistics_layout
-
-                layout = statistics_layout(*claimed)
+            required = rotation_layout if name == ROTATIONS else statistics_layout
+            layout = required(*claimed)
 
             def read() -> tuple[dict[str, torch.Tensor], list[str]]:
                 examined = read_tensors(files.regular_file(self.folder, name), layout)
@@ -137,11 +137,10 @@ class Artifact:
         return self._examined[name]
 
     def damaged_files(self) -> list[str]:
-        """One sentence for each file that is missing, no regular file, or not the manifest's."""
+        """One sentence for each file that is missing or not the one in the manifest."""
         return [problem for name in self.manifest.files for problem in self._damage(name)]
 
     def _damage(self, name: str) -> list[str]:
-        """What is wrong with a file, in one sentence; nothing if it is the one in the manifest."""
         try:
             read_settled(self.folder, partial(self._check_file, name))
         except RotationZooError as error:
@@ -172,9 +171,8 @@ class Artifact:
         return tensors
 
     def _check_same(self, name: str) -> None:
-        """Raise `RotationZooError` if another artifact took the folder's place after this one was
-        opened. The manifests are compared, because nothing else tells: file systems give a new
-        folder the number of one that was removed."""
+        """Raise `RotationZooError` if another artifact has taken the folder's place since this one
+        was opened. Only the manifests tell: a new folder may reuse an inode number."""
         if Artifact.open(self.folder).manifest.files.get(name) != self.manifest.files.get(name):
             hint = "run the command again"
             raise RotationZooError(f"{self.folder} was replaced while it was read", hint)
@@ -201,4 +199,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             reason = f"there is no such folder{meant}"
             hint = "name the folder that calibrate wrote" if meant else hint
         raise RotationZooError(f"{folder} is not an artifact: {reason}", hint=hint)
-    return manifests.read_manifest(path)
+    content: Any = strict_json.read(path)
+    hint = "fetch or make the artifact again"
+    strict_json.check_schema(content, SCHEMA, str(folder), f"{path} is damaged", hint)
+    parse_manifest(content, str(path))
+    return dict(content)

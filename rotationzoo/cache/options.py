@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.fit import fit
-from rotationzoo.artifact.pooling import reduced_rotations
+from rotationzoo.artifact.reductions import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec import settings as caches

@@ -25,7 +25,6 @@ from rotationzoo.calibration.sensitivity import check_cache, measure_sensitiviti
 from rotationzoo.calibration.soundness import FETCH_AGAIN, check_recipe, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
-from rotationzoo.figures import duration, finish
 from rotationzoo.geometry import Geometry, geometry_json
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
@@ -44,11 +43,11 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import without_budget
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import folders
-from rotationzoo.storage.disks import disk_errors
-from rotationzoo.storage.files import recover
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage.files import disk_errors
+from rotationzoo.storage.folders import locked, recover
 from rotationzoo.text.media import read_media_corpus
 from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.words import duration, finish
 from rotationzoo.writer import check_replaceable, library_versions
 
 Note = Callable[[str], None] | None

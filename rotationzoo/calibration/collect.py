@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact.statistics_layout import statistic_dims
+from rotationzoo.artifact.layout import statistic_dims
 from rotationzoo.calibration.checkpoint import Checkpoint, damaged
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from rotationzoo.artifact.layout import matrix_count
-from rotationzoo.artifact.statistics_layout import statistic_dims
+from rotationzoo.artifact.layout import matrix_count, statistic_dims
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.linalg.moments import run_bytes
 from rotationzoo.model import placement

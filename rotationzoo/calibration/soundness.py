@@ -9,10 +9,16 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact.fit import factor_problems, fit, target_moment
-from rotationzoo.artifact.layout import rotation_layout, rotation_tensors
-from rotationzoo.artifact.statistics_layout import statistics_layout, statistics_tensors
+from rotationzoo.artifact.layout import (
+    Problem,
+    rotation_layout,
+    rotation_tensors,
+    sentences,
+    statistics_layout,
+    statistics_tensors,
+    tensor_problems,
+)
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.tensor_check import Problem, sentences, tensor_problems
 from rotationzoo.budget import EQUAL
 from rotationzoo.codec.bit_allocation import budget_problems, check_room
 from rotationzoo.errors import RotationZooError, Unsound

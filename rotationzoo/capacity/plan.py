@@ -12,13 +12,12 @@ from rotationzoo.capacity.shape import CACHES, Shape, Storage, read_shape, weigh
 from rotationzoo.codec.bit_allocation import check_room
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.errors import UsageError
-from rotationzoo.figures import size_words
 from rotationzoo.model import loading
 from rotationzoo.model.files import check_engine
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe.rope import position_count
 from rotationzoo.storage.files import read_json
-from rotationzoo.words import counted, nearest
+from rotationzoo.words import counted, nearest, size_words
 
 UTILIZATION = 0.92
 """The share of a GPU's memory that vLLM takes by default (`gpu_memory_utilization`)."""

@@ -5,16 +5,15 @@ import pickletools
 import re
 from pathlib import Path
 
-from rotationzoo.artifact.layout import rotations_from
+from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS, hash_config
-from rotationzoo.artifact.statistics_layout import statistics_from
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.calibration.soundness import Verification, check
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.source import find, has_weights, weights_fingerprint
 from rotationzoo.recipe import digest
 from rotationzoo.storage import files
-from rotationzoo.storage.files import read_settled
+from rotationzoo.storage.folders import read_settled
 
 
 def verify(

@@ -17,11 +17,12 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
+from rotationzoo import __version__
 from rotationzoo.cli import output
 from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.output import hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError, first_sentence
-from rotationzoo.version import __version__
+from rotationzoo.storage.files import remedy
 
 _GROUPS = {
     "Text": "chat max_new_tokens data subset split column tokens length lengths seed tasks "
@@ -36,7 +37,7 @@ _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names.s
 
 
 class Command(TyperCommand):
-    """A command whose options are shown in the groups of `_GROUPS`, after all others."""
+    """A command that shows the options of `_GROUPS` in groups, after all others."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and then each group of options."""
@@ -83,8 +84,7 @@ _NAMES = (
     "demo plan calibrate inspect verify evaluate generate serve validate report export import list "
     "pull push regenerate"
 )
-"""The commands in the order of `--help`, which is the order in which a user meets them. Each is the
-function of its name in the module of its name."""
+"""The commands in the order of `--help`, each the function `NAME_command` in its own module."""
 
 
 app = typer.Typer(
@@ -97,13 +97,13 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command, by default the one on this process's command line, and exit: 0 done; 1
-    failed; 2 wrong usage; 3 partly done; 4 undecided; 130 interrupted."""
+    """Run a command, by default the one on the command line, and exit: 0 done; 1 failed; 2 wrong
+    usage; 3 partly done; 4 undecided; 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
     output.start_output()
-    # Before torch is loaded: on a busy machine, its threads that spin while they wait take the
-    # processor from those that work, and commands take several times as long.
+    # Set before torch is loaded: on a busy machine, threads that spin while they wait make commands
+    # several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
@@ -120,15 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 class _Option(inspect.Parameter):
-    """An option as Typer takes it: a parameter whose default is Typer's own description."""
+    """A parameter whose default is Typer's description of the option."""
 
     parse: Callable[[str], Any] | None = None
-    """What reads the text that is typed; None leaves it to Typer."""
+    """Parses what was typed; None leaves it to Typer."""
 
 
 def _options_of(group: Callable[..., Any]) -> Iterator[_Option]:
-    """The options of a command or of a group: its parameters or its fields. What has no help is for
-    Python callers alone."""
+    """The options of a command or a group: its parameters or fields that have a help text."""
     if isinstance(group, type) and is_dataclass(group):
         members = [(each.name, each.type, each) for each in fields(group)]
     else:
@@ -143,8 +142,7 @@ def _options_of(group: Callable[..., Any]) -> Iterator[_Option]:
 
 
 def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> _Option:
-    """The option of a field or a parameter. Flags are named as these, or Typer would give each a
-    `--no-...`, too."""
+    """The option of a field or a parameter. Flags are named, or Typer would add a `--no-...`."""
     names, typed, is_argument = about["names"], about["kind"], about["argument"]
     if default is False and not names:
         names = (f"--{name.replace('_', '-')}",)
@@ -160,12 +158,8 @@ def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> _Op
 
 
 def _runnable(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as Typer gets it, with every option in its signature: each group of options that
-    it takes is replaced by these options, which follow its own; those of `Output` come last.
-
-    Ctrl-C raises `Interrupted`, before Typer makes an exit code of it. Typer itself ends a command
-    quietly whose reader, such as `head`, has read enough.
-    """
+    """The command for Typer, with every option in its signature: its own, those of its groups, and
+    last those of `Output`. Ctrl-C raises `Interrupted`, before Typer turns it into an exit code."""
     spread = [*_options_of(command)]
     parameters, single = inspect.signature(command).parameters, [each.name for each in spread]
     groups = {name: parameters[name].annotation for name in parameters if name not in single}
@@ -181,7 +175,7 @@ def _runnable(command: Callable[..., None]) -> Callable[..., None]:
             own = {each.name: values.pop(each.name) for each in _options_of(group)}
             values[name] = group(**own)
         try:
-            # Each of several processes would do the whole command.
+            # Each process would run the whole command.
             if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
                 hint = "start it without torchrun, and use --device-map auto for several GPUs"
                 raise UsageError("rotationzoo runs in one process", hint)
@@ -210,7 +204,7 @@ def _common_options(
     context: typer.Context,
     show_version: bool = typer.Option(False, "--version", help="Print the version."),
 ) -> None:
-    """Options that stand before the command. Without a command, show what there is to do."""
+    """Options before the command. Without a command, show the journeys."""
     if show_version:
         output.say(__version__)
         raise typer.Exit()
@@ -219,8 +213,8 @@ def _common_options(
 
 
 def _fail(error: Exception, words: Sequence[str]) -> int:
-    """Print an error and its hint, with `ROTATIONZOO_DEBUG=1` after the traceback, and return the
-    exit code. `words` are the command line's."""
+    """Print an error and its hint (with `ROTATIONZOO_DEBUG=1` after the traceback), and return the
+    exit code. `words`: the command line."""
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         output.print_traceback(error)
     known = _known_error(error)
@@ -242,14 +236,12 @@ def _known_error(error: Exception) -> RotationZooError:
     if hasattr(error, "format_message"):
         return _usage_error(error)
     if isinstance(error, OSError) and error.strerror:
-        from rotationzoo.storage.disks import remedy  # which waits for torch
-
         place = f"{error.filename}: " if error.filename else ""
         return RotationZooError(f"{place}{error.strerror}", remedy(error) or "check the path")
     name, first = type(error).__name__, first_sentence(error)
     if "home directory" in first:  # what `Path.expanduser` raises
         hint = "write the whole path"
-        return RotationZooError("a path begins with ~ and a user who has no home here", hint)
+        return RotationZooError("a path begins with ~ and a user without a home directory", hint)
     return RotationZooError(
         name if first == name else f"{name}: {first}",
         hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",
@@ -257,8 +249,7 @@ def _known_error(error: Exception) -> RotationZooError:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """A usage error that Typer found, with a hint at the command's `--help`. Its message is empty
-    if Typer has already printed the help."""
+    """A usage error of Typer's; the message is empty if Typer has already printed the help."""
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
     message = message.partition(", unable to parse")[0].replace("Input should", "it must")
     context = getattr(error, "ctx", None)

@@ -5,16 +5,16 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import next_steps
 from rotationzoo.cli.next_steps import named, served, shell_line, typed_words
-from rotationzoo.cli.options import follow_link
-from rotationzoo.cli.output import Output
+from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.errors import Interrupted, RotationZooError, UsageError
-from rotationzoo.figures import finish
+from rotationzoo.codec.formats import BUDGETED, FINE, FORMATS
+from rotationzoo.errors import Interrupted, ModelUnavailable, RotationZooError, UsageError
+from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json
 from rotationzoo.options import as_tuple, flag, option
 from rotationzoo.settings import (
     RECIPES,
@@ -23,10 +23,13 @@ from rotationzoo.settings import (
     Lengths,
     RunSettings,
 )
+from rotationzoo.sides import HEADS
+from rotationzoo.storage.folders import follow_link
+from rotationzoo.words import counted, finish, size_words
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.calibration.plan import Job
+    from rotationzoo.calibration.plan import Job, Plan
 
 _SLOWER = 4  # times as long as the exact model alone take this and a simulated cache, on a CPU
 
@@ -55,7 +58,6 @@ def calibrate_command(
         load(settings.recipe)  # raises, and so does the next, before torch is imported
     _ = settings.budget
     from rotationzoo.api import QUESTION_LENGTH, calibration_job
-    from rotationzoo.cli.calibrate_view import show_plan
     from rotationzoo.evaluation.prepare import check_keep
     from rotationzoo.evaluation.rungs import RUNGS
     from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -84,7 +86,7 @@ def calibrate_command(
         return
     is_new = _last_change(job.output) != before
     if not is_new:
-        out.note("Note: this very job was done already; --restart does it again")
+        out.note("Note: this job is already done; --restart runs it again")
     next_steps.show_artifact(out, artifact, with_time=is_new)
     next_steps.suggest_step(out, artifact, named(model, settings.revision), engine)
 
@@ -96,9 +98,8 @@ def _find_bits(
     keep: float,
     lengths: int | Sequence[int] | None,
 ) -> None:
-    """Ask for the fewest bits that keep so many percent of the answers, unless the user chose the
-    bits, and show them with the command that serves them. Raises `RotationZooError` where none are
-    shown to."""
+    """Find the fewest bits (or check the user's) that keep so many percent of the answers, and show
+    the command that serves them. Raises `RotationZooError` if none are shown to."""
     from rotationzoo.api import evaluation_job
     from rotationzoo.artifact.scores import plain_name
     from rotationzoo.artifact.store import Artifact
@@ -153,8 +154,7 @@ def run_job(out: Output, job: "Job") -> "Artifact":
     """Run the job. Raises `Interrupted`, which says how to continue."""
     from rotationzoo.calibration.calibrate import calibrate
 
-    # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that work is saved and the error
-    # says how to continue.
+    # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that the error says how to resume.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with show_progress(out) as progress:
@@ -163,5 +163,101 @@ def run_job(out: Output, job: "Job") -> "Artifact":
         if not job.unfinished:
             hint = f"start again with: {shell_line(*typed_words())}"
             raise Interrupted("interrupted before anything was saved", hint) from None
-        hint = f"go on with: {shell_line(*typed_words('--restart'))}"  # which would drop it
+        hint = f"resume with: {shell_line(*typed_words('--restart'))}"  # which would drop it
         raise Interrupted("interrupted; what was done so far is saved", hint) from None
+
+
+# ---- the plan
+
+
+def show_plan(out: Output, job: "Job", question_tokens: int = 0) -> None:
+    """Plan the job from the model's config, and print the plan. `question_tokens`: of the questions
+    that may follow, over all caches. Raises `RotationZooError` for text that cannot be used."""
+    from rotationzoo.calibration.calibrate import read_text
+    from rotationzoo.calibration.plan import plan
+
+    known = plan(job)
+    if known.refusal is None:
+        try:
+            text = read_text(known)
+            further = [text.note] if text and text.note else []
+        except ModelUnavailable as error:  # its tokenizer, or the processor of its media
+            further = [f"it cannot be calibrated yet: {error}"]
+        known = replace(known, notes=(*known.notes, *further))
+    data = _plan_json(known) | {"question_tokens": question_tokens}
+    out.notes(known.notes)
+    out.result(data, str(known.job.output), lambda: _say_plan(known, data))
+    if known.refusal is None:
+        fits = known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None
+        # With a device map, weights that do not fit stay on disk.
+        out.suggest(*typed_words("--dry-run"), *([] if fits else ["--device-map", "auto"]))
+
+
+def _plan_json(known: "Plan") -> dict[str, Any]:
+    from rotationzoo.codec.size import BudgetSizes, bits_per_element, codec_bits
+    from rotationzoo.codec.windows import CacheLayout
+
+    recipe, cached = known.job.recipe, cached_layers(known.geometry or [])
+    bits: dict[str, float | None] = dict.fromkeys(FORMATS)
+    if cached:
+        layouts = {name: CacheLayout.of_recipe(recipe, each) for name, each in FORMATS.items()}
+        bits |= {name: bits_per_element(cached, layout) for name, layout in layouts.items()}
+        if recipe.budget:
+            exact = CacheLayout.of_recipe(recipe, FINE)
+            bits = {BUDGETED: codec_bits(cached, BudgetSizes(recipe.budget), exact), **bits}
+    return {
+        "model": known.source.name,
+        "revision": known.source.revision,
+        "recipe": recipe.name,
+        "feedback": recipe.feedback,
+        "layers": len(cached),
+        "kv_heads": _common(cached, "kv_heads"),
+        "head_dim": _common(cached, "key_dim"),
+        "value_head_dim": _common(cached, "value_dim"),
+        "tokens": recipe.data.tokens if recipe.needs_statistics else 0,
+        "length": recipe.data.length,
+        "batch": known.job.batch,
+        "weights_bytes": known.weights_bytes,
+        "peak_memory_bytes": known.peak_memory_bytes,
+        "memory_bytes": known.memory_bytes,
+        "artifact_bytes": known.artifact_bytes,
+        "bits_per_element": bits,
+        "refusal": known.refusal and str(known.refusal),
+        "notes": list(known.notes),
+        "output": str(known.job.output),
+        "geometry": geometry_json(known.geometry or []),
+    }
+
+
+def _common(layers: Geometry, field: str) -> int | list[int]:
+    """The field of all layers, as one value if they share it."""
+    values: list[int] = [getattr(layer, field) for layer in layers]
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _say_plan(known: "Plan", data: dict[str, Any]) -> None:
+    from rotationzoo.codec.size import CONTEXT
+
+    name, job = known.source.name, known.job
+    if known.refusal:
+        say(f"{name} cannot be calibrated: {known.refusal}")
+        return
+    if known.geometry is None:
+        say(f"{name}: what its layers cache cannot be told without its weights")
+    else:
+        heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
+        if (cached := cached_rows(known.geometry)) is not HEADS:
+            heads = f"{cached.words} of {data['head_dim']} elements"
+        say(f"{name}: {counted(data['layers'], 'layer')} with a cache, {heads}")
+    weights, artifact = size_words(known.weights_bytes), size_words(known.artifact_bytes)
+    say(f"Weights {weights}, artifact {artifact}, {counted(data['tokens'], 'token')}")
+    peak, present = size_words(known.peak_memory_bytes), size_words(known.memory_bytes)
+    shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
+    say(f"Memory: about {peak} of the {present} here{shortage}")
+    if data["layers"]:
+        bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
+        say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")
+    if data["question_tokens"]:
+        more = counted(data["question_tokens"], "token")
+        say(f"Then it asks questions in rounds: at most {more} through the model")
+    say(f"Would write: {job.output}")

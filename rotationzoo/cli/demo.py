@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.cli.options import follow_link
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.options import option
 from rotationzoo.settings import CalibrationSettings, EvaluationSettings, Restart
+from rotationzoo.storage.folders import follow_link
 
 MODEL = "demo"
 BASELINES = ("identity", "hadamard")
@@ -39,9 +39,9 @@ def demo_command(
     from rotationzoo.codec.size import CONTEXT, EXACT_BITS
     from rotationzoo.evaluation.decision import SIMPLEST
     from rotationzoo.evaluation.evaluate import evaluate
-    from rotationzoo.figures import percent
     from rotationzoo.recall.questions import TASKS
     from rotationzoo.report.page import EXACT, label_arms
+    from rotationzoo.words import percent
 
     folder = follow_link(output) or Path("rotations") / MODEL
     job = calibration_job(CalibrationSettings(MODEL, output=folder, restart=restart))

@@ -8,10 +8,9 @@ from rotationzoo.cli.next_steps import check_is_model, named, retyped, served, s
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.figures import finish
 from rotationzoo.options import as_tuple, flag
 from rotationzoo.settings import EvaluationSettings
-from rotationzoo.words import counted
+from rotationzoo.words import counted, finish
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.measured import Measured, Window
@@ -62,7 +61,7 @@ def check_kept(report: "Measured") -> None:
 
 
 def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:
-    """Print the decision on each artifact, with `details` after all tables."""
+    """Print the decision on each artifact, and with `details` all tables before it."""
     out.notes(report.notes)
 
     def human() -> None:
@@ -79,7 +78,7 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
 def suggest_next(
     out: Output, decisions: Sequence["Decision"], settings: EvaluationSettings
 ) -> None:
-    """Suggest what the decision on the first of the artifacts calls for."""
+    """Suggest what the decision on the first artifact calls for."""
     from rotationzoo.report.commands import decided_words
 
     model, simulated = named(settings.model, settings.revision), served(settings.engine)

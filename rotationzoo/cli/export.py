@@ -3,22 +3,21 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rotationzoo.cli import options
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.codec.engine_needs import ENGINE_NAMES, EngineName
 from rotationzoo.errors import UsageError
 from rotationzoo.options import flag, option
-from rotationzoo.settings import Clip, Windows
+from rotationzoo.settings import ArtifactFolder, Clip, Windows
+from rotationzoo.storage.folders import follow_link
 
 if TYPE_CHECKING:
     from rotationzoo.engines.export import Exported
-
 
 CHOICES = "|".join(ENGINE_NAMES)  # in brackets, they are too wide for a terminal
 
 
 def export_command(
-    artifact: options.ArtifactFolder,
+    artifact: ArtifactFolder,
     out: Output,
     to: EngineName | None = option("The engine.", "--for", "--to", metavar=CHOICES),
     output: Path | None = option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o"),
@@ -40,15 +39,14 @@ def export_command(
     if to is None:
         hint = "name it: --for vllm, or --for sglang"
         raise UsageError("export writes what one engine reads", hint)
-    from rotationzoo.artifact.store import Artifact
-
-    opened, for_llama_cpp = Artifact.open(artifact), bool(base or model)
     from rotationzoo.artifact.reductions import Request
+    from rotationzoo.artifact.store import Artifact
     from rotationzoo.engines.export import export
 
+    opened = Artifact.open(artifact)
     request = Request(
         engine=to,
-        output=options.follow_link(output),
+        output=follow_link(output),
         pooled=pooled,
         uncentered=uncentered,
         clip=clip,
@@ -56,11 +54,11 @@ def export_command(
         base=base,
         model=model,
     )
-    if to != "llama.cpp" and for_llama_cpp:
+    if to != "llama.cpp" and (base or model):
         raise UsageError("--base and --model are for llama.cpp", hint="--for llama.cpp")
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:
-        out.note("Note: what these rotations keep was not measured: rotationzoo evaluate does")
+        out.note("Note: these rotations were not evaluated yet: rotationzoo evaluate does that")
     show_export(out, exported)
 
 

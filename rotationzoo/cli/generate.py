@@ -16,10 +16,9 @@ from rotationzoo.cli.next_steps import check_is_model, served, suggest_step
 from rotationzoo.cli.output import Output, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
-from rotationzoo.figures import byte_count
 from rotationzoo.options import option
 from rotationzoo.settings import GenerationSettings
-from rotationzoo.words import counted
+from rotationzoo.words import byte_count, counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -88,9 +87,9 @@ def generate_command(
 def find_rotations(
     out: Output, source: "Source", fits: Callable[[str | None], bool] = lambda scaling: True
 ) -> "Artifact | None":
-    """The newest of the artifacts in the folder `rotations` that this user made or pulled for a
-    model, whose scaling of RoPE `fits`, with a note that says which one it is. Raises `UsageError`
-    where all that fit the model are others': an archive or a repository may hold such."""
+    """The newest artifact in the folder `rotations` that this user made or pulled for a model and
+    whose scaling of RoPE `fits`, with a note that names it. Raises `UsageError` if only artifacts
+    of others fit: they may come with an archive or a repository."""
     from rotationzoo.artifact.manifest import ROTATIONS, hash_config
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.writer import is_remembered
@@ -107,9 +106,9 @@ def find_rotations(
     own = [each for each in fitting if is_remembered(each)]
     if not own:
         place = fitting[0].folder
-        hint = f"if you know whose it is, add: --rotations {shlex.quote(str(place))}"
-        raise UsageError(f"{place} is nothing that you calibrated or pulled on this machine", hint)
-    # The rotations, and not the manifest, which `evaluate --save` writes again.
+        hint = f"if you trust it, add: --rotations {shlex.quote(str(place))}"
+        raise UsageError(f"{place} was neither calibrated nor pulled by you on this machine", hint)
+    # Not by the manifest, which `evaluate --save` rewrites.
     newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
     if out.mode != "quiet":
         others = f", the newest of {len(own)}" if len(own) > 1 else ""
@@ -118,7 +117,7 @@ def find_rotations(
 
 
 def no_rotations(source: "Source") -> UsageError:
-    """The error for a model of which `find_rotations` finds none."""
+    """The error for a model without rotations."""
     words = shlex.quote(source.name)
     hint = f"make one with: rotationzoo calibrate {words}"
     if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
@@ -135,7 +134,7 @@ def _say_generation(out: Output, report: dict[str, Any]) -> None:
         write_text(exact.removesuffix("\n") + "\n")
         same = f"{counted(start, 'character')} ({counted(parted['token'], 'token')})"
         both = f"here {_quote(report['text'], start)}, exact {_quote(exact, start)}"
-        say("", f"The two part after {same}: {both}.")
+        say("", f"The two diverge after {same}: {both}.")
     out.note(_summary(report))
 
 
@@ -160,7 +159,7 @@ def _summary(report: dict[str, Any]) -> str:
         words += f" ({exact / held:.1f} times smaller)"
     # The cache has read all tokens but the last one.
     if report["prompt_tokens"] + report["tokens"] - 1 <= report["sink"] + report["recent"]:
-        words += "; so short a context stays exact"
+        words += "; a context this short stays exact"
     return words if report["rotations"] else f"{words}; no rotation"
 
 
@@ -169,10 +168,9 @@ def _summary(report: dict[str, Any]) -> str:
 
 def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]) -> str | None:
     """The prompt of these options or, without them, what is piped into the command, or None. `note`
-    says that the command waits for it. Raises `UsageError` for more than one prompt, and for what
-    is no text."""
+    prints that the command waits. Raises `UsageError` for two prompts, and for what is not text."""
     if text is not None and file is not None:
-        raise UsageError("--prompt and --file are two prompts", hint="leave out one of them")
+        raise UsageError("--prompt and --file exclude each other", hint="leave out one of them")
     if text is not None:
         # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer takes.
         return _checked(os.fsencode(text), "--prompt")
@@ -190,7 +188,7 @@ def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None
             if not select.select([sys.stdin], [], [], _PATIENCE)[0]:
                 note("Waiting for a prompt on standard input")
             content = sys.stdin.buffer.read(_LONGEST + 1)
-    # Editors and `echo` write a line end, and a model would go on in a new line.
+    # Editors and `echo` end with a newline, after which a model would start a new line.
     return _checked(content, name).removesuffix("\n").removesuffix("\r")
 
 
@@ -208,7 +206,7 @@ def _checked(content: bytes, name: str) -> str:
     if not content.strip():
         raise UsageError(f"{name} is empty", hint=_HINT)
     if b"\0" in content:
-        raise UsageError(f"{name} is not text: it holds zero bytes", hint=_HINT)
+        raise UsageError(f"{name} is not text: it has zero bytes", hint=_HINT)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from rotationzoo.cli.next_steps import named, show_artifact, suggest_step
-from rotationzoo.cli.options import follow_link
 from rotationzoo.cli.output import Output
 from rotationzoo.settings import Import
+from rotationzoo.storage.folders import follow_link
 
 
 def import_command(job: Import, out: Output) -> None:

@@ -4,10 +4,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.figures import number
+from rotationzoo.settings import ArtifactFolder
 from rotationzoo.sides import read_as
+from rotationzoo.words import number
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -32,8 +32,8 @@ def inspect_command(artifact: ArtifactFolder, out: Output) -> None:
 
 
 def summarize(artifact: "Artifact") -> list[dict[str, Any]]:
-    """What is stored of each cached layer, in order. Where one side is read as both, key and value
-    are the same. Raises `RotationZooError` for a damaged file."""
+    """What is stored for each cached layer, in order; key and value are the same where one side is
+    read as both. Raises `RotationZooError` for a damaged file."""
     from rotationzoo.geometry import cached_layers
 
     layers = []
@@ -45,9 +45,9 @@ def summarize(artifact: "Artifact") -> list[dict[str, Any]]:
 
 
 def _describe(rotation: "Rotation") -> dict[str, Any]:
-    """One side of a layer: its error is the largest over KV heads, and `feedback` the mean share of
-    nearest codes' squared errors that error feedback is expected to leave, None without factors.
-    `bits` are those of a channel that a budget gives, None without one."""
+    """One side of a layer. The error is the largest over KV heads. `feedback` is the mean share of
+    the squared error of nearest codes that error feedback should leave, None without factors;
+    `bits` are those of a channel by the budget, None without one."""
     from rotationzoo.linalg.error_feedback import remaining_share
     from rotationzoo.linalg.orthogonality import orthogonality_error
 
@@ -56,9 +56,13 @@ def _describe(rotation: "Rotation") -> dict[str, Any]:
         feedback = remaining_share(rotation.feedback).mean().item()
     if rotation.fine_channels is not None:
         bits = 2 + rotation.fine_channels.item() / rotation.dim
-    error, clip = orthogonality_error(rotation.matrix), rotation.clip.tolist()
-    figures = {"dim": rotation.dim, "orthogonality_error": error, "clip_ratios": clip}
-    return {**figures, "feedback": feedback, "bits": bits}
+    return {
+        "dim": rotation.dim,
+        "orthogonality_error": orthogonality_error(rotation.matrix),
+        "clip_ratios": rotation.clip.tolist(),
+        "feedback": feedback,
+        "bits": bits,
+    }
 
 
 def _show_layers(artifact: "Artifact", layers: list[dict[str, Any]]) -> None:

@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from rotationzoo.cli.options import IndexPlace, ZooRepo
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.figures import UNKNOWN, change, number
 from rotationzoo.options import argument, option
-from rotationzoo.words import counted
+from rotationzoo.settings import IndexPlace, ZooRepo
+from rotationzoo.words import UNKNOWN, change, counted, number
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, HubName, chosen_hubs
 
 if TYPE_CHECKING:
@@ -32,14 +31,14 @@ def list_command(
 
     zoo_index = find_index(index, repo, chosen_hubs(from_, repo)[0])
     out.note(f"Read {zoo_index.origin}")
-    entries = []
-    for entry in zoo_index.content.entries:
-        if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
-            entries.append(entry)
-    place = place_options(index, repo, zoo_index)
+    entries = [
+        entry
+        for entry in zoo_index.content.entries
+        if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe)
+    ]
     show_list(out, entries)
     if fetched := [entry.model for entry in entries if entry.pullable]:
-        out.suggest("pull", fetched[0], *place)
+        out.suggest("pull", fetched[0], *place_options(index, repo, zoo_index))
     else:
         out.suggest("calibrate", entries[0].model if entries else "MODEL")
 
@@ -60,11 +59,11 @@ def show_list(out: Output, entries: list["Entry"]) -> None:
 
 def _show_entries(entries: list["Entry"]) -> None:
     if not entries:
-        say("No published rotations match; without a name and --recipe, list shows all there are")
+        say("No published rotations match; without a name and --recipe, list shows all of them")
         return
     columns = ["model", "recipe", "files", "bits", "keeps", "measured", "cost", "revision", "hubs"]
     rows = [_row(entry, entries) for entry in entries]
-    # Rows that look the same get a footnote with their folders, to tell them apart.
+    # A footnote with the folder tells equal rows apart.
     equal = [place for place, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, place in enumerate(equal, 1):
         rows[place][1] += f" ({footnote})"

@@ -24,13 +24,12 @@ def remember_words(words: Sequence[str]) -> None:
 
 
 def typed_words(*left_out: str) -> list[str]:
-    """The words after `rotationzoo` on the command line, without some of its options, such as
-    `--dry-run`."""
+    """The words after `rotationzoo` on the command line, without some flags."""
     return [word for word in _words.get() if word not in left_out]
 
 
 def retyped(options: Mapping[str, str]) -> list[str]:
-    """The words with these `options` in place of those of the same names; "" leaves one out."""
+    """The same words with these `options` replaced or added; "" leaves one out."""
     kept: list[str] = []
     words = iter(_words.get())
     for word in words:
@@ -42,12 +41,12 @@ def retyped(options: Mapping[str, str]) -> list[str]:
 
 
 def shell_line(*words: str) -> str:
-    """A command to copy, quoted for the shell. `words`: what stands after `rotationzoo`."""
+    """A command to copy, quoted for the shell; `words` follow `rotationzoo`."""
     return shlex.join(["rotationzoo", *words])
 
 
 def named(model: str, revision: str | None, scaling: str | None = None) -> list[str]:
-    """The words that name a model, with the scaling of its RoPE."""
+    """The words that name a model on a command line."""
     words = [model, "--revision", revision] if revision else [model]
     return [*words, "--rope-scaling", scaling] if scaling else words
 
@@ -88,8 +87,8 @@ def show_artifact(
 
 
 def check_is_model(model: str, command: str, *option: str) -> None:
-    """Raise `UsageError` for an artifact in the model's place. It follows the model in a command,
-    after an `option` where it is one."""
+    """Raise `UsageError` if the user gave an artifact as the model. It belongs after the model, as
+    the value of an `option` if there is one."""
     if not (Path(model) / "manifest.json").is_file():
         return
     from rotationzoo.artifact.store import Artifact
@@ -102,8 +101,8 @@ def check_is_model(model: str, command: str, *option: str) -> None:
 def suggest_step(
     out: Output, artifact: "Artifact", model: list[str] | None = None, engine: str | None = None
 ) -> None:
-    """Suggest what an artifact lacks: an evaluation that it keeps, in the engine that the user
-    named, and then the report on it. `model`: as in `suggest_text`."""
+    """Suggest an evaluation, for the engine that the user named, or the report if the artifact has
+    one. `model`: as in `suggest_text`."""
     from rotationzoo.model.source import model_words
 
     folder = str(artifact.folder)
@@ -115,7 +114,7 @@ def suggest_step(
 
 
 def suggest_text(out: Output, folder: Path, model: list[str], *more: str) -> None:
-    """Suggest to write text through a cache with the rotations of a folder. `model`: the words that
-    name it, as the user did; `more` options."""
+    """Suggest `generate` with the rotations of a folder. `model`: the words that name it, as the
+    user wrote them; `more`: options."""
     prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
     out.suggest("generate", *model, "--rotations", str(folder), *more, *prompt)

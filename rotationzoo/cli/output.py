@@ -1,8 +1,8 @@
 """The only module that prints: data on stdout, everything else on stderr, and no logs or bars of
 other libraries.
 
-All text for people goes through `visible`, which escapes control characters. Names and messages
-come from hubs, files and other libraries, and a terminal obeys the control characters in them.
+All text for people goes through `visible`, which escapes control characters: names and messages
+come from hubs, files and other libraries, and a terminal would obey them.
 """
 
 import json
@@ -17,16 +17,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rotationzoo.cli.options import Json, Quiet
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
+from rotationzoo.options import option
 from rotationzoo.words import sentence, shortened
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
@@ -40,6 +40,10 @@ _answered: ContextVar[bool] = ContextVar("answered", default=False)
 """Whether this command has printed its JSON object."""
 
 
+Json = Annotated[bool, option("Print one JSON object and nothing else.")]
+Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
+
+
 class Output:
     """Prints the result and the notes of one command, for a person or for a program."""
 
@@ -49,8 +53,8 @@ class Output:
             self.mode = "json"
 
     def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
-        """Print the command's one result, as the mode says: `data` as JSON, or only `name` (which
-        may be several lines), or what `human` prints."""
+        """Print the command's result by mode: `data` as JSON, only `name` (maybe several lines), or
+        what `human` prints."""
         if self.mode == "json":
             _print_json(data)
         elif self.mode == "quiet":
@@ -59,18 +63,17 @@ class Output:
             human()
 
     def note(self, text: str, stream: TextIO | None = None) -> None:
-        """Print a remark for people, on stderr in every mode. `stream`: a stderr of earlier."""
+        """Print a remark on stderr in every mode, or on `stream`, an earlier stderr."""
         _print((text,), stream or sys.stderr)
 
     def tell(self, text: str) -> None:
-        """Print how a job goes on, on stderr, unless only names are wanted."""
+        """Print progress on stderr, unless quiet."""
         if self.mode != "quiet":
             self.note(sentence(text))
 
     def suggest(self, *words: str) -> None:
-        """Print the command to run next, as the last line for people. `words`: what stands after
-        `rotationzoo`."""
-        if Path.cwd() in map(Path.resolve, map(Path, words)):  # which is replaced whole
+        """Print the command to run next, as the last line; `words` follow `rotationzoo`."""
+        if Path.cwd() in map(Path.resolve, map(Path, words)):  # the folder would be replaced
             words = tuple(word for word in words if word != "--save")
         if self.mode == "human":
             sys.stdout.flush()  # both streams may go to one file
@@ -87,14 +90,14 @@ def say(*lines: str) -> None:
 
 
 def show_lines(*lines: str) -> None:
-    """Print lines on stdout that people copy, and which are therefore never wrapped."""
+    """Print lines to copy on stdout, never wrapped."""
     for line in lines:
         print(visible(line))
 
 
 def write_text(text: str) -> None:
-    """Print a piece of a model's text on stdout at once, without a line end. A terminal gets
-    escapes for the control characters in it, other than line ends and tabs."""
+    """Print a piece of a model's text on stdout at once. On a terminal, control characters other
+    than line ends and tabs are escaped."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda control: _escape(control[0]), text)
     print(text, end="", flush=True)
@@ -107,13 +110,10 @@ def table(
     apart: bool = False,
     folded: Collection[str] = (),
 ) -> None:
-    """Print a table on stdout, with every column but the first right-aligned. One of several is set
-    `apart` by an empty line before it.
-
-    On a narrow terminal the first column is folded, and the columns whose titles are in `folded`;
-    all of these are left-aligned. What is still too wide becomes several tables, each with the
-    first column. No cell is ever cut off.
-    """
+    """Print a table on stdout, set `apart` by an empty line before it. On a narrow terminal, the
+    first column and those with titles in `folded` are folded; these are left-aligned, all others
+    right-aligned. A table that is still too wide becomes several, each with the first column. No
+    cell is cut off."""
     cells = [list(map(visible, row)) for row in [columns, *rows]]
     is_words = [number == 0 or title in folded for number, title in enumerate(cells[0])]
     least = []
@@ -122,7 +122,7 @@ def table(
         least.append(min(width, _NAME) if folding else width)
     console = Console()
     room = console.width if console.is_terminal else _UNLIMITED
-    groups = [[0]]  # of columns that fit beside each other
+    groups = [[0]]  # columns of each part
     for number in range(1, len(least)):
         if len(groups[-1]) > 1 and _width(least, [*groups[-1], number]) > room:
             groups.append([0])
@@ -137,7 +137,7 @@ def table(
             whole = not is_words[number]
             grid.add_column(Text(cells[0][number]), justify=justify, overflow="fold", no_wrap=whole)
         for row in cells[1:]:
-            # `Text` keeps rich from reading markup in names: a folder may be called [bold].
+            # Without `Text`, rich would read markup in names such as [bold].
             grid.add_row(*(Text(row[number]) for number in group))
         Console(width=max(room, _width(least, group))).print(grid)
 
@@ -147,23 +147,22 @@ def _width(widths: list[int], group: list[int]) -> int:
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:
-    """Print an error and its hint, with tokens removed; with `as_json` also as the command's one
-    JSON object, unless it has already printed one."""
+    """Print an error and its hint, with tokens redacted; with `as_json` also as the command's JSON
+    object, unless it has printed one."""
     message, hint = shortened(str(error), _LONGEST), error.hint or None
     if as_json and not _answered.get():
-        with suppress(OSError):  # of a full disk: stderr tells it, too
+        with suppress(OSError):  # stderr says it, too
             _print_json({"error": redact(message), "hint": hint and redact(hint)})
     _print([f"Error: {message}", *([f"Hint: {hint}"] if hint else [])], sys.stderr)
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the whole traceback of an error, with tokens removed."""
+    """Print the traceback of an error, with tokens redacted."""
     _print("".join(traceback.format_exception(error)).splitlines(), sys.stderr)
 
 
 def start_output() -> None:
-    """Mark a command's JSON object as not yet printed, and make stdout escape what it cannot
-    encode, as stderr does."""
+    """Start a command: no JSON object is printed yet, and stdout escapes what it cannot encode."""
     _answered.set(False)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it
@@ -173,14 +172,13 @@ def start_output() -> None:
 
 
 def stderr_console() -> Console:
-    """The console for progress bars, on the stderr of now: a hub's client may hide it later."""
+    """The console for progress bars, on this stderr: a hub's client may replace it later."""
     return Console(file=sys.stderr)
 
 
 def visible(text: str) -> str:
-    """The text as one line that is safe to print on a terminal: unprintable characters (escapes,
-    bells, line ends, controls of the writing direction, lone surrogates) become escapes such as
-    `\\x1b`."""
+    """The text as one line that is safe on a terminal: unprintable characters (control characters,
+    line ends, bidi controls, lone surrogates) become escapes such as `\\x1b`."""
     return "".join(map(_escape, text))
 
 
@@ -196,8 +194,8 @@ def _print(lines: Iterable[str], stream: TextIO) -> None:
 
 
 def _wrap(line: str, stream: TextIO) -> list[str]:
-    """Wrap a line between words to the width of the terminal. A command at the end gets a line of
-    its own and is never wrapped, so that it can be copied."""
+    """Wrap a line between words to the width of the terminal. A command at its end gets its own
+    line, unwrapped, to be copied."""
     width = Console(file=stream).width
     if not stream.isatty() or len(line) <= width:  # files and programs get whole lines
         return [line]
@@ -230,17 +228,17 @@ class _Visible(logging.Formatter):
 
 
 SHELL: dict[str, str] = {}
-"""The variables as they were before, for a server that takes the command's place."""
+"""The variables as they were before, for a server that replaces this process."""
 
 
 def hush_libraries() -> None:
-    """Silence the logs and bars of other libraries, and send rotationzoo's own warnings to stderr.
-    Those that are imported later read variables, and transformers the hub's setting of bars."""
+    """Silence the logs and bars of other libraries, also of those imported later, and send
+    rotationzoo's own warnings to stderr."""
     from huggingface_hub.utils import disable_progress_bars
 
     SHELL.clear()
     SHELL.update(os.environ)
-    # Not to the root logger, to which ModelScope's client adds a handler with another stream.
+    # Not the root logger, to which ModelScope's client adds a handler.
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("rotationzoo")
     handler.setFormatter(_Visible())
     logger.handlers, logger.propagate = [handler], False

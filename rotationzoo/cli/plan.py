@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
-from rotationzoo.figures import size_words
 from rotationzoo.model.files import is_gguf
 from rotationzoo.options import option
 from rotationzoo.settings import CalibrationSettings, ModelName, Revision, RopeScaling
 from rotationzoo.sides import HEADS
-from rotationzoo.words import counted
+from rotationzoo.words import counted, size_words
 
 if TYPE_CHECKING:
     from rotationzoo.calibration.plan import Job
@@ -84,7 +83,7 @@ def plan_command(
 
 
 def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> None:
-    """How long each of one, some and many requests can be, and what a server takes beside pages."""
+    """How long each of one, some and many requests can be, and what a server takes besides."""
     from rotationzoo.capacity.plan import OWN, WEIGHTS_WORDS
 
     card, wished, caches = capacity.wish.card, data["requests"], data["kv_bytes_per_request"]
@@ -93,11 +92,11 @@ def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> 
         most = [capacity.longest(weights, cache, card, requests) for cache in caches]
         rows.append([counted(requests, "request"), *map(_cell, most)])
     size = size_words(data["weights_bytes"][weights])
-    title = f"Tokens of each on {card.name}, beside {WEIGHTS_WORDS[weights]} ({size})"
+    title = f"Tokens of each on {card.name}, next to {WEIGHTS_WORDS[weights]} ({size})"
     table(title, ["", *map(capacity.cache_words, caches)], rows)
     taken = {"exact copies and prompts": data["server_bytes"], "vLLM itself": card.count * OWN}
     parts = [f"{size_words(size)} for {what}" for what, size in taken.items() if size]
-    say(f"Counted, too: {', '.join(parts)}")
+    say(f"Also counted: {', '.join(parts)}")
 
 
 def _cell(count: int | None) -> str:

@@ -1,5 +1,4 @@
-"""Showing the progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`. It
-gives way to text that is written on stdout."""
+"""Showing the progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`."""
 
 import sys
 import threading
@@ -19,11 +18,11 @@ from rich.text import Text
 from rotationzoo.cli.output import Output, stderr_console, visible, write_text
 from rotationzoo.progress import Bytes, Progress, Tokens, repeating, silent
 
-# Seconds. After 10 in silence a job seems dead, and the clock is looked at once a second.
+# Seconds. After 10 of silence, a job seems dead.
 QUICK = 5.0  # a shorter job needs no log
 EVERY = 9.0  # least time between two lines of one stage
 _LOOK = 1.0  # seconds between two checks of the clock
-_PERIOD = 24 * 3600.0  # seconds of which rich counts the steps, because single ones take minutes
+_PERIOD = 24 * 3600.0  # seconds over which rich averages, because a step may take minutes
 _BAR = 12  # columns: the words need the room
 
 
@@ -37,16 +36,16 @@ def show_progress(out: Output) -> Iterator[Progress]:
         with bar:
             yield bar.tell
     else:
-        # As the console does, the log stays with the stderr of now.
+        # Like the console, the log keeps this stderr.
         with log_stages(bar, partial(out.note, stream=sys.stderr)) as tell:
             yield tell
 
 
 class StageBar(Bar):
-    """A bar for the stage of a job that was told last. `clock` returns seconds."""
+    """A bar for the current stage of a job. `clock` returns seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] | None = None):
-        # The name of the stage is cut off where the terminal is too narrow for what follows.
+        # On a narrow terminal, the name of the stage is cut off.
         name = Column(overflow="ellipsis", no_wrap=True)
         steps, left = Column(no_wrap=True), Column(no_wrap=True)
         super().__init__(
@@ -64,7 +63,7 @@ class StageBar(Bar):
         """Show a step of a stage. A `total` of 0 is not known."""
         stage = visible(stage)
         if not self.tasks or self.tasks[0].description != stage:
-            # A new task for each stage, because its speed is that of the stage alone.
+            # A new task for each stage, for its own speed.
             for task in self.task_ids:
                 self.remove_task(task)
             self.add_task(stage, total=None, kind=int)
@@ -89,9 +88,8 @@ class _Steps(ProgressColumn):
 
 @contextmanager
 def log_stages(bar: StageBar, say: Callable[[str], None]) -> Iterator[Progress]:
-    """Yield a callback of which `say` writes few lines: none in the first `QUICK` seconds, then one
-    when a stage begins, and one per `EVERY` seconds of it, although it may tell nothing: a long
-    download is such a stage."""
+    """Yield a callback for which `say` writes few lines: none in the first `QUICK` seconds, then
+    one when a stage begins, and one per `EVERY` seconds, even if the stage reports nothing."""
     begun, lock = bar.get_time(), threading.Lock()
     written: dict[str, float] = {}  # stage -> the time of its last line
 
@@ -119,8 +117,7 @@ def _line(task: Task, seconds: float) -> str:
 
 
 class TextScreen:
-    """Shows the progress of a job until the job writes text, and again when it is done with that:
-    on a terminal a bar and the text would overwrite each other."""
+    """Shows the progress of a job except while it writes text, which a bar would overwrite."""
 
     def __init__(self, out: Output):
         self._out, self._bar = out, ExitStack()

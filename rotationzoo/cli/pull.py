@@ -1,26 +1,22 @@
 """`rotationzoo pull`: fetch published rotations and, if asked, export them for an engine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import suggest_text
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES, PullEngineName
 from rotationzoo.options import argument, option
-from rotationzoo.settings import Import, Signatures
-from rotationzoo.zoo.hubs.protocol import chosen_hubs
-
-if TYPE_CHECKING:
-    from rotationzoo.zoo.pull import Pulled
+from rotationzoo.settings import Import, IndexPlace, Signatures, ZooRepo
+from rotationzoo.storage.folders import follow_link
+from rotationzoo.zoo.hubs.protocol import HubOrAny, chosen_hubs
 
 
 def pull_command(
     signatures: Signatures,
     out: Output,
     model: str = argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B."),
-    from_: options.HubOrAny = option("Which hub.", "--from", default="any"),
+    from_: HubOrAny = option("Which hub.", "--from", default="any"),
     revision: str | None = option("The model's revision that they should be made for."),
     recipe: str | None = option("Only rotations of this recipe."),
     rope_scaling: str | None = option(
@@ -28,8 +24,8 @@ def pull_command(
     ),
     local_dir: Path | None = option("Put them here and not into the cache."),
     to: PullEngineName | None = option("Also export them for this engine", "--for", "--to"),
-    index: options.IndexPlace = None,
-    repo: options.ZooRepo = None,
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
 ) -> None:
     """Fetch published rotations, with every hash checked.
 
@@ -38,7 +34,7 @@ def pull_command(
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index
-    from rotationzoo.zoo.signing.check import make_demand
+    from rotationzoo.zoo.signing import make_demand
 
     demand = make_demand(signatures)
     hubs = chosen_hubs(from_, repo)
@@ -49,14 +45,30 @@ def pull_command(
         out.notes([finding.note])
     entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs, rope_scaling, to)
     with show_progress(out) as progress:
-        pulled = pull_first(
-            zoo_index, entry, copies, options.follow_link(local_dir), progress, demand
-        )
+        pulled = pull_first(zoo_index, entry, copies, follow_link(local_dir), progress, demand)
     out.note(f"Took {why}, from {pulled.copy.repo} on {pulled.copy.hub}")
     if pulled.signature is not None:
         out.notes([pulled.signature.note])
     if to is None:
-        show_pull(out, pulled)
+        out.notes(pulled.notes)
+        data = {
+            "path": str(pulled.path),
+            "repo": pulled.copy.repo,
+            "hub": pulled.copy.hub,
+            "revision": pulled.revision,
+            "model": entry.model,
+            "recipe": entry.recipe,
+            "format": entry.format,
+            "files": pulled.files,
+            "notes": pulled.notes,
+            "signature": pulled.signature and pulled.signature.summary(),
+        }
+        out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
+        if pulled.artifact is None:
+            out.note("Note: these are OSCAR's own files; import makes an artifact of them")
+            out.suggest("import", str(pulled.path), "--model", entry.model)
+        else:
+            suggest_text(out, pulled.artifact.folder, [entry.model])
         return
     from rotationzoo.artifact.reductions import Request
     from rotationzoo.cli.export import show_export
@@ -72,27 +84,3 @@ def pull_command(
     name = f"{Path(entry.model).name}-{entry.recipe}-{to}"
     target = None if ENGINES[to].command else Path("exports") / name
     show_export(out, export(artifact, Request(str(to), target)))
-
-
-def show_pull(out: Output, pulled: "Pulled") -> None:
-    """Print where the files are and, for OSCAR's own files, how to make an artifact of them."""
-    entry = pulled.entry
-    out.notes(pulled.notes)
-    data = {
-        "path": str(pulled.path),
-        "repo": pulled.copy.repo,
-        "hub": pulled.copy.hub,
-        "revision": pulled.revision,
-        "model": entry.model,
-        "recipe": entry.recipe,
-        "format": entry.format,
-        "files": pulled.files,
-        "notes": pulled.notes,
-        "signature": pulled.signature and pulled.signature.summary(),
-    }
-    out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
-    if pulled.artifact is None:
-        out.note("Note: these are OSCAR's own files; import makes an artifact of them")
-        out.suggest("import", str(pulled.path), "--model", entry.model)
-    else:
-        suggest_text(out, pulled.artifact.folder, [entry.model])

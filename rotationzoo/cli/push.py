@@ -6,13 +6,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.options import argument, flag, option
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, chosen_hubs, is_folder
+from rotationzoo.settings import ArtifactFolder, Signing
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HubOrBoth, chosen_hubs, is_folder
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -25,19 +25,20 @@ _CI_JOB = "a job of GitHub Actions with `id-token: write`"
 _IN_CI = f"{_CI_JOB} signs what it publishes unless told otherwise, and that"
 
 
-def choose_signer(signing: options.Signing) -> "IndexSigner | None":
-    """What signs the upload and the index, as the options say; None for nothing. Raises
-    `UsageError` for a value that is neither a word of the option nor a file, and for
-    `--adopt-index` where nothing is signed."""
+def choose_signer(signing: Signing) -> "IndexSigner | None":
+    """What signs the upload and the index, or None. Raises `UsageError` for a `--sign` that is
+    neither a word nor a file, and for `--adopt-index` without a signature."""
     from rotationzoo.zoo.signed_index import IndexSigner
-    from rotationzoo.zoo.signing.make import SigningTool, can_sign_in_ci
+    from rotationzoo.zoo.signing import SigningTool, can_sign_in_ci
 
     sign, why = signing.sign, "signing"
     if sign is None and can_sign_in_ci():
         sign, why = KEYLESS, _IN_CI
     if sign in (None, NONE):
         if signing.adopt_index:
-            raise UsageError("--adopt-index signs nothing alone", hint="add: --sign key.pem")
+            raise UsageError(
+                "--adopt-index does nothing without a signature", hint="add: --sign key.pem"
+            )
         return None
     key = None if sign == KEYLESS else Path(sign).expanduser()
     if key is not None and not key.is_file():
@@ -52,11 +53,10 @@ def publish(
     upload: "Upload",
     destination: "Destination",
     signer: "IndexSigner | None",
-    signing: options.Signing,
+    signing: Signing,
 ) -> tuple["Upload", dict[str, "Published"]]:
-    """Check, sign and publish an upload of an artifact, and say who signed it. A signature that it
-    came with is kept, unless the user says how to sign it. Returns it as it was signed, and hub ->
-    its place there."""
+    """Check, sign and publish an upload, and say who signed it. A signature that it came with is
+    kept, unless the user says how to sign it. Returns the signed upload, and hub -> its place."""
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import check_indexes, push
 
@@ -81,11 +81,11 @@ def publish(
 
 
 def push_command(
-    artifact: options.ArtifactFolder,
-    signing: options.Signing,
+    artifact: ArtifactFolder,
+    signing: Signing,
     out: Output,
     repo: str = argument("The zoo: owner/name, or a folder as ./zoo.", metavar="REPO"),
-    to: options.HubOrBoth = option("Which hub.", default=DEFAULT_HUB),
+    to: HubOrBoth = option("Which hub.", default=DEFAULT_HUB),
     create_pr: bool = flag("As a pull request (Hugging Face)."),
     no_statistics: bool = flag("Leave the statistics behind."),
     index: Path | None = option("Also list it in this zoo_index.json, with pinned revisions."),
@@ -125,46 +125,43 @@ def push_command(
     upload, places = publish(out, opened, upload, destination, signer, signing)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, places))
-    show_push(out, repo, upload.path, places)
+    lines = []
+    for name, place in places.items():
+        change = "published" if place.changed else "nothing new"
+        lines.append(f"{name}: {change}, revision {place.revision}, {place.url}")
+    hubs = {name: asdict(place) for name, place in places.items()}
+    revisions = "\n".join(place.revision for place in places.values())
+    data = {"repo": repo, "path": upload.path, "hubs": hubs}
+    out.result(data, revisions, lambda: say(*lines))
     hub = destination.hubs[0]
-    place = ["--from", hub] if hub in HUB_NAMES[1:] else []
+    read_from = ["--from", hub] if hub in HUB_NAMES[1:] else []
     # What is in a pull request cannot be fetched yet.
-    out.suggest(*(["list"] if create_pr else ["pull", upload.entry.model]), *place, "--repo", repo)
+    step = ["list"] if create_pr else ["pull", upload.entry.model]
+    out.suggest(*step, *read_from, "--repo", repo)
 
 
 def check_use(artifact: "Artifact") -> None:
-    """Raise `RotationZooError` for an artifact whose own evaluation shows that it is of no use."""
+    """Raise `RotationZooError` if the artifact's own evaluation speaks against its use."""
     evaluation = artifact.manifest.metrics.evaluation
     for decision in evaluation.verdict.decisions if evaluation else ():
         if decision.action in ("refuse", "nothing"):
             raise RotationZooError(
                 f"{artifact.folder} is not worth publishing by its own evaluation: "
                 f"{decision.words[0].rstrip('.')}",
-                hint=f"to publish it all the same: {shell_line(*typed_words(), '--anyway')}",
+                hint=f"to publish it anyway: {shell_line(*typed_words(), '--anyway')}",
             )
 
 
 def show_push_plan(
     out: Output, repo: str, files: list[dict[str, Any]], root_files: list[str]
 ) -> None:
-    """Print what would be uploaded: the `files`, as `Upload.listing` has them, and the names of the
-    repository's own files, which a push writes anew."""
+    """Print what would be uploaded: `files` as in `Upload.listing`, and the files at the root of
+    the repository, which every push writes."""
     rows = []
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"
         rows.append([file["path"], size])
     data, names = {"repo": repo, "files": files, "root_files": root_files}, [row[0] for row in rows]
-    title = f"would go to {repo}"
-    out.result(data, "\n".join(names), lambda: table(title, ["file", "bytes"], rows))
+    columns = ["file", "bytes"]
+    out.result(data, "\n".join(names), lambda: table(f"would go to {repo}", columns, rows))
     out.note(f"Note: the commit also writes {', '.join(root_files)}")
-
-
-def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
-    """Print where the artifact is. `published`: hub -> its place there."""
-    lines = []
-    for name, place in published.items():
-        change = "published" if place.changed else "nothing new"
-        lines.append(f"{name}: {change}, revision {place.revision}, {place.url}")
-    hubs = {name: asdict(place) for name, place in published.items()}
-    revisions = "\n".join(place.revision for place in published.values())
-    out.result({"repo": repo, "path": path, "hubs": hubs}, revisions, lambda: say(*lines))

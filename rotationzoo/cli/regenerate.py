@@ -4,7 +4,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.cli import options
 from rotationzoo.cli.list import place_options
 from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.output import Output, say, table
@@ -15,14 +14,18 @@ from rotationzoo.options import argument, flag, option
 from rotationzoo.settings import (
     CalibrationSettings,
     EvaluationSettings,
+    IndexPlace,
     Lengths,
     Machine,
     OutputFolder,
+    Signing,
     Tasks,
     TextLength,
+    ZooRepo,
 )
+from rotationzoo.storage.folders import follow_link
 from rotationzoo.words import counted
-from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, chosen_hubs
+from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HubOrBoth, chosen_hubs
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.hubs.protocol import Published
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def regenerate_command(
-    signing: options.Signing,
+    signing: Signing,
     machine: Machine,
     out: Output,
     model: str | None = argument(
@@ -47,9 +50,9 @@ def regenerate_command(
     lengths: Lengths = None,
     questions: int = option("Questions per task and length.", min=1, default=64),
     batch: int | None = option("Rows per forward pass.", min=1),
-    to: options.HubOrBoth | None = option("Publish to this hub."),
-    index: options.IndexPlace = None,
-    repo: options.ZooRepo = None,
+    to: HubOrBoth | None = option("Publish to this hub."),
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
 ) -> None:
     """Make and publish new rotations where a model, or its recipe, has changed.
 
@@ -76,7 +79,7 @@ def regenerate_command(
         show_due(out, models, unknown)
         if unknown:
             out.notes(f"{name} was skipped: {error}" for name, error in unknown.items())
-            problem = f"{counted(len(unknown), 'model')} could not be looked at"
+            problem = f"{counted(len(unknown), 'model')} could not be checked"
             raise PartlyDone(problem, next(iter(unknown.values())).hint)
         name, *typed = typed_words("--plan", str(model))
         listing = ["list", *place_options(index, repo, zoo_index)]
@@ -90,7 +93,7 @@ def regenerate_command(
     asked = CalibrationSettings(
         model,
         recipe=str(recipe_file),
-        output=options.follow_link(output),
+        output=follow_link(output),
         batch=batch,
         revision=revision,
         **machine.part(Machine),
@@ -118,13 +121,13 @@ def regenerate_command(
         # As a pull request, so that a person decides whether to merge it.
         destination = Destination(zoo, chosen_hubs(to, repo), create_pr=True)
         _, places = publish(out, artifact, upload, destination, signer, signing)
-    show_regenerated(out, job.output, verdict, places)
+    _show_verdict(out, job.output, verdict, places)
     listing = ["list", *place_options(None, zoo, zoo_index)]
     out.suggest(*(listing if places else publishing))
 
 
 def show_due(out: Output, models: list["DueModel"], unknown: dict[str, RotationZooError]) -> None:
-    """Print the models that are due. `unknown`: model -> why it could not be checked."""
+    """Print the models that are due. `unknown`: model -> why its state is unknown."""
     reasons = {name: str(error) for name, error in unknown.items()}
     data = {"models": [asdict(due) for due in models], "unknown": reasons}
     columns = ["model", "revision", "was", "reason"]
@@ -135,10 +138,9 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, RotationZ
     out.result(data, "\n".join(names), lambda: table(title, columns, rows, folded=["reason"]))
 
 
-def show_regenerated(
+def _show_verdict(
     out: Output, folder: Path, verdict: dict[str, Any], places: dict[str, "Published"]
 ) -> None:
-    """Print the verdict on the new rotations. `places`: hub -> where they are published."""
     validation = "not validated: there is no GPU here"
     if verdict["validated_on"]:
         validation = f"validated on {verdict['validated_on']}"

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
 from rotationzoo.options import flag, option
+from rotationzoo.settings import ArtifactFolder
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -33,11 +33,11 @@ def report_command(
     from rotationzoo.storage import files, folders
 
     folder, beside = artifact.resolve(), output
-    # What is signed would not be any more, and the folder of the shell is not replaced.
+    # A signed artifact is not changed, nor is the folder of the shell replaced.
     kept = os.path.lexists(folder / SIGNATURE) or Path.cwd().is_relative_to(folder)
     if output is None:
         save, beside = save or not kept, Path(REPORT) if kept else None
-    if beside and beside.resolve().is_relative_to(folder):  # which holds its own alone
+    if beside and beside.resolve().is_relative_to(folder):  # which must not hold other files
         beside = Path(os.path.relpath(folder.parent), beside.name)
     if beside and beside.is_file() and FOOTER.encode() not in files.read(beside, 1 << 24):
         hint = "choose another place with --output"
@@ -60,7 +60,7 @@ def report_command(
 
 
 def _next_words(artifact: "Artifact", place: str) -> list[str]:
-    """What the decision calls for, or the export to the engine that it was measured for."""
+    """The command that the decision calls for, or else the export to the measured engine."""
     from rotationzoo.model.source import model_words
     from rotationzoo.report.commands import asked_options, decided_words, usual_engine
     from rotationzoo.report.page import label_arms
@@ -78,7 +78,7 @@ def _next_words(artifact: "Artifact", place: str) -> list[str]:
 
 
 def add_report(out: Output, artifact: "Artifact", report: "Report | None" = None) -> "Artifact":
-    """Add a report to an artifact. Its commands name the folder and the model as they are here."""
+    """Add a report to an artifact. Its commands name this machine's folder and model."""
     from rotationzoo.report.page import files_of_report
     from rotationzoo.writer import add_files
 

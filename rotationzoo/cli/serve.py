@@ -72,7 +72,7 @@ def serve_command(
     scaling = settle_rope_scaling(rope_scaling, [], source)
     config = load_config(source, scaling)
     full, has_others = full_attention_layers(config), shares_blocks(config)
-    # A hub id stays what it is, because vLLM finds its files in the same cache.
+    # vLLM finds the files of a hub id in the same cache.
     place = model if source.revision else str(source.folder)
     package, missing = choose_package(anyway)
     if missing:
@@ -104,7 +104,7 @@ def serve_command(
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += ["--additional-config", dumps(named)]
     notes = [] if missing else claim(read_command(words, handed_on))
-    # Quantized weights are others than those that they were made of.
+    # Quantized weights differ from the original ones.
     if has_weights(source) and artifact.manifest.model.config_sha256 == hash_config(source.folder):
         check_weights([artifact], source, anyway)
     if has_others and settings.codec.rotations.has_budget:
@@ -127,9 +127,9 @@ def _find_rotations(
     dry_run: bool,
     missing: RotationZooError | None,
 ) -> "Artifact":
-    """The newest artifact that this user made or pulled for a model with this scaling of RoPE, or
-    else the published one that keeps most for vLLM, or one that is made now, unless this is a
-    `dry_run`. Raises `missing` before anything is fetched, and `HubError` for a hub that fails."""
+    """The newest artifact that this user made or pulled for a model with this scaling of RoPE; or
+    the published one that keeps most for vLLM; or, unless this is a `dry_run`, a new one. Raises
+    `missing` before anything is fetched, and `HubError` for a hub that fails."""
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.calibrate import run_job
     from rotationzoo.cli.generate import find_rotations, no_rotations
@@ -165,14 +165,14 @@ def _find_rotations(
 def _pull(
     out: Output, source: "Source", scaling: str | None, fits: Callable[[str | None], bool]
 ) -> "Artifact | None":
-    """The best of the published artifacts for this model whose scaling of RoPE fits, which is said
-    with its signature's state. None where there is none. Raises `RotationZooError`."""
+    """The best published artifact for this model and scaling of RoPE, or None. Prints what was
+    pulled and the state of its signature. Raises `RotationZooError`."""
     from rotationzoo.cli.progress_bar import show_progress
     from rotationzoo.zoo.hubs.protocol import HUB_NAMES
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
     from rotationzoo.zoo.signed_index import check_index
-    from rotationzoo.zoo.signing.check import Demand
+    from rotationzoo.zoo.signing import Demand
 
     index, hubs = find_index(None, None), list(HUB_NAMES)
     check_index(index, Demand())

@@ -1,11 +1,10 @@
 """`rotationzoo validate`: check the CUDA reference against the codec and measure its speed."""
 
 from rotationzoo.cli.next_steps import suggest_step
-from rotationzoo.cli.options import ArtifactFolder
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.options import option
-from rotationzoo.settings import Device
+from rotationzoo.settings import ArtifactFolder, Device
 from rotationzoo.words import counted
 
 
@@ -31,11 +30,8 @@ def validate_command(
         checked = f"{counted(report['rows'], 'row')}, {counted(report['elements'], 'element')}"
         say(f"{opened.folder}: {checked}, on {report['device']}")
         if not report["on_gpu"]:
-            say(
-                "Not validated on a GPU: only the codec's definition was checked, and its "
-                "rotations;",
-                "nothing was added to the artifact",
-            )
+            checked = "only the codec's definition was checked, and its rotations;"
+            say(f"Not validated on a GPU: {checked}", "nothing was added to the artifact")
             return
         say("Codes and dequantized values are equal bit by bit to the definition in int2.py")
         say(f"Rotation: error {report['rotation_error']:.2f} of the bound of a float32 product")

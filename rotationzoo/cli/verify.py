@@ -3,13 +3,12 @@
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.cli import options
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, Undecided, UsageError
 from rotationzoo.options import flag, option
-from rotationzoo.settings import Machine, Revision, Signatures
+from rotationzoo.settings import ArtifactFolder, Machine, Revision, Signatures
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
     from rotationzoo.calibration.soundness import Verification
     from rotationzoo.checks.membership import Agreement
     from rotationzoo.checks.server import ServerCheck
-    from rotationzoo.zoo.signing.check import Finding
+    from rotationzoo.zoo.signing import Finding
 
 
 def verify_command(
-    artifact: options.ArtifactFolder,
+    artifact: ArtifactFolder,
     signatures: Signatures,
     machine: Machine,
     out: Output,
@@ -44,7 +43,7 @@ def verify_command(
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
     from rotationzoo.model.source import model_words
-    from rotationzoo.zoo.signing.check import check_artifact, make_demand
+    from rotationzoo.zoo.signing import check_artifact, make_demand
 
     demand = make_demand(signatures)
     opened = Artifact.open(artifact)
@@ -71,7 +70,7 @@ def verify_command(
     refused = running and reading and (refusal := running.refusal(reading))
     if refused and not isinstance(refused, Undecided):
         verification = replace(verification, problems=[str(refused)])
-    show_verification(out, opened, verification, agreement, finding, reading)
+    _show_verification(out, opened, verification, agreement, finding, reading)
     if out.mode == "quiet" and finding is not None:
         out.notes([finding.note])
     if refusal is not None:
@@ -85,7 +84,7 @@ def verify_command(
 
 
 def _error_of(artifact: "Artifact", verification: "Verification") -> RotationZooError:
-    """The error for the problems that were found: damage, or only that the model is another."""
+    """The error for damage, or for another model than the artifact was made for."""
     from rotationzoo.model.source import model_words
 
     folder, is_imported = str(artifact.folder), artifact.manifest.imported is not None
@@ -95,16 +94,16 @@ def _error_of(artifact: "Artifact", verification: "Verification") -> RotationZoo
         if is_imported:
             hint += ", or import its files again with the model that they are for"
         misfits = "; ".join(verification.misfits)
-        return RotationZooError(f"{folder} is sound, but of another model: {misfits}", hint)
+        return RotationZooError(f"{folder} is sound, but for another model: {misfits}", hint)
     made = "its card says from what model, recipe and text"
     hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
     if is_imported:
         hint = "import its files again"
     count = counted(len(verification.problems), "problem")
-    return RotationZooError(f"{folder} is not to be used: {count} found", hint)
+    return RotationZooError(f"{folder} must not be used: {count} found", hint)
 
 
-def show_verification(
+def _show_verification(
     out: Output,
     artifact: "Artifact",
     verification: "Verification",
@@ -112,8 +111,6 @@ def show_verification(
     finding: "Finding | None",
     reading: "ServerCheck | None",
 ) -> None:
-    """Print the problems that were found, and everything that was checked: with a model that was
-    run its `agreement`, with a running server its `reading`, and what is known of the signature."""
     ok = verification.ok and (reading is None or reading.verdict == "in use")
     data: dict[str, Any] = {
         "ok": ok,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.pooling import reduced_rotations
 from rotationzoo.artifact.reductions import (
     Request,
     Settled,
     dropped_means,
     list_reductions,
+    reduced_rotations,
     settle_request,
 )
 from rotationzoo.artifact.store import EXPORT, Artifact
@@ -28,9 +28,8 @@ from rotationzoo.model.source import find_model, model_words
 from rotationzoo.rotations import SIDES, LayerRotations, Rotations
 from rotationzoo.sides import rows_of
 from rotationzoo.storage import folders, strict_json
-from rotationzoo.storage.disks import disk_errors
-from rotationzoo.storage.files import digest, recover, regular_file, sha256, size_of
-from rotationzoo.storage.folders import write_new
+from rotationzoo.storage.files import digest, disk_errors, regular_file, sha256, size_of
+from rotationzoo.storage.folders import recover, write_new
 
 
 class _Record(strict_json.Strict):

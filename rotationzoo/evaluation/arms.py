@@ -8,7 +8,7 @@ from typing import Literal
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
-from rotationzoo.artifact.pooling import reduced_rotations
+from rotationzoo.artifact.reductions import reduced_rotations
 from rotationzoo.artifact.scores import ALL_ELSE
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget

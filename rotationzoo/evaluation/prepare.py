@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from rotationzoo.artifact.pooling import check_pooled, reduced_rotations
+from rotationzoo.artifact.reductions import check_pooled, reduced_rotations
 from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget, EvenBudget

@@ -17,8 +17,8 @@ from rotationzoo.budget import Budget
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.codec.bit_allocation import has_room, spend_bits
 from rotationzoo.errors import UsageError
-from rotationzoo.figures import percent
 from rotationzoo.recipe.loading import with_budget
+from rotationzoo.words import percent
 
 RUNGS = (2.25, 2.5, 3.0, 3.5, 4.0)
 """Bits an element that are tried."""

@@ -16,10 +16,9 @@ from rotationzoo.evaluation.prepare import Prepared
 from rotationzoo.evaluation.probes import TOKENS
 from rotationzoo.evaluation.tasks.answering import TaskAnswers, count_tokens
 from rotationzoo.evaluation.tasks.prompts import Series
-from rotationzoo.figures import duration, finish
 from rotationzoo.model.loading import input_device
 from rotationzoo.simulation.simulated import Simulation
-from rotationzoo.words import counted
+from rotationzoo.words import counted, duration, finish
 
 LEAST = 32
 """Questions of each task that may decide. Where fewer would fit, other arms are left out."""

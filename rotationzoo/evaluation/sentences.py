@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from rotationzoo.artifact import scores
 from rotationzoo.artifact.scores import Decision, ExactTaskRecall, plain_name
 from rotationzoo.evaluation.decision import FEWEST_ANSWERS, SIMPLEST, Answered
-from rotationzoo.figures import percent
-from rotationzoo.words import counted
+from rotationzoo.words import counted, percent
 
 _WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the words say so
 _NAMES: dict[str, str] = {"random": "a random matrix rounded one by one", **dict(SIMPLEST.items())}

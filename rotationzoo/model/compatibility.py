@@ -30,8 +30,7 @@ from rotationzoo.model.loading import load_config, on_meta
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
 from rotationzoo.recipe.rope import same_scaling, scaling_of
 from rotationzoo.recipe.schema import normalize
-from rotationzoo.storage.disks import check_regular
-from rotationzoo.storage.files import read_json
+from rotationzoo.storage.files import check_regular, read_json
 from rotationzoo.words import shortened
 
 _LOG = logging.getLogger(__name__)

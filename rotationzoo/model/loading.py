@@ -21,8 +21,7 @@ from rotationzoo.model.placement import Placement, is_out_of_memory
 from rotationzoo.model.quantized import check_codes, dequantize, quantization_of
 from rotationzoo.model.source import Source, license_of
 from rotationzoo.recipe.rope import apply_scaling, scaling_of
-from rotationzoo.storage.disks import ROOM, remedy
-from rotationzoo.storage.files import read_json
+from rotationzoo.storage.files import ROOM, read_json, remedy
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:

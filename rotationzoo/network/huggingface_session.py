@@ -1,5 +1,5 @@
-"""The HTTP sessions of huggingface_hub, with time and size limits, and with the token sent only to
-the right host: a factory for the one HTTP client of the whole process."""
+"""The HTTP client of huggingface_hub in this process, with time and size limits, and with the token
+sent only to the right host."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +22,12 @@ class Use:
     endpoint: str
     repeats: bool
     answer: Any = field(default=None, compare=False)
-    """The last answer, for what is said of one without the headers that the client needs."""
+    """The last answer, for the message about one without the headers that the client needs."""
 
 
 class LimitedSessions:
-    """Makes the HTTP clients of huggingface_hub, and tracks the blocks that currently use them. All
-    threads share one list, because the client uploads in threads of its own."""
+    """Makes the HTTP clients of huggingface_hub, and tracks the blocks that use them. Threads share
+    the list, because the client uploads in its own threads."""
 
     def __init__(self, plain: Any):
         """`plain` is a client of httpx or of its successor, whichever huggingface_hub uses."""
@@ -49,7 +49,7 @@ class LimitedSessions:
         client = self.client_type(event_hooks=hooks, follow_redirects=True, timeout=None)
         plain_send = client.send
         client.send = lambda request, **options: self._send(plain_send, request, **options)
-        # One process may serve several people, and a cookie would go on to the next of them.
+        # One process may serve several people, who must not share cookies.
         client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         client.limited_sessions = self  # so that `limit_sessions` recognises its own client
         return client
@@ -80,8 +80,7 @@ class LimitedSessions:
         except (TimeoutError, httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadTimeout) as error:
             if isinstance(error, httpx.ReadTimeout) and not is_read:
                 raise  # the hub may already have carried out the request
-            # Of all errors that the client knows, this is the only one that it does not retry and
-            # after which it looks into its cache.
+            # The only error that the client does not retry, and after which it reads its cache.
             from huggingface_hub.errors import OfflineModeIsEnabled
 
             failed = request if isinstance(error, TimeoutError) else error.request
@@ -95,13 +94,13 @@ class LimitedSessions:
 
     def _prepare(self, request: Any) -> None:
         """Ask for an uncompressed answer, and keep our token away from other hosts. This also runs
-        for each redirect, which may lead to another host."""
+        for redirects."""
         request.headers["accept-encoding"] = "identity"
         credential = request.headers.get("authorization", "")
         endpoints = [use.endpoint for use in self.uses]
         if not endpoints or tokens.is_at(str(request.url), endpoints):
             return
-        # Storage hosts have credentials of their own, which must stay. Remove only our token.
+        # Storage hosts have their own credentials: remove only our token.
         if tokens.redact(credential) != credential:
             del request.headers["authorization"]
 
@@ -112,7 +111,7 @@ class LimitedSessions:
         host = request.url.netloc.decode()
         limits.check_encoding(response.headers, host)
         if "retry-after" in response.headers or "ratelimit" in response.headers:
-            # Otherwise the client would wait for as long as the hub says.
+            # Otherwise the client would wait as long as the hub says.
             response.headers.pop("ratelimit", None)
             response.headers["retry-after"] = "1"
         limit = request.extensions.get("limit")
@@ -124,13 +123,13 @@ class LimitedSessions:
         if self._caller_repeats and may_pass:
             from huggingface_hub.utils import hf_raise_for_status
 
-            # Raising here gets ahead of the client's own retries.
+            # Raise before the client retries.
             response.read()
             hf_raise_for_status(response)
 
 
 def limit_sessions() -> LimitedSessions:
-    """Apply these limits to the sessions of huggingface_hub from now on, in the whole process."""
+    """Apply these limits to huggingface_hub in this process from now on."""
     import huggingface_hub
 
     session: Any = huggingface_hub.get_session()
@@ -144,9 +143,8 @@ def limit_sessions() -> LimitedSessions:
 
 @contextmanager
 def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> Iterator[Use]:
-    """Inside the block, the token goes only to this endpoint, by default the usual one, wherever an
-    answer redirects. `repeats` says that the caller repeats failed calls: the client then does not.
-    """
+    """Inside the block, the token goes only to this endpoint (by default the usual one), despite
+    redirects. `repeats`: the caller repeats failed calls, so the client must not."""
     import huggingface_hub
 
     sessions = limit_sessions()
@@ -159,18 +157,18 @@ def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> It
 
 
 def status_of(error: BaseException | None) -> int | None:
-    """The HTTP status of the answer that an error is about; None where there was no answer."""
+    """The HTTP status of the answer that an error is about, or None."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def describe_failure(error: BaseException | None, answer: Any) -> str:
-    """What kept the client from a file: an error that sent it to its cache, after this answer."""
+    """Why the client did not get a file, from the error and the last answer."""
     from huggingface_hub import constants
     from huggingface_hub.errors import FileMetadataError
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    if not isinstance(error, FileMetadataError):  # which is about the headers of the last answer
+    if not isinstance(error, FileMetadataError):  # about the headers of the last answer
         answer = getattr(error, "response", None)
     if answer is None:
         return f"the hub cannot be reached ({error})"
@@ -184,7 +182,7 @@ def describe_failure(error: BaseException | None, answer: Any) -> str:
 
 
 def _answer_seconds(request: Any) -> float:
-    """Time limit for a small answer. The user or the client may ask for less than usual."""
+    """Time limit for a small answer, which the user or the client may reduce."""
     from huggingface_hub import constants
 
     longest: float = limits.ANSWER_SECONDS
@@ -195,8 +193,7 @@ def _answer_seconds(request: Any) -> float:
 
 
 def _limited_stream_type(stream_type: Any) -> Any:
-    """A byte stream type that raises after a number of bytes, of the only base that the client
-    accepts."""
+    """A byte stream type that raises after a limit, with the only base that the client accepts."""
 
     class LimitedStream(stream_type):  # type: ignore[misc, unused-ignore]
         def __init__(self, stream: Any, limit: int, host: str):

@@ -1,5 +1,5 @@
-"""Limits on how long a hub may take and how many bytes it may send: the hubs' own clients wait for
-minutes or forever, and read all that comes."""
+"""Limits on the time that a hub may take and the bytes that it may send: the hubs' own clients wait
+for minutes or forever, and read everything."""
 
 import contextvars
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rotationzoo.errors import HubError
-from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import disk_errors
 
 T = TypeVar("T")
 CONNECT_SECONDS = 4.0
@@ -29,9 +29,9 @@ _say_once = cache(logging.getLogger("rotationzoo").warning)
 
 
 def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
-    """The result of a call. It has a thread of its own: a socket's timeout covers neither the DNS
-    look-up nor an answer that trickles in. Raises `TimeoutError` if it takes longer than `seconds`;
-    it then runs on in the background."""
+    """The result of a call. It runs in its own thread: a socket's timeout covers neither the DNS
+    look-up nor an answer that trickles in. Raises `TimeoutError` after `seconds`; the call then
+    goes on in the background."""
     future, context = Future[T](), contextvars.copy_context()
 
     def run() -> None:
@@ -62,7 +62,7 @@ def limit_chunks(
             raise HubError(f"{what} sent more than {limit:,} bytes", hint)
         if seconds is not None and time.monotonic() - started > seconds:
             hint = NETWORK_HINT
-            raise HubError(f"{what} sent no more than {received:,} bytes in {seconds:.0f} s", hint)
+            raise HubError(f"{what} sent only {received:,} bytes in {seconds:.0f} s", hint)
         yield chunk
 
 
@@ -71,22 +71,21 @@ def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> No
     slower connection, and `RotationZooError` for a disk error."""
     seconds = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     limited = limit_chunks(chunks, size, what, seconds)
-    # The file's name alone: its folder may be one that is renamed in the end.
+    # Only the file's name: its folder may be temporary.
     writing = partial(disk_errors, Path(path.name), "use a larger disk")
     with writing():
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("wb")
     with file:
-        # The chunks are read outside `writing`, which would blame the disk for an `OSError` of
-        # the network.
+        # Reading is outside `writing`, which would blame the disk for network errors.
         for chunk in limited:
             with writing():
                 file.write(chunk)
-                file.flush()  # so that a full disk shows here, and not when the file is closed
+                file.flush()  # so that a full disk shows here, not on close
 
 
 def check_encoding(headers: Any, what: str) -> None:
-    """Raise `HubError` for a compressed body, whose limit does not limit what it unpacks to."""
+    """Raise `HubError` for a compressed body, which may unpack to any size."""
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         hint = "tell the owners of that server"
         raise HubError(f"{what} sent a compressed answer, which was not asked for", hint)

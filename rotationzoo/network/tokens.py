@@ -1,5 +1,4 @@
-"""Access tokens of the hubs: checked before they are sent, sent to the endpoint in use alone, and
-redacted from all output."""
+"""Access tokens of the hubs: checked, sent only to the endpoint in use, redacted from output."""
 
 import os
 import re
@@ -36,44 +35,39 @@ def is_at_storage(url: str, endpoint: str, prefixes: Iterable[str]) -> bool:
     return "." in domain and (parts.hostname or "").lower() in hosts
 
 
-# These names are here and not with each hub, because a token must be redacted even if its hub was
-# never contacted. The token of any other hub is redacted once `check_token` has seen it.
+# A token must be redacted even if its hub was never contacted. Other tokens are redacted once
+# `check_token` has seen them.
 HUGGINGFACE_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
 MODELSCOPE_VARIABLE = "MODELSCOPE_API_TOKEN"
 _VARIABLES = (*HUGGINGFACE_VARIABLES, MODELSCOPE_VARIABLE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
 _USER = re.compile(r"(?<=://)[^\s/?#]*@")  # as in https://user:password@host
 _MIN_TOKEN = 4  # characters; anything shorter is part of many ordinary words
 _MIN_LINE = 12  # characters; a shorter line of a token may be an ordinary word
-# Shared by the whole process: a library may quote a token in an error that surfaces anywhere.
 _checked: set[str] = set()
 
 
 def check_token(token: str | None, place: str) -> str | None:
-    """The token without surrounding white space, or None for an empty one. Raises
-    `RotationZooError`, which does not quote it, for characters that an HTTP header cannot carry
-    (RFC 9110, section 5.5)."""
+    """The stripped token, or None if empty. Raises `RotationZooError`, which does not quote it, for
+    characters that an HTTP header cannot carry (RFC 9110, section 5.5)."""
     token = (token or "").strip()
     if not token:
         return None
-    _checked.add(token)  # before it is judged, so that a refused token is redacted, too
+    _checked.add(token)  # a refused token is redacted, too
     if not re.fullmatch(r"[\x21-\x7e]+", token):
         raise RotationZooError(
-            f"the token in {place} holds a character that no token has, such as a space or a line "
-            "break",
+            f"the token in {place} holds an invalid character, such as a space or a line break",
             hint=f"copy the token again, alone and on one line, into {place}",
         )
     return token
 
 
 def forget(token: str) -> None:
-    """Stop redacting a token that is used no more. Until then it must stay known: only a known one
-    is kept from other hosts."""
+    """Forget a token after use. Until then, it is redacted and kept from other hosts."""
     _checked.discard(token)
 
 
 def huggingface_token() -> str | None:
-    """The token that huggingface_hub would use. Raises `RotationZooError` for one that cannot be
-    sent."""
+    """The token that huggingface_hub would use. Raises as `check_token`."""
     for name in HUGGINGFACE_VARIABLES:
         check_token(os.environ.get(name), name)
     import huggingface_hub
@@ -92,8 +86,7 @@ def huggingface_token() -> str | None:
 
 
 def redact(text: str) -> str:
-    """The text without the tokens that this process knows, without any long line of a token, and
-    without the names and passwords in its URLs."""
+    """The text without known tokens, long lines of tokens, and user names and passwords in URLs."""
     text = _USER.sub("", text)
     tokens = {os.environ.get(name, "") for name in _VARIABLES} | _checked
     words = {token.strip() for token in tokens if len(token.strip()) >= _MIN_TOKEN}

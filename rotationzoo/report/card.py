@@ -1,5 +1,5 @@
-"""The model card, a README.md rendered from the manifest alone: how to use the artifact, what it
-keeps, and only then what it is and where it comes from."""
+"""The model card, a README.md rendered from the manifest: how to use the artifact, what it keeps,
+and only then what it is and where it comes from."""
 
 import re
 import shlex
@@ -16,12 +16,11 @@ from rotationzoo.artifact.measured import ArmSummary, ExactSummary, arms_of
 from rotationzoo.codec import int2
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.figures import numbers, perplexity
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.report import tables
 from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
-from rotationzoo.words import counted, sentence
+from rotationzoo.words import counted, numbers, perplexity, sentence
 
 PAPER = "2605.17757"  # on arXiv: the method's
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
@@ -41,8 +40,8 @@ _WORDS = (
 
 
 def render_card(manifest: Manifest, repo: str | None = None) -> str:
-    """The README.md of an artifact, with YAML front matter that the hubs understand. `repo`: the
-    repository that it is published to, from which its first command pulls."""
+    """The README.md of an artifact, with the YAML front matter of the hubs. `repo`: the repository
+    that its first command pulls from."""
     recipe = Recipe.model_validate(manifest.recipe)
     layers = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
     title = f"2-bit KV cache rotations for {model_title(manifest.model)}"
@@ -78,8 +77,7 @@ def recipe_lines(recipe: Recipe) -> str:
 
 @cache
 def template_environment(is_html: bool = False) -> Environment:
-    """The templates of this package. Those of HTML escape every value that is not `Markup`; others
-    are Markdown."""
+    """The templates of this package: Markdown, or HTML, which escapes all but `Markup`."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
@@ -95,7 +93,7 @@ def template_environment(is_html: bool = False) -> Environment:
 
 def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
     """The evaluation, if there is one, its arms that were asked as much as the exact model, and the
-    artifact's arm that was asked most."""
+    artifact's arm with the most questions."""
     evaluation = manifest.metrics.evaluation
     if evaluation is None:
         return {"evaluation": None}
@@ -115,10 +113,10 @@ def _count_questions(arm: ArmSummary | ExactSummary) -> int:
 
 
 def _front_matter(manifest: Manifest) -> str:
-    """YAML of what hubs show and search: the base model, license, data sets and results."""
+    """The YAML that hubs show and search: base model, license, data sets and results."""
     front: dict[str, Any] = {"library_name": "rotationzoo"}
     front["tags"], model = ["kv-cache", "2-bit", "rotation", f"arxiv:{PAPER}"], manifest.model
-    # Only a hub repository may be named as the base model: the hubs link to it.
+    # The hubs link to the base model.
     if "/" in model.id and model.revision:
         front |= {"base_model": model.id, "base_model_relation": "quantized"}
     if model.license:
@@ -132,7 +130,7 @@ def _front_matter(manifest: Manifest) -> str:
 
 
 def _results(manifest: Manifest) -> list[dict[str, Any]]:
-    """What was measured of the artifact's arm that was asked most, as the hubs' `model-index`."""
+    """The results of the artifact's arm with the most questions, as a `model-index`."""
     evaluation, found = manifest.metrics.evaluation, []
     if evaluation is None or not (own := arms_of(evaluation.arms, manifest.rotations_sha256)):
         return []

@@ -1,5 +1,5 @@
-"""The chart of answers over memory, which Altair describes. It is drawn on this machine as SVG for
-pages and as PNG for model cards."""
+"""The chart of answers over memory, described with Altair and drawn as SVG for pages and as PNG for
+model cards."""
 
 import re
 import textwrap
@@ -20,8 +20,8 @@ Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
 _INK = "currentColor"  # of the page around the drawing, so that one serves light and dark
 _INKED = "labelColor", "titleColor", "domainColor", "tickColor", "gridColor"
-# The size is fixed, because Vega measures text in one font and browsers show it in another. All are
-# pixels; a drawing is as wide as a phone.
+# Pixels; a drawing is as wide as a phone. They are fixed: browsers show text in another font
+# than Vega measures.
 _PADDING = {"left": 38, "right": 174, "top": 10, "bottom": 36}
 _PLOT, _LEAST_HEIGHT = 120, 176
 _LABEL = _PLOT + 18  # where labels begin
@@ -34,8 +34,8 @@ CONFIG: dict[str, Any] = {
     "padding": _PADDING,
     "font": "Arial, Helvetica, sans-serif",
     "view": {"stroke": None},
-    # Axes are hidden from screen readers, because the label of every mark says it all. A limit of 0
-    # is none: Vega would measure each text once more, and that takes most of its time.
+    # Axes are hidden from screen readers, because every mark has a label. A limit of 0 means none:
+    # otherwise, Vega spends most of its time on measuring texts again.
     "axis": {
         **dict.fromkeys(_INKED, _INK),
         "aria": False,
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
     },
     "text": {"fontSize": 11, "lineHeight": _LABEL_LINE, "lineBreak": "\n", "fill": _INK},
 }
-# Vega describes a mark's kind to screen readers, which the words of its label make superfluous.
+# Vega tells screen readers a mark's kind, but its label is enough.
 _KIND = re.compile(r' aria-roledescription="[^"]*"')
 _PNG_SCALE = 2  # pixels per unit, for screens of today
 _FULL = (0.2, 0.5, 1)  # shares at the top of a chart: the first that holds all
@@ -69,8 +69,7 @@ def is_installed() -> bool:
 
 
 def draw_inline(chart: Chart, words: str) -> str:
-    """An SVG for a page: its text takes the colour of the text around it. `words` say what it
-    shows; every mark has a label that says its value."""
+    """An SVG for a page, in the color of the text around it. `words` say what it shows."""
     import vl_convert
 
     svg = _KIND.sub("", vl_convert.vegalite_to_svg({**chart, "config": CONFIG}))
@@ -90,8 +89,7 @@ def draw_png(chart: Chart, title: str) -> bytes:
 
 @dataclass(frozen=True)
 class Point:
-    """One cache: the memory that it takes, and the share of questions that are answered from it,
-    with its interval where it is shown."""
+    """One cache: its memory, the share of answers that it keeps, and maybe the interval."""
 
     name: str
     memory: float
@@ -103,8 +101,8 @@ class Point:
 
 
 def draw_answers(points: Sequence[Point], unit: str) -> Chart:
-    """A chart of the `points`, with their labels at the right, one below the other in the order of
-    shares. `unit`: what the memory of a point counts, which is the title of the axis."""
+    """A chart of the `points`, with labels on the right in the order of shares. `unit`: of memory,
+    the title of the axis."""
     import altair
 
     ranked = sorted(points, key=lambda point: (-point.share, -point.memory, not point.accent))
@@ -120,7 +118,7 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
             "color": _ACCENT if point.accent else _PLAIN,
         }
         rows.append(drawn)
-    # What is judged covers others that have the same share in the same bytes.
+    # The accent covers equal points.
     rows.sort(key=itemgetter("accent"))
     height = max(_LEAST_HEIGHT, 2 * _LABEL_LINE * len(rows))
     layers = altair.layer(*_draw_marks(rows, unit, full))
@@ -129,8 +127,7 @@ def draw_answers(points: Sequence[Point], unit: str) -> Chart:
 
 
 def _draw_marks(rows: list[dict[str, Any]], unit: str, full: float) -> list["altair.Chart"]:
-    """Leaders, the interval, points and labels of the `rows`, one above the other. `full` is the
-    share at the top."""
+    """Layers of leaders, the interval, points and labels. `full`: the share at the top."""
     import altair
 
     base = altair.Chart(altair.Data(values=rows))
@@ -164,7 +161,7 @@ def _draw_marks(rows: list[dict[str, Any]], unit: str, full: float) -> list["alt
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its title, which is drawn where the extra `report` is installed."""
+    """A chart with its title, drawn if the extra `report` is installed."""
 
     title: str
     points: Sequence[Point]

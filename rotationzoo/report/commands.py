@@ -1,5 +1,4 @@
-"""Commands that cards and pages name: the one that makes an artifact again, and those that follow
-from a decision."""
+"""Commands that cards and pages name: to make an artifact again, and to follow a decision."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Recipe, loading
 
 FOLDER = "FOLDER"
-"""Stands for the folder of an artifact, which readers of a page have elsewhere."""
+"""Stands for the folder of an artifact."""
 RECIPE_FILE = "recipe.yaml"
 _DATA_KEYS = ("source", "subset", "split", "column", "tokens", "length", "seed")
 _RUN_KEYS = ("batch", "device_map", "max_memory")
@@ -24,8 +23,8 @@ _USUAL_BITS = 3.0  # an element, where an evaluation does not say it
 
 
 def name_in_commands(model: Model) -> str:
-    """The model's name in example commands, quoted for a shell: a hub id or `demo`, else the
-    placeholder `MODEL`, because a local folder exists only on one machine."""
+    """The model's name in example commands, quoted for a shell: a hub id, `demo`, or `MODEL` for a
+    local folder."""
     return shlex.quote(_name(model))
 
 
@@ -39,7 +38,7 @@ def _name(model: Model) -> str:
 
 
 def asked_options(measured: Conditions) -> list[str]:
-    """The options of an evaluation that asks the same tasks, in prompts of as many tokens."""
+    """The options of an evaluation that asks the same tasks at the same lengths."""
     names, lengths = measured.tasks.names, map(str, measured.tasks.lengths)
     words = ["--lengths", ",".join(lengths)]
     return words if len(names) == len(TASKS) else ["--tasks", ",".join(names), *words]
@@ -52,9 +51,9 @@ def decided_words(
     served: Sequence[str] = (),
     asked: Sequence[str] = (),
 ) -> list[str] | None:
-    """The words after `rotationzoo` for what a decision calls for before an artifact is used; None
-    where it calls for nothing. `model` are the words that name it, `served` the option for a chosen
-    engine, and `asked` the options with which the same is asked."""
+    """The command, without `rotationzoo`, that a decision calls for before the artifact is used, or
+    None. `model`: the words that name it; `served`: the option for a chosen engine; `asked`: the
+    options of the same questions."""
     evaluate = ["evaluate", *model, artifact, *served, *asked]
     if decision.floor not in (None, FLOOR):
         evaluate += ["--keep", f"{100 * decision.floor:g}"]
@@ -70,7 +69,7 @@ def decided_words(
 
 
 def usual_engine(manifest: Manifest) -> str:
-    """The engine that is named where none was chosen. One takes any GGUF file."""
+    """The engine to name if none was chosen."""
     is_gguf = manifest.model.id.endswith(".gguf")
     return DEFAULT if is_gguf else engines_for(manifest.cached.sides)[0]
 
@@ -78,11 +77,10 @@ def usual_engine(manifest: Manifest) -> str:
 def use_commands(
     manifest: Manifest, measured: Measured | None, decision: Decision | None
 ) -> list[str]:
-    """The commands that fit the decision on an artifact in `FOLDER`, if there is one, with a text
-    LONG.txt, for the engine that was measured or the usual one."""
+    """The commands that fit the decision, if any, on an artifact in `FOLDER`, for the engine that
+    was measured or the usual one."""
     model, engine = manifest.model, measured and measured.engine
     named = engine or usual_engine(manifest)
-    # Whoever draws a page knows a local model by the name of its folder.
     name = [model.id]
     prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
     generate = ["generate", *name, "--rotations", FOLDER, *prompt]
@@ -104,13 +102,13 @@ def use_commands(
 
 
 def replace_words(command: str, named: Mapping[str, str]) -> str:
-    """A command with the names that this machine has in the place of others, such as `FOLDER`."""
+    """A command with this machine's names instead of placeholders such as `FOLDER`."""
     return shlex.join(named.get(word, word) for word in shlex.split(command))
 
 
 def reproduce_command(manifest: Manifest) -> str | None:
-    """The `calibrate` command of an artifact, with all that decides the bytes; None for imported
-    files. A recipe that is no preset with options is to be in the file `RECIPE_FILE`, as YAML."""
+    """The `calibrate` command that makes the same bytes; None for imported files. A recipe that is
+    not a preset with options must be in `RECIPE_FILE`, as YAML."""
     if manifest.imported is not None:
         return None
     model, recipe = manifest.model, Recipe.model_validate(manifest.recipe)
@@ -121,7 +119,7 @@ def reproduce_command(manifest: Manifest) -> str | None:
 
 
 def _recipe_words(recipe: Recipe) -> list[str]:
-    # The longest name first: oscar-v1-nearest is the preset oscar-v1 with an option.
+    # Longest name first: oscar-v1-nearest is the preset oscar-v1 with an option.
     for name in sorted(loading.PRESETS, key=len, reverse=True):
         is_named = recipe.name == name or recipe.name.startswith(f"{name}-")
         if is_named and (words := _preset_words(loading.PRESETS[name], recipe)):
@@ -130,7 +128,7 @@ def _recipe_words(recipe: Recipe) -> list[str]:
 
 
 def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
-    """The options that make a recipe of a preset; None if there are none that do."""
+    """The options that turn a preset into the recipe; None if there are none."""
     words, changes = ["--recipe", preset.name], {}
     for key in _DATA_KEYS:
         value = getattr(recipe.data, key)
@@ -156,8 +154,7 @@ def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
 
 
 def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> Iterator[str]:
-    """How the model ran, where that is not what every machine would choose. Recipes that need no
-    statistics ran no model."""
+    """The options of the run that are not the default everywhere; none if no model ran."""
     if "batch" not in identity:
         return
     for key in _RUN_KEYS:

@@ -1,9 +1,8 @@
-"""The report on an artifact: one page to decide by. A page is one HTML file with its style and its
-scripts inside."""
+"""The report on an artifact: a page to decide by, in one HTML file."""
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -17,17 +16,17 @@ from rotationzoo.artifact.scores import Decision, kept_share, plain_name
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.figures import numbers, percent
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.source import model_words
 from rotationzoo.report import tables
 from rotationzoo.report.card import TURN, template_environment
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.commands import FOLDER, replace_words, reproduce_command, use_commands
-from rotationzoo.report.memory import Request, layout_of, memory_table, stored_bits
+from rotationzoo.report.tables import Request, layout_of, memory_table, stored_bits
+from rotationzoo.words import numbers, percent
 
 FOOTER = "Made from stored figures by rotationzoo"
-"""What tells the page of a report from files that others wrote."""
+"""What tells our page from other files."""
 EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
@@ -56,14 +55,14 @@ class Arms:
     chosen: MeasuredArm | None
     """The artifact's arm that the decision is on."""
     decision: Decision | None
-    """None in what versions without decisions measured."""
+    """None if an older version measured."""
     shown: list[tuple[str, MeasuredArm]]
-    """With their names: the artifact's first, and then the baselines."""
+    """Label and arm: the artifact's first, then the baselines."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The content of a report on an artifact: the section to decide by, and what readers unfold."""
+    """The content of a report: the section to decide by, and what readers unfold."""
 
     artifact: Artifact
     verdict: Advice
@@ -72,8 +71,7 @@ class Report:
     memory: tables.Table
 
     def html(self, is_local: bool = False) -> str:
-        """The page, as one file; one that `is_local` names the folder and the model as they are on
-        this machine. The drawings are made once for all pages."""
+        """The page. One that `is_local` names this machine's folder and model."""
         manifest, files, named = self.artifact.manifest, self.artifact.manifest.files, {}
         if is_local:
             model, *_ = model_words(self.artifact)
@@ -96,9 +94,8 @@ class Report:
 
 
 def make_report(artifact: Artifact, context: int | None = None) -> Report:
-    """A report from what is stored in an artifact. `context`: tokens of the request whose memory is
-    shown; by default the model's positions, if its evaluation knows them. Raises `RotationZooError`
-    for a damaged file."""
+    """A report from what an artifact stores. `context`: tokens of the request whose memory is
+    shown, by default the model's positions if known. Raises `RotationZooError` for damage."""
     arms, measured = None, artifact.measured
     if measured is not None:
         arms = label_arms(measured, artifact.identity)
@@ -109,15 +106,22 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
         verdict = Advice("Measure them first.", words)
     else:
+        lead, reasons = "", list(arms.evaluation.window.verdict.words)
+        if arms.decision is not None and arms.decision.words:
+            lead, *reasons = arms.decision.words
+        if arms.chosen is not None:
+            bits = request.arm_bits(arms.chosen, arms.evaluation)
+            reasons.append(request.describe_saving(bits))
         layers = [layer.index for layer in cached_layers(artifact.geometry)]
-        verdict = describe_verdict(arms, request, layers)
+        reasons += tables.list_exact_parts(arms.evaluation, layers)
+        verdict = Advice(lead, reasons, _draw_answers(arms, request))
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     layout, memory = layout_of(artifact, measured), memory_table(artifact, measured, context)
     return Report(artifact, replace(verdict, commands=commands), arms, layout, memory)
 
 
 def label_arms(evaluation: Measured, identity: str) -> Arms:
-    """The arms of the evaluation of the artifact with this identity."""
+    """The labeled arms of an evaluation of the artifact with this identity."""
     arms = evaluation.window.arms
     ours, shown = arms_of(arms, identity), list[tuple[str, MeasuredArm]]()
     has_feedback = any(arm.rounding == "feedback" for arm in ours)
@@ -137,7 +141,7 @@ def label_arms(evaluation: Measured, identity: str) -> Arms:
 
 
 def files_of_report(report: Report, is_local: bool = False) -> dict[str, bytes]:
-    """The page and the card's picture, as files of an artifact."""
+    """The page and the card's picture, by file name."""
     added, figure = {REPORT: report.html(is_local).encode()}, report.verdict.figure
     if figure and is_installed():
         added[ANSWERS] = draw_png(figure.chart, figure.title)
@@ -147,22 +151,9 @@ def files_of_report(report: Report, is_local: bool = False) -> dict[str, bytes]:
 # ---- what rotations keep and cost
 
 
-def describe_verdict(arms: Arms, request: Request, layers: Iterable[int] = ()) -> Advice:
-    """The first section: what to do and why, the memory that it saves, and the chart. `layers`: all
-    that have a cache, if they are known."""
-    measured, decision = arms.evaluation, arms.decision
-    reasons, lead = list(measured.window.verdict.words), ""
-    if decision is not None and decision.words:
-        lead, *reasons = decision.words
-    if arms.chosen is not None:
-        reasons.append(request.describe_saving(request.arm_bits(arms.chosen, measured)))
-    reasons += tables.list_exact_parts(measured, layers)
-    return Advice(lead, reasons, _draw_answers(arms, request))
-
-
 def _draw_answers(arms: Arms, request: Request) -> Figure | None:
-    """The share of the exact model's answers that each cache keeps, over its memory; None if no
-    question was asked, or the exact model can answer none."""
+    """The share of answers that each cache keeps, over its memory; None if the exact model answered
+    none."""
     measured = arms.evaluation
     exact, decision = measured.exact.all_tasks, arms.decision
     if exact is None or not exact.answered:
@@ -189,10 +180,9 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
 
 
 def render_page(template: str, scripts: tuple[str, ...] = (), **values: Any) -> str:
-    """The HTML of a template in `report/templates`, which extends `base.html.jinja`. Every value is
-    escaped, unless it is `Markup`. The page's own policy allows a browser to run the `scripts`,
-    files of this folder, and to load nothing at all, so a name that slipped through unescaped
-    could still do nothing."""
+    """The HTML of a template in `report/templates` that extends `base.html.jinja`. Values are
+    escaped, unless they are `Markup`. The page's policy lets a browser run only the `scripts`,
+    files of this folder, and load nothing, so that even an unescaped name could do nothing."""
     sources = [_read(name) for name in scripts]
     digests = [hashlib.sha256(source.encode()).digest() for source in sources]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]

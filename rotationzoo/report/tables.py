@@ -1,16 +1,22 @@
-"""The tables of an evaluation, and sentences on how it was measured and what it does not show: the
-terminal, the card and the page show the same."""
+"""The tables of an evaluation and of the memory of a cache, and sentences on how it was measured
+and what it does not show: the terminal, the card and the page show the same."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from rotationzoo.artifact import measured as schema
-from rotationzoo.artifact.measured import ArmSummary, Measured
+from rotationzoo.artifact.measured import ArmSummary, Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.scores import ALL_ELSE, Score
-from rotationzoo.codec.size import CONTEXT
-from rotationzoo.figures import change, nats, number, numbers, percent
-from rotationzoo.words import counted
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.formats import FINE, SGLANG, SIMULATED
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
+from rotationzoo.codec.windows import CacheLayout
+from rotationzoo.geometry import cached_layers
+from rotationzoo.words import byte_count, change, counted, nats, number, numbers, percent
 
+_CONTEXTS = 8192, 32768, 131072
 EXACT = "exact"
 _COSTS = {
     "perplexity_increase": ("perplexity", "+.2%"),
@@ -47,13 +53,13 @@ def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
 
 
 def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:
-    """The answers of the exact model, in the first row, and of every arm: to all tasks together,
-    and to each by itself. No tables where no arm was asked."""
+    """The answers of the exact model (first row) and of every arm, to all tasks together and to
+    each. No tables if no arm was asked."""
     models = [(label, arm.all_tasks, arm.tasks) for label, arm in arms.items()]
     asked = [(label, recall, scores) for label, recall, scores in models if recall is not None]
     if exact.all_tasks is None or not asked:
         return []
-    # Arms are asked the tasks that the exact model can do, which are the same for all.
+    # All arms are asked the tasks that the exact model can do.
     of_arms = {task for arm in arms.values() for task in arm.tasks}
     tasks = [task for task in exact.tasks if task in of_arms]
     together, by_task = list[list[str]](), list[list[str]]()
@@ -91,8 +97,8 @@ def _score(score: Score, most: Score) -> str:
 
 
 def share_words(score: Score, most: float, digits: int = 0, error: float | None = None) -> str:
-    """The share answered. A cache in 2 bits is not shown as better than the exact one, whose share
-    is `most`: it answers no fewer, and more by chance."""
+    """The share answered. A 2-bit cache is not shown as better than the exact one, whose share is
+    `most`: it is so by chance."""
     if score.share > most:
         return f"≥{percent(most, digits)}"
     return percent(score.share, digits, error)
@@ -102,7 +108,7 @@ ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens inc
 
 
 def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
-    """Sentences on the arms whose names do not say what they are, or that were asked less."""
+    """Sentences on arms whose names need an explanation, or that were asked less."""
     shown = list(arms)
     about = []
     asked = {arm.name: arm.all_tasks.questions for arm in shown if arm.all_tasks}
@@ -151,7 +157,7 @@ def describe_prefill(conditions: schema.Conditions) -> str:
 
 
 def describe_recall(measured: Measured) -> list[str]:
-    """The meaning of the figures of recall tasks; nothing if no question was asked."""
+    """The meaning of the figures of recall tasks, if any were asked."""
     recall = measured.exact.all_tasks
     if recall is None:
         return []
@@ -165,7 +171,95 @@ def describe_recall(measured: Measured) -> list[str]:
 
 
 def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:
-    """Sentences on what of a model with these cached `layers` was not in few bits."""
+    """Sentences on which of the cached `layers` stayed exact."""
     exact = [str(layer) for layer in layers if layer not in measured.layers]
     if measured.layers and exact:
         yield f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact."
+
+
+# ---- memory of a cache
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of `context` tokens. `elements` are cached per token, None if unknown; a `share` of
+    them was quantized."""
+
+    context: int = CONTEXT
+    elements: int | None = None
+    share: float = 1.0
+
+    @classmethod
+    def measured_on(cls, artifact: Artifact, measured: Measured | None, context: int) -> Self:
+        """A request to the artifact's model, with the layers quantized as measured."""
+        layers = cached_layers(artifact.geometry)
+        total = sum(layer.elements for layer in layers)
+        if measured is None or not measured.layers:
+            return cls(context, total)
+        stored = [layer.elements for layer in layers if layer.index in measured.layers]
+        return cls(context, total, sum(stored) / total)
+
+    def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:
+        """Bits per element of an arm's cache, from those at `CONTEXT` tokens. Arms that quantize
+        tokens in groups are off by at most one group."""
+        exact = measured.window.sink + measured.window.recent
+        if exact >= CONTEXT:
+            return EXACT_BITS
+        stored = (arm.bits_per_element * CONTEXT - EXACT_BITS * exact) / (CONTEXT - exact)
+        quantized = self.share * max(0, self.context - exact) / self.context
+        return quantized * stored + (1 - quantized) * EXACT_BITS
+
+    @property
+    def scale(self) -> tuple[float, str]:
+        """The factor that turns bits per element into a unit, and that unit."""
+        if self.elements is None:
+            return 1.0, f"bits of an element at {self.context:,} tokens"
+        size = self.elements * self.context / 8
+        factor, unit = (1e9, "GB") if size * EXACT_BITS >= 1e9 else (1e6, "MB")
+        return size / factor, f"{unit} of cache at {self.context:,} tokens"
+
+    def describe_saving(self, bits: float) -> str:
+        """One sentence on what a cache of `bits` bits per element saves."""
+        if not 0 < bits < EXACT_BITS:
+            return f"At {self.context:,} tokens, the cache stays exact: nothing is saved."
+        sizes = [f"{bits:.2f} bits an element", str(EXACT_BITS)]
+        if self.elements is not None:
+            each = self.elements * self.context / 8
+            sizes = [byte_count(each * bits), byte_count(each * EXACT_BITS)]
+        return (
+            f"At {self.context:,} tokens in every layer, the cache takes {sizes[0]} in place of "
+            f"{sizes[1]}: {EXACT_BITS / bits:.1f} times smaller."
+        )
+
+
+def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
+    """The format and the windows that were measured, or the recipe's."""
+    recipe = artifact.recipe
+    if measured is None:
+        return CacheLayout.of_recipe(recipe, FINE if recipe.budget else SGLANG)
+    layout = CacheLayout.of_recipe(recipe, SIMULATED.get(measured.format, SGLANG))
+    return replace(layout, sink=measured.window.sink, recent=measured.window.recent)
+
+
+def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> float:
+    """Bits per element of a cache of `tokens` tokens, with all layers stored as measured, or by the
+    artifact's own budget."""
+    if measured is not None:
+        arm = plain_arm(measured.window.arms, artifact.identity)
+        assert arm is not None, "such an evaluation is not read"
+        return Request(tokens).arm_bits(arm, measured)
+    codec = RotatedCodec(artifact.rotations, artifact.recipe.group_size)
+    return codec_bits(artifact.geometry, codec, layout_of(artifact, None), tokens)
+
+
+def memory_table(artifact: Artifact, measured: Measured | None, context: int) -> Table:
+    """The size of a cache at some lengths, which follows from shapes alone."""
+    elements = sum(layer.elements for layer in cached_layers(artifact.geometry))
+    rows = []
+    for tokens in sorted({*(each for each in _CONTEXTS if each < context), context}):
+        bits = stored_bits(artifact, measured, tokens)
+        size = elements * tokens / 8
+        sizes = [byte_count(size * EXACT_BITS), byte_count(size * bits)]
+        rows.append([f"{tokens:,}", *sizes, f"{EXACT_BITS / bits:.1f} times"])
+    stored = f"{layout_of(artifact, measured).format.bits} bits"
+    return Table("Memory of the cache", ["tokens", "bfloat16", stored, "smaller"], rows)

@@ -1,18 +1,20 @@
-"""Safe access to files: which names may become paths, what may be opened, and how a folder is read
-while others replace it.
+"""Safe access to files: which names may become paths, what may be opened, and what to do about disk
+errors.
 
 Folders come from hubs, archives and other people's repositories. A link, a pipe or a name with `..`
-in one is refused with a one-sentence error, and never followed, waited for or written to.
+is refused with a one-sentence error, and never followed, waited for or written to.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rotationzoo.errors import RotationZooError
 
@@ -27,6 +29,10 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+ROOM, WAY_OUT = "make room", "choose another place with --output"
+_REMEDIES = {errno.EROFS: "mount it for writing"}
+_REMEDIES |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM)
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM), "check who may read and write there")
 
 
 def plain(name: str) -> str:
@@ -38,25 +44,24 @@ def plain(name: str) -> str:
 
 
 def child(folder: Path, name: str) -> Path:
-    """The path inside `folder` of a name that was read from a file or a hub, which becomes a path
-    nowhere else. Raises `RotationZooError` for a name that is not plain, and for one that leaves
-    the folder through a symbolic link."""
+    """The path inside `folder` of a name read from a file or a hub; the only place where such a
+    name becomes a path. Raises `RotationZooError` unless it is plain and stays in the folder."""
     try:
         path = folder / plain(name)
     except ValueError as error:
         raise RotationZooError(str(error)) from error
     # Both are resolved, because the folder itself may lie behind a link.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        hint = "remove the link"
-        raise RotationZooError(f"{path} leads out of its folder by a symbolic link", hint)
+        problem = f"{path} leads out of its folder by a symbolic link"
+        raise RotationZooError(problem, "remove the link")
     return path
 
 
 def size_of(path: Path) -> int | None:
-    """Size of a regular file in bytes, or None where nothing exists. Raises `RotationZooError` for
-    anything that is not a regular file."""
+    """Size of a regular file in bytes, or None if nothing exists. Raises `RotationZooError` for
+    anything else, links included."""
     try:
-        status = path.lstat()  # a link counts as itself, not as what it leads to
+        status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -70,14 +75,14 @@ def size_of(path: Path) -> int | None:
 
 
 def check_utf8(path: Path) -> None:
-    """Raise `RotationZooError` for a path that neither safetensors nor JSON can name."""
+    """Raise `RotationZooError` for a path that safetensors and JSON cannot represent."""
     if re.search("[\ud800-\udfff]", str(path)):
         raise RotationZooError(f"the name of {path} is not UTF-8", hint="rename it in UTF-8")
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The path of a regular file in this folder. Raises `RotationZooError` for a name that is not
-    plain, for a missing file, and for links and other special files."""
+    """The path of a regular file in this folder. Raises as `child` and `size_of`, and
+    `RotationZooError` if it is missing."""
     path = child(folder, name)
     if size_of(path) is None:
         raise RotationZooError(f"{name} is missing", hint="fetch or make it again")
@@ -87,17 +92,15 @@ def regular_file(folder: Path, name: str) -> Path:
 def read(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes. Raises `RotationZooError` for anything else,
     before reading it."""
-    size = size_of(path)
-    if size is not None and size > limit:
-        raise RotationZooError(
-            f"{path} has {size:,} bytes, and no such file has more than {limit:,}"
-        )
+    if (size := size_of(path) or 0) > limit:
+        problem = f"{path} has {size:,} bytes, and no such file has more than {limit:,}"
+        raise RotationZooError(problem)
     try:
-        # The file may have become a pipe since `size_of` looked. O_NONBLOCK keeps the call from
-        # waiting for a writer.
+        # The file may have become a pipe or grown since `size_of` looked. O_NONBLOCK keeps the
+        # call from waiting for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
-            return file.read(limit)  # the file may have grown since `size_of` looked
+            return file.read(limit)
     except OSError as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else "check who may read it"
         raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
@@ -118,8 +121,8 @@ _TABLE_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a table from a JSON file of a model; empty where there is no readable table. The
-    file may be a link, as in the hub's cache."""
+    """Read a JSON object from a file of a model, or {} if there is none. The file may be a link, as
+    in the hub's cache."""
     try:
         content = json.loads(read(Path(os.path.realpath(path)), _TABLE_LIMIT))
     except (RotationZooError, ValueError, RecursionError):
@@ -127,57 +130,33 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-Result = TypeVar("Result")
-_ATTEMPTS = 100  # at reading a folder that others replace all the time
+def remedy(error: BaseException | None) -> str | None:
+    """What helps against a disk error, whose number safetensors puts in its message only; None for
+    other errors."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return _REMEDIES.get(int(found[1]) if found else getattr(error, "errno", None) or 0)
 
 
-def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
-    """The result of `read` for a folder. Where it fails because the folder was just being replaced,
-    it is called again: between the two renames nothing has the folder's name. Raises what `read`
-    raises, and as `recover`."""
-    for _ in range(_ATTEMPTS - 1):
-        recover(folder)
-        before = _state(folder)
-        try:
-            return read()
-        except (RotationZooError, FileNotFoundError):
-            after = _state(folder)
-            gone = after is None and not beside(folder, "old").is_dir()
-            if before == after and (after is not None or (gone and _state(folder) is None)):
-                raise
-    return read()
+@contextmanager
+def disk_errors(path: Path, way_out: str = WAY_OUT) -> Iterator[None]:
+    """Turn a disk error into one sentence, with its remedy or `way_out` (how to choose another
+    place) as the hint."""
+    from safetensors import SafetensorError  # `--help` does not wait for it
 
-
-def _state(folder: Path) -> tuple[int, int, int] | None:
-    """How a folder differs from the one that replaces it; None where there is none. A new
-    folder may get the number of one that was removed, but not its times."""
     try:
-        status = folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        ways = ", or ".join(filter(None, (remedy(error), way_out)))
+        raise RotationZooError(f"{path} cannot be written: {reason}", ways) from error
 
 
-def recover(folder: Path) -> None:
-    """Put back the old folder if a killed process left it set aside. Raises `RotationZooError`
-    where the disk refuses, or where another process holds the lock."""
-    named = folder.name not in ("", "..")
-    if named and not os.path.lexists(folder) and beside(folder, "old").is_dir():
-        # A server reads folders, and hardly ever mends one.
-        from rotationzoo.storage.disks import disk_errors
-        from rotationzoo.storage.locks import locked
-
-        with disk_errors(folder), locked(beside(folder, "lock"), f"writing {folder}"):
-            put_back(folder)
-
-
-def put_back(folder: Path) -> None:
-    """Rename the old folder back if a killed process left none under its name."""
-    old = beside(folder, "old")
-    if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
-        old.rename(folder)
-
-
-def beside(folder: Path, what: str) -> Path:
-    """The path next to a folder that is its `lock`, its `partial` successor or its `old` one."""
-    return folder.with_name(f".{folder.name}.{what}")
+def check_regular(path: Path) -> None:
+    """Raise `RotationZooError` unless `path` is a regular file that this user may read: a pipe or a
+    device could block forever."""
+    if not path.exists():
+        raise RotationZooError(f"there is no file {path}", hint="check the path")
+    if not path.is_file():
+        raise RotationZooError(f"{path} is not a regular file", hint="give a file")
+    if not os.access(path, os.R_OK):
+        raise RotationZooError(f"{path} cannot be read: permission denied", hint="check the path")

@@ -1,27 +1,37 @@
-"""Files and folders that are written whole or not at all: the new one is made next to the old one,
-and renamed into its place. No link is followed.
+"""Files and folders that are written completely or not at all: the new one is made next to the old
+one and renamed into place. No link is followed.
 
 A process must hold the lock `.NAME.lock` to replace NAME. It builds the new folder as
 `.NAME.partial` and renames the old one to `.NAME.old`. If it is killed between the two renames,
-`.NAME.old` remains, and the next process renames it back (`files.recover`).
+`.NAME.old` remains, and the next process renames it back (`recover`).
 """
 
+import errno
+import fcntl
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.storage.disks import ROOM, WAY_OUT, disk_errors
-from rotationzoo.storage.files import beside, check_utf8, put_back
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage.files import ROOM, WAY_OUT, check_utf8, disk_errors
+
+WAIT = 60.0  # seconds to wait for another process, which needs less to put files in place
+_PAUSE = 0.05
+_OPENINGS = 5  # at making the lock's folder, which another process may remove again
+_SILENCE = 1.0  # seconds of waiting before the log mentions it
+Result = TypeVar("Result")
+_ATTEMPTS = 100  # at reading a folder that others replace all the time
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file under a name that only this process uses. What has the name is removed
-    first, so that no link is followed and no file of another name changes. Raises `OSError`."""
+    """Write a file under a name that only this process uses. Whatever has the name is removed
+    first, so that no link is followed. Raises `OSError`."""
     path.unlink(missing_ok=True)
     # O_EXCL refuses a file or a link that was put there in the meantime.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -30,8 +40,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace `path` atomically: write a file next to it, then rename that. Raises
-    `RotationZooError` where the disk refuses."""
+    """Replace `path` atomically, by a rename. Raises `RotationZooError` for a disk error."""
     partial = path.with_name(path.name + ".partial")
     try:
         with disk_errors(path):
@@ -53,15 +62,14 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def temporary_sibling(folder: Path) -> Iterator[Path]:
-    """Yield a new folder next to `folder`, on one file system, so that a rename is atomic. It is
-    removed at the end if it is still there. What killed processes left is put back or removed.
-    Raises `RotationZooError` where another process holds the lock, which is held throughout, and
-    for a `folder` that is a symbolic link."""
+    """Yield a new folder next to `folder`, on the same file system, so that a rename is atomic. If
+    it is still there at the end, it is removed. What killed processes left is put back or removed.
+    The lock is held throughout. Raises as `locked` and `check_name`."""
     check_name(folder)
-    with locked(beside(folder, "lock"), f"writing {folder}"):
+    with locked(sibling(folder, "lock"), f"writing {folder}"):
         put_back(folder)
-        work = beside(folder, "partial")
-        for leftover in (work, beside(folder, "old")):
+        work = sibling(folder, "partial")
+        for leftover in (work, sibling(folder, "old")):
             remove(leftover)
         work.mkdir()
         try:
@@ -71,9 +79,8 @@ def temporary_sibling(folder: Path) -> Iterator[Path]:
 
 
 def install(work: Path, folder: Path) -> None:
-    """Rename `work` into the place of `folder`. The old folder is removed only after that. The
-    caller holds its lock."""
-    old = beside(folder, "old")
+    """Replace `folder` by `work`, and only then remove the old one. The caller holds the lock."""
+    old = sibling(folder, "old")
     if os.path.lexists(folder):  # unlike `exists`, it also sees a broken link
         folder.rename(old)
     try:
@@ -85,9 +92,8 @@ def install(work: Path, folder: Path) -> None:
 
 
 def carry_over(folder: Path, work: Path, without: set[str]) -> None:
-    """Put everything in `folder` except the names in `without` into `work` too. Files are
-    hard-linked, or copied where the disk has no hard links. Symbolic links stay symbolic links.
-    Raises `OSError`."""
+    """Hard-link or copy everything in `folder`, except the names in `without`, into `work`.
+    Symbolic links stay links. Raises `OSError`."""
     shutil.copymode(folder, work)
     for path in folder.iterdir():
         if path.name in without:
@@ -99,7 +105,7 @@ def carry_over(folder: Path, work: Path, without: set[str]) -> None:
 
 
 def link(source: str | Path, target: str | Path) -> None:
-    """Hard-link a file, or copy it where the disk has no hard links. Raises `OSError`."""
+    """Hard-link a file, or else copy it. Raises `OSError`."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # a disk without hard links, or another user's file
@@ -107,9 +113,8 @@ def link(source: str | Path, target: str | Path) -> None:
 
 
 def check_name(folder: Path) -> None:
-    """Check that `folder` may be replaced whole. Raises `UsageError` for a path without a name of
-    its own, such as `.`, and for a folder that contains the current one, and `RotationZooError` for
-    a symbolic link."""
+    """Check that `folder` may be replaced. Raises `UsageError` for a path without a name, such as
+    `.`, and for a folder that contains the current one, and `RotationZooError` for a link."""
     check_utf8(folder)
     if folder.name in ("", ".."):
         hint = "name a new folder with --output"
@@ -124,15 +129,24 @@ def check_name(folder: Path) -> None:
         raise UsageError(f"{folder} holds the current folder, and is replaced whole", hint)
 
 
+def follow_link(folder: str | Path | None) -> Path | None:
+    """The folder that the user named, with a symbolic link resolved. A link in a default place may
+    have been planted by anybody, and is not followed."""
+    if folder is None:
+        return None
+    folder = Path(folder).expanduser()
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+
+
 def check_writable(folder: Path) -> None:
-    """Check that a folder can be made here, and leave nothing behind. Raises `RotationZooError`
-    where the disk refuses, or where another process holds the folder's lock."""
+    """Check that a folder can be made here, and leave nothing behind. Raises `RotationZooError` for
+    a disk error, and as `locked`."""
     with disk_errors(folder):
         if folder.parent.exists():
             with temporary_sibling(folder):
                 pass
         else:
-            # With a random name, which clashes with that of no other job.
+            # The random name does not clash with another job's.
             tempfile.TemporaryDirectory(dir=existing_parent(folder)).cleanup()
 
 
@@ -146,8 +160,8 @@ def check_room(folder: Path, needed: int, way_out: str = WAY_OUT) -> None:
 
 
 def state_folder() -> Path:
-    """Where rotationzoo remembers from one command to the next: below `XDG_STATE_HOME`, or
-    `~/.local/state`. It may not exist. Raises `RuntimeError` for a user without a home."""
+    """Where rotationzoo keeps state between commands: below `XDG_STATE_HOME`, or `~/.local/state`.
+    It may not exist. Raises `RuntimeError` for a user without a home."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "rotationzoo"
 
@@ -163,3 +177,125 @@ def default_output(model: str, suffix: str) -> Path:
     path = Path(model)
     name = path.resolve().name if path.is_dir() else path.name
     return Path("rotations") / f"{name}-{suffix}"
+
+
+# ---- reading a folder that others replace
+
+
+def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
+    """The result of `read` for a folder. If it fails while the folder is being replaced, it is
+    called again: between the two renames nothing has the folder's name. Raises what `read` raises,
+    and as `recover`."""
+    for _ in range(_ATTEMPTS - 1):
+        recover(folder)
+        before = _state(folder)
+        try:
+            return read()
+        except (RotationZooError, FileNotFoundError):
+            after = _state(folder)
+            gone = after is None and not sibling(folder, "old").is_dir()
+            if before == after and (after is not None or (gone and _state(folder) is None)):
+                raise
+    return read()
+
+
+def _state(folder: Path) -> tuple[int, int, int] | None:
+    """What tells a folder from its replacement; None if it is missing. A new folder may reuse the
+    inode number of a removed one, but not its times."""
+    try:
+        status = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def recover(folder: Path) -> None:
+    """Put back the old folder if a killed process left it set aside. Raises `RotationZooError` for
+    a disk error, and as `locked`."""
+    named = folder.name not in ("", "..")
+    if named and not os.path.lexists(folder) and sibling(folder, "old").is_dir():
+        with disk_errors(folder), locked(sibling(folder, "lock"), f"writing {folder}"):
+            put_back(folder)
+
+
+def put_back(folder: Path) -> None:
+    """Rename the old folder back if a killed process left none under its name."""
+    old = sibling(folder, "old")
+    if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
+        old.rename(folder)
+
+
+def sibling(folder: Path, what: str) -> Path:
+    """The path next to a folder that is its `lock`, its `partial` successor or its `old` one."""
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+# ---- locks
+
+
+# `filelock` (4.0) is no substitute: it empties whatever file stands in the lock's place, which may
+# be a hard link, waits for a minute where no file can be made, and takes a lock that outlives its
+# process on file systems without `flock`.
+@contextmanager
+def locked(lock: Path, doing: str) -> Iterator[None]:
+    """Hold the lock file while the block runs. `doing` says in messages, and after a second in the
+    log, what the other process is doing. Folders that were made for the lock are removed with it if
+    they are empty. Raises `RotationZooError` after `WAIT` seconds, and if the lock is a symbolic
+    link; `OSError` if the file cannot be made."""
+    missing = [folder for folder in lock.absolute().parents if not folder.exists()]
+    started, mentioned = time.monotonic(), False
+    while (handle := _try(lock)) is None:
+        waited = time.monotonic() - started
+        if waited > WAIT:
+            hint = "run the command again when it is done"
+            raise RotationZooError(f"another process is {doing}; gave up after {WAIT:g} s", hint)
+        if waited > min(_SILENCE, WAIT / 2) and not mentioned:
+            words = "Waiting up to %g s for another process that is %s"
+            logging.getLogger(__name__).warning(words, WAIT, doing)
+            mentioned = True
+        time.sleep(_PAUSE)
+    try:
+        yield
+    finally:
+        # Remove the file before releasing it: a process that has opened it sees that it is gone,
+        # and makes a new one.
+        lock.unlink(missing_ok=True)
+        os.close(handle)
+        with suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
+
+
+def _try(lock: Path) -> int | None:
+    """The open lock file, or None while another process holds it. The previous holder may have
+    removed the file that was opened."""
+    try:
+        handle = _open(lock)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise RotationZooError(f"{lock} is a symbolic link, not a lock", "remove it") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle), lock.lstat()):
+            return handle
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(handle)
+        raise
+    os.close(handle)
+    return None
+
+
+def _open(lock: Path) -> int:
+    """Open the lock file, or make it. A missing folder is made again a few times, because another
+    process may just have removed it. Raises `OSError`."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    for _ in range(_OPENINGS - 1):
+        with suppress(FileNotFoundError):  # in a place such as /proc, every time
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(lock, flags, 0o666)
+        time.sleep(_PAUSE)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(lock, flags, 0o666)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rotationzoo.errors import RotationZooError, first_sentence
-from rotationzoo.storage.disks import check_regular
+from rotationzoo.storage.files import check_regular
 
 try:
     import gguf
@@ -23,11 +23,11 @@ _LONG = 1 << 10  # elements of a list: as many as a model has layers at most
 
 
 class Reader(gguf.GGUFReader):
-    """A memory-mapped file. The package takes what a header says on trust: past the end of a file
-    it reads nothing, without an error, and it makes objects of every list element.
+    """A memory-mapped file. The `gguf` package trusts the header: it reads nothing past the end of
+    the file, without an error, and makes an object of every list element.
 
-    This raises `ValueError` for what the file does not hold, and for lists that are too long.
-    Without `lists`, the long ones are empty: a vocabulary takes seconds.
+    This raises `ValueError` for a file that is cut off, and for lists that are too long. Without
+    `lists`, long ones are empty: a vocabulary takes seconds.
     """
 
     def __init__(self, path: Path, lists: bool = True):
@@ -81,23 +81,19 @@ class Reader(gguf.GGUFReader):
 
 
 def open_gguf(path: Path, lists: bool = True) -> Reader:
-    """Open a file without reading its tensors.
-
-    Raises `RotationZooError` unless it is a complete GGUF file.
-    """
+    """Open a file and read no tensors. Raises `RotationZooError` unless it is a whole GGUF file."""
     check_regular(path)
     try:
         with np.errstate(all="raise"):  # of offsets
             return Reader(path, lists)
     except Exception as error:  # the package fails in many ways
         problem = f"{path} is no GGUF file: {first_sentence(error):.200}"
-        hint = "give a file that llama.cpp loads"
-        raise RotationZooError(problem, hint) from error
+        raise RotationZooError(problem, "give a file that llama.cpp loads") from error
 
 
 def write_header(reader: Reader, path: Path) -> None:
-    """Write a file with the same metadata, as the reader has it, and with tensors of the same names
-    that are empty: what a model's config is made from."""
+    """Write a file with the reader's metadata and empty tensors of the same names, which is what a
+    model's config is made from."""
     order = ">" if reader.byte_order == "S" else "<"
     fields = [each for each in reader.fields.values() if not each.name.startswith("GGUF.")]
     content = [b"GGUF", pack(f"{order}IQQ", 3, len(reader.tensors), len(fields))]

@@ -21,8 +21,8 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Strict(BaseModel, str_max_length=1 << 14):
-    """A table that accepts only JSON's own types: text does not pass for a number, numbers are
-    finite, and texts short. Unknown keys are accepted: a later version may have written them."""
+    """A model of JSON's own types: text is no number, numbers are finite, texts are short. Unknown
+    keys are accepted: a later version may have written them."""
 
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -30,8 +30,8 @@ class Strict(BaseModel, str_max_length=1 << 14):
 
 
 def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
-    """Parse JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for text that is none, or
-    that parsers read differently: duplicate keys, NaN, numbers beyond float64, nesting beyond 32
+    """Parse JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for anything else, and for
+    what parsers read differently: duplicate keys, NaN, numbers beyond float64, nesting beyond 32
     levels, lone surrogates."""
     try:
         content = json.loads(
@@ -57,8 +57,8 @@ def read(path: Path, hint: str = _HINT) -> Any:
 
 
 def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
-    """Validate content against a pydantic model. Raises `RotationZooError`, which says what is
-    wrong and where in `origin`."""
+    """Validate content against a type. Raises `RotationZooError`, which says what is wrong and
+    where in `origin`."""
     try:
         return TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:
@@ -69,8 +69,8 @@ def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
 
 
 def check_schema(content: Any, known: int, origin: str, problem: str, hint: str) -> None:
-    """Raise `RotationZooError` unless content is a table whose `schema` is the `known` one.
-    `problem` says what content without any schema is."""
+    """Raise `RotationZooError` unless the content's `schema` is the `known` one. `problem` says
+    what content without a schema is."""
     schema = content.get("schema") if isinstance(content, dict) else None
     # In Python a bool is an int, and `true` is no schema.
     if not isinstance(schema, int) or isinstance(schema, bool):
@@ -83,12 +83,11 @@ def check_schema(content: Any, known: int, origin: str, problem: str, hint: str)
 
 
 def text(content: Any) -> bytes:
-    """Write a table as JSON that `parse` reads. Raises `RotationZooError` for a number that is not
-    finite."""
+    """JSON that `parse` reads. Raises `RotationZooError` for a number that is not finite."""
     try:
         return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
     except ValueError as error:
-        raise RotationZooError(f"what was found cannot be written: {_first_line(error)}") from error
+        raise RotationZooError(f"the result cannot be written: {_first_line(error)}") from error
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""YAML that others wrote: read within limits, and without aliases, whose copies of copies of a list
-take no bytes in the file and any time to walk through."""
+"""YAML that others wrote: read within limits, and without aliases, which can expand a small file
+beyond any limit."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str) -> Any:
-    """Parse YAML. Raises `ValueError`, with one line that says why, for text that is none, that is
-    longer than `LIMIT`, that has aliases or that is nested deeply."""
+    """Parse YAML. Raises `ValueError`, with a one-line reason, for text that is not YAML, is longer
+    than `LIMIT`, has aliases or is nested deeply."""
     if len(text) > LIMIT:
         raise ValueError(f"it has more than {LIMIT:,} characters")
     try:

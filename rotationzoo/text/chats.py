@@ -1,5 +1,5 @@
-"""Chats in the form of a tokenizer's template, which comes with the model and may
-loop and multiply text: it runs in a process of its own, with limits of time and memory."""
+"""Chats in the form of a tokenizer's template. It comes with the model and may loop, so it runs in
+its own process, with limits on time and memory."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from rotationzoo.errors import RotationZooError, first_sentence
 _SECONDS = 10.0  # a chat of 16 MiB took 0.1 s
 _MEMORY = 1 << 30  # bytes more than the process has when it starts
 _ADDED = 1 << 20  # characters that a template may add to the messages
-# A fork has the tokenizer at once. Elsewhere it is not safe after torch was imported.
+# A fork has the tokenizer at once. Outside Linux it is not safe after torch was imported.
 _METHOD = "fork" if sys.platform == "linux" else "spawn"
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "call"}
 Message = dict[str, Any]
@@ -32,9 +32,9 @@ Message = dict[str, Any]
 
 def read_message(given: Any) -> Message:
     """A message in OpenAI's form, which templates read, from that form or ShareGPT's. Raises
-    `ValueError` for what is in neither."""
+    `ValueError` for any other."""
     fields = given if isinstance(given, dict) else {}
-    # In a table, each message has the keys of all.
+    # In a table, each message has the keys of all messages.
     message = {key: value for key, value in fields.items() if value not in (None, [])}
     if "from" in message:
         role = _SHAREGPT.get(str(message["from"]), message.pop("from"))
@@ -52,14 +52,14 @@ def read_message(given: Any) -> Message:
 
 
 def read_functions(given: Any) -> list[dict[str, Any]]:
-    """Tools, or calls of them, in OpenAI's form, from a list of these or of functions alone, or
-    from their JSON. Raises `ValueError` for what is in neither."""
+    """Tools or tool calls in OpenAI's form, from a list of these or of bare functions, or JSON.
+    Raises `ValueError` for anything else."""
     tools, read = from_json(given) or [], []
     for tool in map(from_json, tools if isinstance(tools, list) else [tools]):
         function = tool.get("function", tool) if isinstance(tool, dict) else {}
         if not isinstance(function.get("name"), str):
             raise ValueError(given)
-        if "arguments" in function:  # a table, as servers hand it to templates
+        if "arguments" in function:  # servers pass a table to templates
             function = function | {"arguments": from_json(function["arguments"] or "{}")}
         rest = tool if "function" in tool else {}
         read.append({"type": "function", **rest, "function": function})
@@ -67,7 +67,7 @@ def read_functions(given: Any) -> list[dict[str, Any]]:
 
 
 def from_json(value: Any) -> Any:
-    """What a text of JSON says, or the value itself where it is no such text."""
+    """The value of a JSON text, or the given value itself."""
     with suppress(ValueError, TypeError, RecursionError):
         return json.loads(value)
     return value
@@ -79,8 +79,8 @@ def _called(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """A chat in the forms that templates read: as it is, with the parts of texts joined, and then
-    also with arguments as JSON."""
+    """A chat in the forms that templates read: unchanged, with texts joined, and then also with
+    arguments as JSON."""
     yield messages
     messages = copy.deepcopy(messages)
     for message in messages:
@@ -94,8 +94,7 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Its process starts with the first chat, and ends with this
-    object."""
+    """A tokenizer's chat template. Its process lives from the first chat to this object's end."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, day: str | None = None):
         self.tokenizer, self._day = tokenizer, day or date.today().isoformat()
@@ -106,11 +105,9 @@ class ChatTemplate:
         self._connection: Connection | None = None
 
     def render(self, messages: list[Message], **options: Any) -> str:
-        """The text of a chat, from the first form that the template takes and does not show as
-        Python's tables. `options` go to `apply_chat_template`.
-
-        Raises `ValueError`, with a reason, where the template refuses the chat, and
-        `RotationZooError` where it takes more time, memory or text than any template needs.
+        """The text of a chat, from the first form that the template takes and does not print as a
+        Python dict or list. `options` go to `apply_chat_template`. Raises `ValueError`, with a
+        reason, if the template refuses the chat, and `RotationZooError` if it exceeds a limit.
         """
         functions = [tool["function"] for tool in options.get("tools") or ()] + _called(messages)
         tables = [message["content"] for message in messages]
@@ -141,7 +138,7 @@ class ChatTemplate:
             self._connection = None
             self._process.kill()
             raise RotationZooError(
-                f"the tokenizer's chat template was given up: a chat took more than {_SECONDS:g} s "
+                f"the tokenizer's chat template was stopped: a chat took more than {_SECONDS:g} s "
                 f"or {_MEMORY >> 30} GiB, or became {_ADDED:,} characters longer",
                 hint="do not use this template; plain text needs none",
             )
@@ -165,10 +162,10 @@ class ChatTemplate:
 def _serve(
     tokenizer: PreTrainedTokenizerBase, day: str, other: Connection, connection: Connection
 ) -> None:
-    """Answer chats until the other end of the connection is closed."""
-    other.close()  # otherwise this process itself would keep it open
+    """Render chats until the other end of the connection is closed."""
+    other.close()  # or this process itself would keep it open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
-    # It ends with that process, by this signal, which `calibrate` has made an interrupt.
+    # `calibrate` has turned this signal, which ends the process, into an interrupt.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(OSError, ValueError):  # where the system says how much memory there is
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -186,7 +183,7 @@ def _serve(
 def _answer(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> bytes:
-    """The text after a `+`, the template's refusal after a `-`, or nothing for too long a text."""
+    """`+` and the text, `-` and the template's refusal, or nothing if the text is too long."""
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except MemoryError:

@@ -26,22 +26,22 @@ BUNDLED = Path(__file__).parents[1] / "data" / "demo" / "calibration.jsonl"
 HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 """The bundled text that `evaluate` reads. None of it is in `BUNDLED`."""
 
-_CHARACTERS_A_TOKEN = 40  # shuffles documents among about ten times the text that is used
+_CHARACTERS_A_TOKEN = 40  # about ten times the text that is used, to shuffle
 _PIECE = 1 << 16  # characters
 _BAD = 100  # rows after which a source need not be read to its end
 _ROWS = 64  # of a table at a time: they may hold images
-# How a file begins -> the program that compressed it, and unpacks it.
+# First bytes of a file -> the program that unpacks it.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2"}
 
 Document = str | list[Message]
 """A text, or the messages of a chat."""
 Media = dict[str, list[Any]]
-"""The images and audio of a document: kind -> bytes or paths, as the source holds them."""
+"""The images and audio of a document: kind -> bytes or paths."""
 _Record = dict[str, Any]  # column -> value
 
 
 class Sample(NamedTuple):
-    """A document, with the number of its row and the media in that row."""
+    """A document, with its row's number and media."""
 
     number: int
     document: Document
@@ -51,12 +51,12 @@ class Sample(NamedTuple):
 
 
 class BadRow(RotationZooError):
-    """A row that is left out where few are bad."""
+    """A row that is left out if few are bad."""
 
 
 @dataclass
 class Tally:
-    """How many rows and tokens were read, and what is wrong with rows left out, by number."""
+    """The rows and tokens read, and number -> error of rows left out."""
 
     rows: int = 0
     tokens: int = 0
@@ -64,7 +64,7 @@ class Tally:
 
     @contextmanager
     def leaving_out(self, number: int) -> Iterator[None]:
-        """Leave a row out if it is found bad inside the block."""
+        """Leave the row out if the block raises `BadRow`."""
         try:
             yield
         except BadRow as error:
@@ -85,8 +85,8 @@ class Tally:
 
 
 def read_documents(data: Data, tally: Tally) -> Iterator[Sample]:
-    """The documents of `data.source` in an order that its seed fixes, with bad rows left to the
-    `tally`. Raises `RotationZooError` for a source that is missing, empty or not readable."""
+    """The documents of `data.source` in an order that the seed fixes; bad rows go to the `tally`.
+    Raises `RotationZooError` for a source that is missing, empty or not readable."""
     return _shuffled(_samples(data, tally), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
 
 
@@ -136,7 +136,7 @@ def _read_chat(given: Any, record: _Record) -> list[Message]:
     if not isinstance(given, list):
         raise ValueError(given)
     messages = [read_message(message) for message in given]
-    system = record.get("system")  # beside chats of ShareGPT
+    system = record.get("system")  # ShareGPT has it next to the chat
     if system and isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
@@ -146,7 +146,7 @@ def _records(data: Data) -> Iterator[_Record | bytes]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     check_utf8(path)
     suffix = path.suffix.lower()
-    # Otherwise a mistyped file would be looked for as a data set on the hub.
+    # Otherwise a mistyped file name would be taken for a data set on the hub.
     if suffix in FILES and not path.is_file():
         raise RotationZooError(f"there is no file {data.source}", hint="check the path of --data")
     if path.exists() and suffix not in FILES:
@@ -173,7 +173,7 @@ def _column(record: _Record, wanted: list[str], data: Data) -> str:
 
 
 def _check_encoding(path: Path, name: str) -> None:
-    """Raise `RotationZooError` for a text in UTF-16 or UTF-32, and for a compressed file."""
+    """Raise `RotationZooError` for UTF-16, UTF-32 and compressed files."""
     with reading_errors(name), path.open("rb") as file:
         head = file.read(4)
     kind: str = json.detect_encoding(head)  # by its mark, or by the zeros of its first characters
@@ -188,8 +188,7 @@ def _check_encoding(path: Path, name: str) -> None:
 
 
 def _pieces(path: Path) -> Iterator[_Record]:
-    """A text file of any size in pieces of about 64 KB, cut at line ends."""
-    # Without the mark that Windows puts at the start.
+    """A text file of any size, without its BOM, in pieces of about 64 KB, cut at line ends."""
     with reading_errors(str(path)), path.open(encoding="utf-8-sig") as file:
         while lines := file.readlines(_PIECE):
             text = "".join(lines)
@@ -206,7 +205,7 @@ def _json_lines(path: Path) -> Iterator[bytes]:
 
 def _data_set(data: Data) -> Iterator[_Record]:
     """A data set on the hub, streamed: little more is fetched than is used."""
-    import datasets  # takes a second to import, and most jobs do not need it
+    import datasets  # takes a second, and most jobs do not need it
 
     with reading_errors(f"the data set {data.source} could not be read"):
         source = datasets.load_dataset(data.source, data.subset, split=data.split, streaming=True)
@@ -214,8 +213,7 @@ def _data_set(data: Data) -> Iterator[_Record]:
 
 
 def _table_rows(data: Data, path: Path) -> Iterator[_Record]:
-    """The rows of a parquet file. `datasets` would take its path for a pattern, and needs a cache
-    to write to."""
+    """Rows of a parquet file; `datasets` would take the path for a pattern, and write a cache."""
     import pyarrow.parquet
 
     with reading_errors(f"the data set {data.source} could not be read"), path.open("rb") as file:
@@ -225,8 +223,8 @@ def _table_rows(data: Data, path: Path) -> Iterator[_Record]:
 
 @contextmanager
 def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -> Iterator[None]:
-    """Turn any error of a reader, a chat template or a hub client into one sentence of this `kind`
-    that begins with `what`."""
+    """Turn any error of a reader, a chat template or a hub client into one sentence that begins
+    with `what`."""
     options = "--data, --subset, --split and --column"
     hint = f"check {options}, and the network; or use a local file, or bundled"
     with as_refusal(what, hint, kind):
@@ -238,8 +236,8 @@ def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -
 
 
 def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[Sample]:
-    """The documents in an order that the seed fixes. They are shuffled within blocks of `budget`
-    characters: more than will be used, but not so much that a large data set is read to its end."""
+    """The documents, shuffled by the seed within blocks of `budget` characters: more than is used,
+    but less than a large data set."""
     generator = random.Random(seed)
     block, size = list[Sample](), 0
     for document in documents:

@@ -1,5 +1,5 @@
 """Rows of text with images or audio, made by the processor of a vision or omni model: one row per
-document, in which the processor's chat template says where they stand."""
+document, with media where the processor's chat template puts them."""
 
 import io
 from pathlib import Path
@@ -20,26 +20,23 @@ _PARTS = {"image": "vision_config", "audio": "audio_config"}
 
 
 def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
-    """The ids of the tokens that a model replaces by features of images or audio. Raises
-    `RotationZooError` if it does not read what the data has."""
+    """The ids of the tokens that a model replaces by features of media. Raises `RotationZooError`
+    if it does not read the data's media."""
     ids: list[int] = []
     for kind, column in data.media.items():
         named = (getattr(config, f"{kind}_token_{ending}", None) for ending in ("id", "index"))
         known = [token for token in named if isinstance(token, int)]
         if not known or getattr(config, _PARTS[kind], kind) is None:
             problem = f"{name} reads no {kind}, which the data has in column {column}"
-            hint = "leave the column out, or give a model that reads it"
-            raise RotationZooError(problem, hint)
+            raise RotationZooError(problem, "leave the column out, or give a model that reads it")
         ids += known
     return ids
 
 
 def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> Corpus:
-    """The rows that `data` describes, for the model of this processor and config.
-
-    Rows are cut to `data.length`. Documents with images or audio behind that are left out. Raises
-    `RotationZooError` where `read_corpus` does, and for images and audio that cannot be read.
-    """
+    """The rows that `data` describes, for the model of this processor and config. Rows are cut to
+    `data.length`, and documents with media behind that are left out. Raises `RotationZooError` as
+    `read_corpus`, and for media that cannot be read."""
     template, tally = ChatTemplate(processor, data.date), Tally()
     tokens = torch.tensor(media_tokens(config, data, "the model"))
     marks = processor.tokenizer.convert_ids_to_tokens(tokens.tolist())
@@ -60,8 +57,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
     bad = tally.check()
     if not rows:
         problem = f"{data.label} has no row whose images and audio fit {data.length} tokens"
-        hint = "give longer rows with --length, or smaller images"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, "give longer rows with --length, or smaller images")
     ids = [row.ids[0] for row in rows]
     longer = f"{counted(left_out, 'document')} with longer images or audio left out"
     notes = shortfall(ids, data), longer if left_out else None, bad, template.note
@@ -72,7 +68,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
 
 
 def _place(sample: Sample) -> _Messages:
-    """A chat in parts, which name kinds of media but hold nothing that a template could fetch."""
+    """A chat in parts that name kinds of media, without anything that a template could fetch."""
     if isinstance(sample.document, str):
         marks = [{"type": kind} for kind, values in sample.media.items() for _ in values]
         return [{"role": "user", "content": [*marks, {"type": "text", "text": sample.document}]}]
@@ -86,8 +82,8 @@ def _place(sample: Sample) -> _Messages:
 
 
 def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: Data) -> None:
-    """Raise `BadRow` for a chat in which not each image or sound has one place. Some
-    processors would make a row of tokens that stand for nothing, or fail in the model."""
+    """Raise `BadRow` unless each image or sound of a chat has one place. Some processors would make
+    a row with tokens that stand for nothing."""
     parts = [part for message in messages for part in message["content"]]
     for kind in ("image", "audio", "video"):
         places, given = sum(part["type"] == kind for part in parts), len(sample.media.get(kind, []))
@@ -98,8 +94,7 @@ def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: D
     text = "".join(part.get("text") or "" for part in parts)
     if written := [mark for mark in marks if mark and mark in text]:
         problem = f"a text of {data.source} holds {written[0]}, which stands for media of the model"
-        hint = "take it out of the text: the chat template puts it where it belongs"
-        raise BadRow(problem, hint)
+        raise BadRow(problem, "take it out of the text: the chat template puts it where it belongs")
 
 
 def _prepare(messages: _Messages, sample: Sample, template: ChatTemplate, data: Data) -> Any:
@@ -115,15 +110,14 @@ def _prepare(messages: _Messages, sample: Sample, template: ChatTemplate, data: 
         given["audio"] = [_read_audio(sound, rate, data) for sound in sounds]
     text = template.render(messages, tools=sample.tools or None, add_generation_prompt=False)
     start = processor.tokenizer.decode(start_tokens(processor.tokenizer))
-    # Some processors add no start tokens to a text, where others would add them twice.
+    # Some processors add no start tokens; others would add them twice.
     if start and text.startswith(start):
         given["add_special_tokens"] = False
     return processor(text=[text], return_tensors="pt", **given)
 
 
 def _cut(made: Any, tokens: torch.Tensor, data: Data) -> MediaRow | None:
-    """The first tokens of a row; None where that would cut an image or a sound, for which `tokens`
-    stand."""
+    """The first tokens of a row; None if that would cut the media that `tokens` stand for."""
     whole, length = made["input_ids"].shape, data.length
     is_media = torch.isin(made["input_ids"][0], tokens)
     if is_media[length:].any():
@@ -148,7 +142,7 @@ def _read_audio(value: Any, rate: int, data: Data) -> Any:
 
 
 def _file(value: Any, data: Data) -> io.BytesIO | Path:
-    """The file of an image or a sound: its bytes, or its path from the folder of the data file."""
+    """The bytes of an image or a sound, or its path, relative to the data file."""
     held = value if isinstance(value, dict) else {"path": value}
     path = Path(data.source).expanduser().parent
     return io.BytesIO(held["bytes"]) if held.get("bytes") else path / held["path"]

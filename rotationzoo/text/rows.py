@@ -1,7 +1,4 @@
-"""Token rows of calibration text, with a fingerprint, and their batches.
-
-Documents are packed into rows of equal length, or each document gets its own row.
-"""
+"""Token rows of calibration text, packed to equal length, with a fingerprint."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +18,8 @@ from rotationzoo.words import counted
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens before every text: those that the tokenizer puts there or, where it puts none,
-    those with which its chat template begins every chat."""
+    """The tokens before every text: the tokenizer's own or, without any, those with which its chat
+    template begins every chat."""
     own, template = _own_start(tokenizer), tokenizer.chat_template
     if own or not template:
         return own
@@ -30,7 +27,7 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def start_note(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Whether the start tokens are those of the chat template, in a sentence."""
+    """A note if the start tokens are those of the chat template."""
     start = start_tokens(tokenizer)
     if not start or _own_start(tokenizer):
         return None
@@ -38,15 +35,14 @@ def start_note(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def _own_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # With special tokens, a letter comes after the start tokens; without, it comes alone.
     plain, full = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     return full[: full.index(plain[0])] if plain and plain[0] in full else []
 
 
 @lru_cache(maxsize=4)
 def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int, ...]:
-    """The special tokens that begin a chat, and not its messages. `template` tells tokenizers apart
-    that were changed."""
+    """The special tokens that begin a chat, before its messages. `template` is for the cache: a
+    tokenizer may be changed."""
     chat = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
     text, start = "", list[int]()
     with suppress(RotationZooError):
@@ -65,12 +61,10 @@ def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
 
 
 def tokenize(sample: Sample, template: ChatTemplate, data: Data) -> list[int]:
-    """The ids of one document, without start tokens: rows get those when they are cut.
-
-    A text ends with the end token, as in training. A chat template closes its own turns. Raises
-    `RotationZooError` for a chat where the tokenizer has no template, and `BadRow` for what the
-    template or the tokenizer refuses.
-    """
+    """The ids of one document, without start tokens, which rows get when they are cut. A text ends
+    with the end token, as in training; a chat template closes its own turns. Raises
+    `RotationZooError` for a chat if the tokenizer has no template, and `BadRow` for what the
+    template or the tokenizer refuses."""
     tokenizer, end = template.tokenizer, []
     if isinstance(sample.document, str):
         text = sample.document
@@ -89,7 +83,7 @@ def tokenize(sample: Sample, template: ChatTemplate, data: Data) -> list[int]:
             )
         text = text.removeprefix(str(tokenizer.decode(start_tokens(tokenizer))))
     with reading_errors(f"a text of {data.source} cannot be tokenized", BadRow):
-        # Rows are cut to length later, so the tokenizer's warning about long texts would mislead.
+        # Not verbose: rows are cut later, so a warning about long texts would mislead.
         return [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *end]
 
 
@@ -110,9 +104,9 @@ class Corpus:
     rows: list[torch.Tensor]
     fingerprint: str
     note: str | None
-    """Something the user should know, such as that there are fewer tokens than asked for."""
+    """What the user should know, such as that there are fewer tokens than asked for."""
     media: Sequence[MediaRow] = ()
-    """The same rows with their images and audio, where they have any."""
+    """The same rows with their images and audio, if any."""
     date: str | None = None
     """The day that a chat template wrote as today's."""
 
@@ -136,8 +130,7 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     if not rows:
         found = counted(tally.tokens, "token")
         problem = f"{data.label} has {found}, too few for a row of {data.length:,}"
-        hint = "give more text with --data, or shorter rows with --length"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, "give more text with --data, or shorter rows with --length")
     notes = shortfall(rows, data), left_out, template.note, start_note(tokenizer)
     note = "; ".join(filter(None, notes)) or None
     return Corpus(rows, fingerprint(rows), note, date=template.written_day)
@@ -161,7 +154,7 @@ def fingerprint(rows: list[torch.Tensor]) -> str:
 
 
 def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
-    """The note for the user, with the reason, where there are fewer tokens than asked for."""
+    """The note, with the reason, if there are fewer tokens than asked for."""
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:
         return None
@@ -173,8 +166,7 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
 def _packed_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
 ) -> Iterator[torch.Tensor]:
-    """Join the documents and cut them into rows, each of which begins with the start tokens, as
-    each request does."""
+    """Join the documents and cut them into rows that begin with the start tokens, like requests."""
     stream = (token for document in documents for token in document)
     for _ in range(data.rows):
         row = start + list(islice(stream, data.length - len(start)))

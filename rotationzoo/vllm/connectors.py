@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rotationzoo import __version__
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.version import __version__
 from rotationzoo.vllm.refusals import SERVED_CONNECTORS
 from rotationzoo.vllm.settings import parse_options, read_settings
 from rotationzoo.vllm.upstream import KVConnectorFactory

@@ -19,9 +19,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from rotationzoo import __version__
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.version import __version__
 from rotationzoo.vllm import FOLDER
 from rotationzoo.vllm.settings import parse_options, read_settings
 from rotationzoo.vllm.steps import Planner

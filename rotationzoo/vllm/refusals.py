@@ -8,7 +8,6 @@ from typing import Any
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import UnsupportedModel
-from rotationzoo.figures import byte_count
 from rotationzoo.geometry import full_attention_layers
 from rotationzoo.recipe.rope import apply_scaling, scaling_of
 from rotationzoo.sides import LATENTS
@@ -16,6 +15,7 @@ from rotationzoo.vllm import BACKENDS, CONNECTORS, KEY, WORKER
 from rotationzoo.vllm.settings import parse_options, served_layers, verified_tokens
 from rotationzoo.vllm.steps import count_slots
 from rotationzoo.vllm.upstream import WORKERS
+from rotationzoo.words import byte_count
 
 SERVED_CONNECTORS = "OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector"
 """Those of vLLM's KV connectors whose pages come from this server, or from one that says which

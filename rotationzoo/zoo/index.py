@@ -13,12 +13,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rotationzoo.artifact.manifest import ROTATIONS, PlainName
 from rotationzoo.artifact.measured import Summary, arms_of
 from rotationzoo.artifact.scores import Decision
-from rotationzoo.figures import UNKNOWN, percent
 from rotationzoo.recipe.schema import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.strict_json import Sha256
+from rotationzoo.words import UNKNOWN, percent
 from rotationzoo.zoo.hubs.protocol import HubName, PlaceName, is_folder
-from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.signer import Signer
 
 SCHEMA = 1
 NAME = "zoo_index.json"
@@ -37,14 +37,13 @@ _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
 
 
 class _Frozen(BaseModel):
-    # Where files are and what they are is read by this version in full, or not at all.
+    # Unknown keys are refused: this version must understand where and what files are.
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class _Growing(BaseModel):
-    # Later versions may describe it further. This one ignores what it does not know, but
-    # keeps it when it extends the index. A key that changes what is downloaded or trusted raises
-    # `SCHEMA`.
+    # Unknown keys of later versions are ignored, but kept when the index is extended. A key that
+    # changes what is downloaded or trusted raises `SCHEMA`.
     model_config = ConfigDict(
         extra="allow", frozen=True, protected_namespaces=(), populate_by_name=True
     )
@@ -57,9 +56,9 @@ class Copy(_Frozen):
     repo: RepoId | Literal["."]
     """On disk `.`, the folder in which the index is."""
     path: Annotated[str, AfterValidator(lambda path: path and files.plain(path))]
-    """The folder inside the repository; empty if it is the whole, or is not known."""
+    """The folder inside the repository; empty if it is the root, or unknown."""
     revision: Place | None = None
-    """A commit on Hugging Face, a tag on ModelScope; None if it is the index's or is not known."""
+    """A commit on Hugging Face, a tag on ModelScope; None if it is the index's own, or unknown."""
 
     def path_of(self, name: str) -> str:
         """The path of a file in the repository."""
@@ -74,32 +73,31 @@ class File(_Frozen):
 
 
 class Listed(_Growing, allow_inf_nan=False):
-    """The figures that a list of published rotations shows of each, taken from its manifest when it
-    is published; None where nothing was measured."""
+    """The figures that `list` shows, taken from the manifest; None if not measured."""
 
     perplexity_increase: float | None = None
     """Relative: 0.01 is 1 %."""
     bits_per_element: Annotated[float, Field(gt=0)] | None = None
-    """Bits per cached element at 131,072 tokens, at the recipe's windows, in `BITS_FORMAT`."""
+    """Bits per cached element at 131,072 tokens, with the recipe's windows, in `BITS_FORMAT`."""
 
 
 class Entry(_Growing):
     """One published rotation of one model."""
 
     model: RepoId | PlainName
-    """The hub id, or a plain name for a model that is not on a hub, such as `demo`."""
+    """The hub id, or the plain name of a model that is not on a hub, such as `demo`."""
     model_revision: Place | None = None
     config_sha256: Sha256 | None = None
     weights_fingerprint: Sha256 | None = None
     format: Literal["rotationzoo", "oscar", "latent", "gguf"] = "rotationzoo"
     """`rotationzoo` is an artifact. OSCAR's authors publish the others: `oscar`, two `.pt` files;
-    `latent`, a folder with one matrix per layer for the latent that MLA stores; and `gguf`, a whole
-    model with rotations in it. The last two are not pulled."""
+    `latent`, a folder with one matrix per layer for MLA's latent; and `gguf`, a whole model with
+    rotations in it. The last two are not pulled."""
     note: Annotated[str, Field(max_length=500)] | None = None
     recipe: PlainName
     recipe_sha256: Sha256 | None = None
     rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
-    """The scaling of RoPE that the model was calibrated with, as `yarn:4`."""
+    """The scaling of RoPE in calibration, as `yarn:4`."""
     geometry: list[dict[str, bool | int]] | None = None
     files: dict[PlainName, File]
     copies: list[Copy]
@@ -107,12 +105,12 @@ class Entry(_Growing):
     """A summary of what `evaluate` measured."""
     validation: dict[str, Any] | None = None
     summary: Listed | None = None
-    """The figures to list it with. None in entries of files that others made."""
+    """None for files that others made."""
     created: Annotated[str, Field(pattern=r"^[0-9T:Z.+-]{1,40}$")] | None = None
     """The day of publication, in ISO 8601."""
     signer: Signer | None = None
-    """Who signed it. Binding in an index that the user named; in the index of the repository that
-    holds the files, anyone who can change the files can change this too."""
+    """Who signed it. Binding only in an index that the user named: who can change the files of a
+    repository can change its index, too."""
 
     @model_validator(mode="after")
     def _can_be_checked(self) -> "Entry":
@@ -136,7 +134,7 @@ class Entry(_Growing):
 
     @property
     def pullable(self) -> bool:
-        """Whether `pull` can fetch and check the entry. Other formats are only listed."""
+        """Whether `pull` can fetch and check the entry."""
         return self.format in ("rotationzoo", "oscar")
 
     @property
@@ -146,7 +144,7 @@ class Entry(_Growing):
 
     @property
     def decision(self) -> Decision | None:
-        """What these rotations keep by that evaluation; None where nothing was asked."""
+        """What these rotations keep by that evaluation; None if nothing was asked."""
         if (measured := self.measured) is None:
             return None
         own = {arm.name for arm in arms_of(measured.arms, self.identity)}
@@ -155,16 +153,16 @@ class Entry(_Growing):
 
     @property
     def identity(self) -> str:
-        """What distinguishes two entries of one model: the sha256 of the rotations, or for files
-        without hashes their repository and folder."""
+        """What tells entries of one model apart: the sha256 of the rotations, or the repository and
+        folder of files without hashes."""
         if self.format == "rotationzoo":
             return self.files[ROTATIONS].sha256 or ""
         return f"{self.copies[0].repo}/{self.copies[0].path}"
 
 
 class Statement(_Frozen):
-    """What an index's signature covers besides its entries: one repository, and for how long.
-    It tells a replay apart (TUF, sections 5.3 to 5.5)."""
+    """What an index's signature covers besides its entries, against replays: the repository, and
+    for how long (TUF, sections 5.3 to 5.5)."""
 
     hub: HubName
     repo: RepoId
@@ -175,11 +173,11 @@ class Statement(_Frozen):
         Field(pattern=r"^\d{4}-\d\d-\d\d$"),
         AfterValidator(lambda day: date.fromisoformat(day).isoformat()),
     ]
-    """The last day, in UTC, on which the signature is for the newest index."""
+    """The last day, in UTC, on which this may be the newest index."""
 
 
 class Index(_Growing):
-    """The content of `zoo_index.json`: everything that a repository has published."""
+    """The content of `zoo_index.json`."""
 
     schema_: Annotated[int, Field(alias="schema")] = SCHEMA
     entries: list[Entry] = []
@@ -195,9 +193,8 @@ class Index(_Growing):
         return self
 
     def extended(self, entry: Entry) -> "Index":
-        """This index with one more entry. One for the same rotations of the same model is merged
-        with it: it has the copies of both, the newer measurements, and what only a later version
-        knows."""
+        """This index with one more entry, merged with one for the same rotations and model: copies
+        of both, the newer measurements, and unknown keys."""
         others = []
         for listed in self.entries:
             if (listed.model, listed.identity) != (entry.model, entry.identity):
@@ -211,8 +208,8 @@ class Index(_Growing):
         return self.model_copy(update={"entries": sorted([*others, entry], key=_order)})
 
     def text(self) -> str:
-        """The index as JSON, with sorted entries and keys to keep diffs between versions small.
-        Fields that are None are left out, except in copies and files, where null says unknown."""
+        """The index as JSON, sorted to keep diffs small. None is left out, except in copies and
+        files, where null means unknown."""
         entries = []
         for entry in sorted(self.entries, key=_order):
             whole = entry.model_dump(include={"copies", "files"})
@@ -224,13 +221,12 @@ class Index(_Growing):
 
 
 def listed_as(repo: str) -> str:
-    """A repository as its own index names it: a folder, which may be carried elsewhere, as `.`."""
+    """A repository as its own index names it: a folder, which may be moved, as `.`."""
     return "." if is_folder(repo) else repo
 
 
-def asked_alike(entries: Iterable[Entry]) -> list[Entry]:
-    """Of entries of one model, those whose shares compare, the newest first: most of them, or else
-    the newest, were asked these questions."""
+def comparable(entries: Iterable[Entry]) -> list[Entry]:
+    """The largest group of a model's entries that were asked the same questions, newest first."""
     groups: dict[str, list[Entry]] = {}
     for entry in sorted(entries, key=lambda each: each.created or "", reverse=True):
         if (measured := entry.measured) and entry.decision:
@@ -241,20 +237,20 @@ def asked_alike(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def kept_words(entry: Entry, entries: Iterable[Entry]) -> str:
-    """The share of the exact model's right answers that an entry keeps, with its interval, where it
-    compares with what is shown of the other `entries`."""
+    """The share of the exact model's right answers that an entry keeps, with its interval, if it
+    compares with that of the other `entries`."""
     decision = entry.decision
     if decision is None:
         return UNKNOWN
-    if entry not in asked_alike(other for other in entries if other.model == entry.model):
+    if entry not in comparable(other for other in entries if other.model == entry.model):
         return OTHER_QUESTIONS
     low, high = map(percent, decision.interval or ())
     return f"{percent(decision.kept)} ({low} to {high})"
 
 
 def parse(text: str | bytes, origin: str) -> Index:
-    """Parse and validate the text of an index. Raises `RotationZooError`, which names `origin`, if
-    it is none or has a schema other than `SCHEMA`."""
+    """Parse and validate an index. Raises `RotationZooError`, naming `origin`, for anything else,
+    and for another schema."""
     content = strict_json.parse(text, origin, _OTHER_INDEX_HINT)
     strict_json.check_schema(
         content, SCHEMA, origin, f"{origin} is not an index", _OTHER_INDEX_HINT

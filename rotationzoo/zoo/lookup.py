@@ -8,7 +8,7 @@ from rotationzoo.recipe.rope import same_scaling
 from rotationzoo.recipe.schema import normalize
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, SPELLING_HINT, open_hub
-from rotationzoo.zoo.index import Copy, Entry, Index, asked_alike, kept_words
+from rotationzoo.zoo.index import Copy, Entry, Index, comparable, kept_words
 
 ZOO = "rotationzoo/zoo"
 BUNDLED_INDEX = "bundled"
@@ -17,8 +17,8 @@ BUNDLED_INDEX = "bundled"
 
 @dataclass(frozen=True)
 class LoadedIndex:
-    """An index and where it was read, in words and, if that was a zoo repository, as its place and
-    its bytes, which a signature is for."""
+    """An index and its origin in words; if that is a zoo repository, also its place there and the
+    bytes that were signed."""
 
     content: Index
     origin: str
@@ -27,7 +27,7 @@ class LoadedIndex:
     revision: str | None = None
     data: bytes | None = None
     signature: bytes | None = None
-    """The signature beside it, where that was read, too."""
+    """The signature next to it, if that was read."""
 
     def locate(self, copy: Copy) -> Copy:
         """The copy, with the path of this index's folder if it lies there."""
@@ -35,18 +35,17 @@ class LoadedIndex:
         return copy.model_copy(update={"repo": self.repo}) if is_here else copy
 
     def revision_of(self, copy: Copy) -> str | None:
-        """The revision that holds a copy: its own, or for one in the same repository as the index
-        that at which the index was read."""
+        """The revision that holds a copy: its own, or that of the index in the same repository."""
         lies_beside = (self.hub, self.repo) == (copy.hub, copy.repo)
         return copy.revision or (self.revision if lies_beside else None)
 
 
 def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB) -> LoadedIndex:
-    """The index at `place` (a path or `bundled`), or else that of a zoo repository on a hub.
+    """The index at `place` (a path or `bundled`), or else that of a zoo repository on a hub, or if
+    none is named and `ZOO` is missing or hidden, the copy that came with the package.
 
-    If no repository is named and `ZOO` does not exist or is hidden, this reads the copy that came
-    with the package. Raises `UsageError` for an address, and `HubError` if the hub cannot be read.
-    Other hubs are never tried: a repository of the same name there may belong to anybody.
+    Raises `UsageError` for a URL, and `HubError` if the hub cannot be read. Other hubs are not
+    tried: a repository of the same name there may belong to anybody.
     """
     if place == BUNDLED_INDEX:
         return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
@@ -73,8 +72,8 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
 
 def read_index(repo: str, hub_name: str, must_exist: bool = True) -> LoadedIndex:
     """Read a repository's own index. Raises `HubError`, with `missing` set if there is no such
-    repository or no index in it. Unless it `must_exist`, that is an empty index; a hub that cannot
-    be read is an error even so, or worse rotations than the published ones would be let through."""
+    repository or index. Unless it `must_exist`, that is an empty index; a hub that cannot be read
+    is still an error, or worse rotations than the published ones would pass."""
     hub, revision = open_hub(hub_name), None
     try:
         revision = hub.resolve(repo)
@@ -99,12 +98,12 @@ def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
     rope_scaling: str | None = None,
     engine: str | None = None,
 ) -> tuple[Entry, list[Copy], str]:
-    """The best entry of a model, its copies on these hubs, and a phrase that describes the choice.
+    """The best entry of a model, its copies in the order of `hubs`, and a phrase that describes the
+    choice.
 
-    Of those for the scaling of RoPE, one for the requested revision of the model wins, then an
-    artifact over other formats, then the one that keeps most for the `engine`, of those that were
-    asked the same questions for it, then the newest. `hubs` is also the order of the copies. Raises
-    `RotationZooError` if no entry can be pulled, and `UsageError` for a scaling that cannot be.
+    Among those for the scaling of RoPE, the requested revision of the model wins, then an artifact,
+    then what keeps most for the `engine` (asked the same questions), then the newest. Raises
+    `RotationZooError` if no entry can be pulled, and `UsageError` for an invalid scaling.
     """
     matching = []
     for entry in loaded.content.entries:
@@ -142,22 +141,22 @@ def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
 
 
 def _best_for(engine: str | None, entries: list[Entry]) -> tuple[Entry | None, str]:
-    """The entry that keeps most of the answers for an engine, and why. None where there are not
-    several that were measured for it with the same questions."""
+    """The entry that keeps most answers for an engine, and why; None unless several were measured
+    for it with the same questions."""
     fitting = [each for each in entries if each.measured and each.measured.engine == engine]
-    alike = asked_alike(fitting)
-    if engine is None or len(alike) < 2:
+    ranked = comparable(fitting)
+    if engine is None or len(ranked) < 2:
         return None, ""
-    alike.sort(key=lambda each: (each.decision and each.decision.kept) or 0.0, reverse=True)
-    shares = [f"{each.recipe} {kept_words(each, alike)}" for each in alike]
-    return alike[0], f" (which keeps most answers for {engine}: {', '.join(shares)})"
+    ranked.sort(key=lambda each: (each.decision and each.decision.kept) or 0.0, reverse=True)
+    shares = [f"{each.recipe} {kept_words(each, ranked)}" for each in ranked]
+    return ranked[0], f" (which keeps most answers for {engine}: {', '.join(shares)})"
 
 
 def _of_scaling(
     entries: list[Entry], asked: str | None, model: str
 ) -> tuple[list[Entry], list[str]]:
-    """The entries for a scaling of RoPE, and the scalings of the others. Where none is asked for,
-    rotations for a scaled model are the last choice: they are of no use to one that is not."""
+    """The entries for a scaling of RoPE, and the scalings of the others. By default, entries for a
+    scaled model are the last choice."""
     scalings = list(dict.fromkeys(entry.rope_scaling for entry in entries if entry.rope_scaling))
     if asked is None:
         plain = [entry for entry in entries if entry.rope_scaling is None]
@@ -174,6 +173,5 @@ def _of_scaling(
         known = f"its rotations are for: {', '.join(scalings)}" if scalings else "leave it out"
         make = f"rotationzoo calibrate {model} --rope-scaling {wanted}"
         problem = f"there is no rotation for {model} with its RoPE scaled by {wanted}"
-        hint = f"{known}; or make one with: {make}"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, f"{known}; or make one with: {make}")
     return [entry for entry in entries if entry.rope_scaling in fitting], []

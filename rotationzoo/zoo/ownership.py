@@ -1,5 +1,5 @@
-"""Checks that an artifact belongs to the model that an index lists it for: the manifest must name
-that model, and the model must have the config that the manifest records."""
+"""Checks that an artifact belongs to the model that an index lists it for: the manifest names that
+model, and the model has the config that the manifest records."""
 
 import re
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def folder_name(label: str) -> str:
 
 def listed_name(model: Model) -> str:
     """The name under which an index lists a manifest's `model`: its hub id, `demo`, or the name of
-    a local folder, without an owner. Raises `RotationZooError` if the id is not a valid hub id, or
-    if a local folder is called `demo`."""
+    a local folder. Raises `RotationZooError` for an invalid hub id, and for another model in a
+    folder called `demo`."""
     if model.revision is not None:
         if not re.fullmatch(REPOSITORY, model.id):
             hint = "calibrate the model again"
@@ -62,8 +62,7 @@ def describe(artifact: Artifact) -> dict[str, Any]:
 
 
 def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
-    """Raise `RotationZooError` if an artifact, called `what`, contradicts the entry that lists it:
-    in the model or any of `_FIELDS`."""
+    """Raise `RotationZooError` if an artifact, called `what`, contradicts its entry."""
     name, stands = listed_name(artifact.manifest.model), f"{what} is listed for {entry.model}"
     if name != entry.model:
         made_for = f"and its manifest says that it was made for {name}"
@@ -81,16 +80,15 @@ def not_published(artifact: Artifact, reason: str, hint: str | None) -> Rotation
 
 
 def check_model(artifact: Artifact) -> None:
-    """Raise `RotationZooError` if the model at the manifest's revision has another config than the
-    manifest records, or cannot be read. That of a local folder has no revision, and is not checked.
-    """
+    """Raise `RotationZooError` if the model at the manifest's revision has another config or cannot
+    be read. Models of local folders are not checked."""
     model = artifact.manifest.model
     if model.revision is None:
         return
     try:
         source = find(model.id, model.revision)
     except ModelUnavailable as error:
-        reason = f"whether it was made for {model.id} cannot be seen, as {error}"
+        reason = f"it cannot be checked that it was made for {model.id}: {error}"
         raise not_published(artifact, reason, error.hint) from error
     if hash_config(source.folder) != model.config_sha256:
         other = f"{model.id} has another config at revision {model.revision}"
@@ -99,8 +97,8 @@ def check_model(artifact: Artifact) -> None:
 
 
 def check_unclaimed(content: Index, entry: Entry, repo: str) -> None:
-    """Raise `RotationZooError` if a zoo already lists another model under a local model's name,
-    which has no owner, so that two different models may claim the same one."""
+    """Raise `RotationZooError` if a zoo already lists another model under this name. The name of a
+    local model has no owner, so two models may claim it."""
     if "/" in entry.model:
         return
     for listed in content.entries:

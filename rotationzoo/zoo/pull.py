@@ -1,6 +1,5 @@
-"""Pulling a published rotation into a local folder, the public function `pull` among it: every hash
-is checked, and a failed pull leaves nothing behind. OSCAR's authors publish pairs of `.pt` files
-without hashes."""
+"""Pulling published rotations into a local folder: every hash is checked, and a failed pull leaves
+nothing behind. OSCAR's authors publish pairs of `.pt` files without hashes."""
 
 import logging
 import os
@@ -18,14 +17,14 @@ from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.settings import Signatures
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders
-from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import disk_errors
 from rotationzoo.writer import remember
+from rotationzoo.zoo import signing as signatures
 from rotationzoo.zoo.hubs.protocol import HUBS, SPELLING_HINT, chosen_hubs, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry, find_index
 from rotationzoo.zoo.ownership import check_entry
 from rotationzoo.zoo.signed_index import check_index
-from rotationzoo.zoo.signing import check as signatures
 
 _WAY_OUT = "choose another place with --local-dir"
 _NO_DEMAND = signatures.Demand()
@@ -45,9 +44,9 @@ class Pulled:
     """Name -> sha256 of the file on disk."""
     notes: list[str] = field(default_factory=list)
     artifact: Artifact | None = None
-    """The opened artifact, with what the checks have read of it. None for OSCAR's own files."""
+    """The opened artifact. None for OSCAR's own files."""
     signature: signatures.Finding | None = None
-    """None for OSCAR's own files, which have none."""
+    """None for OSCAR's own files."""
 
 
 def pull(
@@ -95,7 +94,6 @@ def pull(
     if pulled.signature is not None:
         level = logging.INFO if pulled.signature.state == "signed" else logging.WARNING
         logging.getLogger("rotationzoo").log(level, "%s", pulled.signature.note)
-    # Files that OSCAR's makers published have no manifest, so they are not an artifact yet.
     if pulled.artifact is None:
         raise RotationZooError(
             f"rotations of {entry.model} in {pulled.copy.repo} are not an artifact: {pulled.path}",
@@ -105,8 +103,8 @@ def pull(
 
 
 def _pull_oscar(entry: Entry, copy: Copy, local_dir: Path | None, progress: Progress) -> Pulled:
-    """Download the files of an entry without hashes, each time anew. Raises `RotationZooError` if
-    they do not hold rotations."""
+    """Download the files of an entry without hashes, every time. Raises `RotationZooError` if they
+    do not hold rotations."""
     revision = copy.revision or open_hub(copy.hub).resolve(copy.repo)
     target = local_dir or _cache_folder(copy, revision)
     if local_dir is not None:
@@ -121,36 +119,31 @@ def _pull_oscar(entry: Entry, copy: Copy, local_dir: Path | None, progress: Prog
 
 
 def _check_hashes(entry: Entry, copy: Copy, hashes: Mapping[str, str]) -> None:
-    """Raise `RotationZooError` if a file has another sha256 than the index lists, if any."""
+    """Raise `RotationZooError` if a file differs from the sha256 in the index."""
     for name, file in entry.files.items():
         if file.sha256 not in (None, hashes[name]):
-            raise RotationZooError(
-                f"{name} of {copy.repo} is not the file that the index lists: its sha256 differs",
-                hint="run the same command again; if it stays so, tell the owners of the "
-                "repository",
-            )
+            problem = f"{name} of {copy.repo} is not the file that the index lists"
+            hint = "run the command again; if that does not help, tell the owners of the repository"
+            raise RotationZooError(f"{problem}: its sha256 differs", hint)
 
 
 def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
-    """Name -> size in bytes, from the index or else from the hub's listing. Raises `HubError` if
-    the hub does not list a file, or if the total exceeds `MAX_BYTES`."""
+    """Name -> size in bytes, from the index or else from the hub. Raises `HubError` if the hub does
+    not list a file, or if the total exceeds `MAX_BYTES`."""
     listed = open_hub(copy.hub).list_files(copy.repo, revision)
     sizes = {}
     for name, file in entry.files.items():
         path = copy.path_of(name)
         if path not in listed:
-            raise HubError(
-                f"{copy.repo} at {revision} has no {path}", hint=SPELLING_HINT, missing=True
-            )
+            problem = f"{copy.repo} at {revision} has no {path}"
+            raise HubError(problem, SPELLING_HINT, missing=True)
         sizes[name] = listed[path] if file.size is None else file.size
     total = sum(sizes.values())
     # The sizes come from the hub, which may claim anything, even a negative number.
     if total > MAX_BYTES or min(sizes.values()) < 0:
-        raise HubError(
-            f"{copy.repo} lists {total:,} bytes for {copy.path}, more than rotations of a model "
-            "take",
-            hint="look at the repository, and fetch the files yourself if they are what you want",
-        )
+        problem = f"{copy.repo} lists {total:,} bytes for {copy.path}"
+        hint = "look at the repository, and fetch the files yourself if they are what you want"
+        raise HubError(f"{problem}, more than rotations of a model take", hint)
     return sizes
 
 
@@ -163,11 +156,11 @@ def pull_first(
     demand: signatures.Demand = _NO_DEMAND,
 ) -> Pulled:
     """Pull the first of an entry's copies that exists: download it unless it is here already, check
-    it, and move it into place, which is `local_dir` or a folder in the cache.
+    it, and move it to `local_dir` or into the cache.
 
-    Only a missing copy makes this try the next one: a hub that fails must not be replaced by
-    another. Raises `RotationZooError` and leaves nothing behind if a hash differs, or the artifact
-    is not sound, of another model, or not signed as `demand` asks.
+    The next copy is tried only if one is missing: a hub that fails is not replaced by another.
+    Raises `RotationZooError` and leaves nothing behind if a hash differs, or the artifact is not
+    sound, of another model, or not signed as `demand` asks.
     """
     *first, last = map(loaded.locate, copies)
     for copy in first:
@@ -194,7 +187,9 @@ def _pull_copy(
     if entry.format == "oscar":
         if expected:
             hint = "make rotations of your own with: rotationzoo calibrate " + entry.model
-            raise RotationZooError(f"{what} has no signature, as its makers publish none", hint)
+            raise RotationZooError(
+                f"{what} has no signature, because its authors publish none", hint
+            )
         return _pull_oscar(entry, copy, local_dir, progress)
     target = local_dir or _cache_folder(copy, revision)
     hashes = _hash_files(target, entry.files)
@@ -202,10 +197,10 @@ def _pull_copy(
         artifact = Artifact.open(target, hashes)
         if unlisted := unlisted_files(artifact):
             hint = "move it elsewhere and run the same command again"
-            raise RotationZooError(f"{target} is not only what was pulled: {unlisted[0]}", hint)
+            raise RotationZooError(f"{target} holds more than was pulled: {unlisted[0]}", hint)
         finding = _check(loaded, entry, artifact, what, demand)
         remember(artifact.identity)
-        here = ["it was here already"]
+        here = ["it was already here"]
         return Pulled(target, entry, copy, revision, hashes, here, artifact, finding)
     _check_target(target, entry)
     revision = revision or open_hub(copy.hub).resolve(copy.repo)
@@ -229,14 +224,14 @@ def _check(
     """Check the model and the signature of an artifact whose files were just hashed."""
     check_entry(entry, artifact, what)
     listed = {name: artifact.folder / name for name in entry.files}
-    # One that the index does not list is of no entry.
+    # A signature that the index does not list does not count.
     signature = signatures.read_signature(artifact.folder) if SIGNATURE in listed else None
     signed = signatures.Signed(what, listed, signature, entry.signer, loaded.hub is None)
     return signatures.check_signature(signed, demand)
 
 
 def _cache_folder(copy: Copy, revision: str | None) -> Path:
-    """The default folder for pulled files: huggingface_hub's cache of assets of other libraries."""
+    """The default folder for pulled files, in huggingface_hub's cache of assets."""
     from huggingface_hub import cached_assets_path
 
     place = cached_assets_path("rotationzoo", namespace=copy.hub, subfolder=copy.repo)
@@ -244,15 +239,14 @@ def _cache_folder(copy: Copy, revision: str | None) -> Path:
 
 
 def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | None:
-    """Name -> sha256 of the listed files in a folder; None if a file is missing, is not a regular
-    file of the folder, or differs from its listing in size or hash."""
+    """Name -> sha256 of the listed files in a folder; None if one is missing or differs."""
     hashes: dict[str, str] = {}
     # A killed process may have left the folder set aside under another name.
-    storage.recover(folder)
+    folders.recover(folder)
     for name, file in listed.items():
         with suppress(RotationZooError):
             path = storage.regular_file(folder, name)
-            # Compare sizes first: hashing a file of the wrong size would waste time.
+            # Comparing sizes first is cheaper than hashing.
             if storage.size_of(path) == file.size:
                 hashes[name] = storage.sha256(path)
         if name not in hashes or hashes[name] != file.sha256:
@@ -261,7 +255,7 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
 
 
 def _check_target(target: Path, entry: Entry) -> None:
-    """Raise `RotationZooError` if the target holds anything that `pull` did not put there."""
+    """Raise `RotationZooError` if the target holds files that `pull` did not put there."""
     folders.check_name(target)
     names = {path.name for path in target.glob("*")}  # none if it is no folder
     is_pulled = MANIFEST in names and names <= {*PARTS, *entry.files}
@@ -273,9 +267,9 @@ def _check_target(target: Path, entry: Entry) -> None:
 def _downloaded(
     copy: Copy, revision: str, sizes: Mapping[str, int], target: Path, progress: Progress
 ) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Fetch the files of a copy into a folder that holds nothing else, for the block to check, and
-    then move it to `target`; `sizes` are in bytes, by name. Yields the folder and name -> sha256.
-    Raises `RotationZooError` if the disk cannot hold all of them."""
+    """Fetch the files of a copy into a new folder, for the block to check, and then move it to
+    `target`; `sizes` are in bytes, by name. Yields the folder and name -> sha256. Raises
+    `RotationZooError` if the disk is too small."""
     with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         needed = sum(sizes.values())
         folders.check_room(work.parent, needed, _WAY_OUT)
@@ -284,7 +278,7 @@ def _downloaded(
         stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
         with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
             open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
-        # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
+        # The hubs' clients leave files of their own next to the downloads.
         clean.mkdir()
         for name in sizes:
             storage.regular_file(raw, copy.path_of(name)).rename(storage.child(clean, name))

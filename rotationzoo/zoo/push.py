@@ -1,5 +1,4 @@
-"""Publishing an artifact to a zoo repository: its files with their index entry, and one commit per
-hub that holds both."""
+"""Publishing an artifact to a zoo repository: its files and index entry, in one commit per hub."""
 
 import datetime
 import os
@@ -21,14 +20,14 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.report.card import render_card, template_environment
 from rotationzoo.report.page import files_of_report, make_report
 from rotationzoo.storage import files as storage
-from rotationzoo.storage import folders, locks, strict_json
+from rotationzoo.storage import folders, strict_json
 from rotationzoo.zoo import index, signed_index
+from rotationzoo.zoo import signing as signatures
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, Publication, Published, open_hub
 from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
-from rotationzoo.zoo.signing import check as signatures
-from rotationzoo.zoo.signing.make import SigningTool
-from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.signer import Signer
+from rotationzoo.zoo.signing import SigningTool
 
 _ATTEMPTS = 4  # another attempt follows another commit in between
 
@@ -42,12 +41,11 @@ class Upload:
     path: str
     tag: str
     entry: index.Entry
-    """The index entry. Its one copy names repository and folder; `push` replaces it with one that
-    has the right hub and revision."""
+    """Its one copy names repository and folder; `push` fills in hub and revision."""
 
     @property
     def message(self) -> str:
-        """The title of the commit or pull request."""
+        """The title of the commit."""
         return f"Add {self.entry.model}, {self.path.split('/')[1]}"
 
     @property
@@ -66,8 +64,8 @@ class Upload:
         return replace(self, files={**self.files, SIGNATURE: signature}, entry=entry)
 
     def with_earlier_signature(self, folder: Path) -> "Upload":
-        """The same upload with the signature in the artifact's folder, unless something is left out
-        here: then the manifest is another one than was signed."""
+        """The same upload with the signature in the artifact's folder, if the manifest is the one
+        that was signed."""
         signature = signatures.read_signature(folder)
         if signature is None or self.files[MANIFEST] != (folder / MANIFEST).read_bytes():
             return self
@@ -78,8 +76,8 @@ class Upload:
         return self._with_signature(signature, signer)
 
     def listing(self, signs: bool = False) -> list[dict[str, Any]]:
-        """Path, size and sha256 of each file, for `--dry-run`. `signs`: whether a signature is
-        still to be made, whose size and sha256 are None."""
+        """Path, size and sha256 of each file, for `--dry-run`; None for a signature that is still
+        to be made, if it `signs`."""
         files = {**self.entry.files, SIGNATURE: index.File()} if signs else self.entry.files
         listed = sorted(files.items())
         return [{"path": f"{self.path}/{name}", **file.model_dump()} for name, file in listed]
@@ -88,16 +86,15 @@ class Upload:
 def prepare_upload(
     artifact: Artifact, repo: str, statistics: bool = True, published: datetime.date | None = None
 ) -> Upload:
-    """Verify an artifact and prepare its upload. `published`: the day of the entry, by which the
-    newest of several is found; today by default. Raises `RotationZooError` if the artifact is not
-    sound, and `UsageError` if `repo` is not a repository id."""
+    """Verify an artifact and prepare its upload. `published`: the day of the entry, today by
+    default. Raises `RotationZooError` if the artifact is not sound, and `UsageError` if `repo` is
+    not a repository id."""
     repo = index.listed_as(repo)
     if repo != "." and not re.fullmatch(index.REPOSITORY, repo):
         hint = "write it as: owner/name, or a folder as: ./zoo"
         raise UsageError(f"{repo} is not a repository", hint)
     if problems := verify(artifact).problems:
-        hint = f"see: rotationzoo verify {artifact.folder}"
-        raise not_published(artifact, problems[0], hint)
+        raise not_published(artifact, problems[0], f"see: rotationzoo verify {artifact.folder}")
     files = _collect_files(artifact, statistics, repo)
     model = listed_name(artifact.manifest.model)
     folder = model.replace("/", "__")
@@ -121,14 +118,14 @@ def prepare_upload(
 
 
 def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str, Path | bytes]:
-    """The files that the manifest lists, with a new manifest and card that list exactly these. A
-    page and its picture are drawn again, because an evaluation may have been saved since; whoever
-    signed the files vouches for them as they are."""
+    """The files that the manifest lists, with a new manifest and card for exactly these. The page
+    and its picture are drawn again, because an evaluation may have been saved since, unless they
+    are signed."""
     drawn: dict[str, bytes] = {}
     if REPORT in artifact.manifest.files and not os.path.lexists(artifact.folder / SIGNATURE):
         drawn = files_of_report(make_report(artifact))
     left_out = set() if statistics else {STATISTICS}
-    if drawn:  # there may be nothing to draw a picture of any more
+    if drawn:  # it may no longer have a picture
         left_out |= {ANSWERS} - drawn.keys()
     names = [name for name in {**artifact.manifest.files, **drawn} if name not in left_out]
     files: dict[str, Path | bytes] = {
@@ -138,8 +135,8 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
     listed |= {name: _describe_file(content).model_dump() for name, content in drawn.items()}
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
-    # Render the card again: the manifest has no hash of the one in the folder, so anybody may have
-    # changed it. The new one says from where to pull.
+    # The new card says where to pull from. The one in the folder has no hash in the manifest, so
+    # anybody may have changed it.
     files[CARD] = render_card(parse_manifest(content, "the manifest"), repo).encode()
     return files
 
@@ -166,7 +163,7 @@ class Destination:
     repo: str
     hubs: list[str]
     create_pr: bool = False
-    """Whether a person decides there, as a pull request."""
+    """Whether to open a pull request."""
 
 
 def push(
@@ -176,9 +173,9 @@ def push(
     progress: Progress = silent,
     signer: IndexSigner | None = None,
 ) -> dict[str, Published]:
-    """Publish to each hub in the given order, and return hub -> where the artifact is, which the
-    hint calls `name`; `signer` signs the index. Raises `HubError` if the first hub refuses,
-    `RotationZooError` if its index cannot be extended, and `PartlyDone` for a later one."""
+    """Publish to each hub in order, and return hub -> place. `name` is the artifact in hints;
+    `signer` signs the index. Raises `HubError` if the first hub refuses, `RotationZooError` if its
+    index cannot be extended, and `PartlyDone` for a later one."""
     published: dict[str, Published] = {}
     megabytes = sum(file["size"] for file in upload.listing()) / 1e6
     for hub_name in to.hubs:
@@ -195,8 +192,8 @@ def push(
 
 
 def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
-    """Raise `RotationZooError` if the index of a destination may not be extended by this signer,
-    before the artifact is signed: a public log keeps a keyless signature for good."""
+    """Raise `RotationZooError` if this signer may not extend the index of a destination. Call it
+    before signing: a public log keeps keyless signatures forever."""
     for hub_name in to.hubs:
         before = read_own_index(hub_name, to.repo)
         check_unclaimed(before.content, upload.entry, to.repo)
@@ -204,10 +201,10 @@ def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
 
 
 def extend_index_file(path: Path, entry: index.Entry) -> None:
-    """Add an entry to an index file, which is made if necessary."""
+    """Add an entry to an index file, or make one."""
     path = path.resolve()
-    # Under a lock, so that simultaneous commands cannot lose each other's entries.
-    with locks.locked(storage.beside(path, "lock"), f"writing {path}"):
+    # Under a lock, so that simultaneous commands do not lose entries.
+    with folders.locked(folders.sibling(path, "lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else index.Index()
         folders.replace_file(path, before.extended(entry).text().encode())
 
@@ -225,8 +222,8 @@ def _push_to_hub(
     upload: Upload, to: Destination, hub_name: str, signer: IndexSigner | None
 ) -> Published:
     hub, repo = open_hub(hub_name), to.repo
-    # The index is part of the commit, so it cannot contain the commit's own hash. It leaves the
-    # revision out, and readers use the commit at which they read the index.
+    # The index cannot contain the hash of its own commit. Readers use the commit at which they read
+    # the index.
     revision = upload.tag if hub.pins_by_tag else None
     named, path = index.listed_as(repo), upload.path
     copy = index.Copy(hub=hub_name, repo=named, path=path, revision=revision)
@@ -245,14 +242,13 @@ def _push_to_hub(
         try:
             return hub.publish(Publication(repo, files, message, parent, upload.tag, to.create_pr))
         except StaleParent:
-            continue  # there was a commit in between, so extend its index
+            continue  # extend the index of the commit in between
     hint = "run the same command again later"
-    raise HubError(f"{repo} changes faster than it can be extended", hint)
+    raise HubError(f"{repo} changes faster than a push can extend it", hint)
 
 
 def _render_root_files(repo: str, content: index.Index) -> dict[str, bytes]:
-    """Path -> content of the root files: the index, the card, and the file that makes Hugging Face
-    count downloads."""
+    """Path -> content of the index, the card, and the file that Hugging Face counts."""
     card = template_environment().get_template("zoo.md.jinja")
     models = sorted({entry.model for entry in content.entries})
     shown = {"index_name": index.NAME, "entries": content.entries, "models": models}

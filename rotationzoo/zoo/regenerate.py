@@ -1,5 +1,5 @@
-"""Which models need new rotations (their weights, config or recipe have changed), and making these,
-which must not be worse than the published ones."""
+"""Finding models that need new rotations (their weights, config or recipe have changed), and making
+these, which must not be worse than the published ones."""
 
 import math
 import os
@@ -20,14 +20,13 @@ from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.decision import LEVEL, read_correct
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
-from rotationzoo.figures import change, percent
 from rotationzoo.linalg.paired import paired_difference, sign_flip
 from rotationzoo.model.source import Source, find, is_local, weights_fingerprint
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe import loading as recipes
 from rotationzoo.settings import RunSettings
-from rotationzoo.words import counted
+from rotationzoo.words import change, counted, percent
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 from rotationzoo.zoo.lookup import LoadedIndex
@@ -47,17 +46,16 @@ class DueModel:
     revision: str | None
     """None for a model on this machine."""
     was: str | None
-    """The model revision that the published rotations were made for; None if nothing is published
-    or the index does not say."""
+    """The revision that the published rotations were made for, if known."""
     recipe: str
     """Path of the recipe file."""
     reason: str
 
 
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, RotationZooError]]:
-    """The models that are due, and model -> error for those that could not be checked. Those that
-    are no folders are looked up on Hugging Face, from which they are always fetched. `configs` is
-    the folder of recipe files, or one. Raises `RotationZooError` if no model could be checked."""
+    """The models that are due, and model -> error for those that could not be checked. Hub models
+    are looked up on Hugging Face. `configs` is a folder of recipe files, or one file. Raises
+    `RotationZooError` if no model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
     hub = HuggingFace()
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -79,15 +77,14 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Rot
 
 
 def find_recipe_file(configs: Path, model: str | None) -> Path:
-    """The recipe file of a model, or the first file if `model` is None, with `configs` as for
-    `find_due`. Raises `RotationZooError` if there is no such file."""
+    """The recipe file of a model, or without a model the first. `configs`: as for `find_due`.
+    Raises `RotationZooError` if there is no such file."""
     paths = _recipe_files(configs)
     if not paths:
         hint = "name the folder of yours with --configs"
         raise RotationZooError(f"there are no recipe files in {configs}", hint)
     for path in paths:
         named = recipes.load(str(path)).model
-        # All paths of a folder name the same model; a hub id is a path, too.
         if model is None or (named and os.path.realpath(named) == os.path.realpath(model)):
             return path
     folder = configs.parent if configs.is_file() else configs
@@ -100,8 +97,8 @@ def _recipe_files(configs: Path) -> list[Path]:
 
 
 def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
-    """The newest artifact that the index lists for a model with the recipe's scaling of RoPE, of a
-    recipe of this name if there is one; None if it lists none."""
+    """The newest artifact in the index for a model with the recipe's scaling of RoPE, preferably of
+    this recipe; None if there is none."""
     meant = (model, recipe.rope_scaling, "rotationzoo")
     artifacts = [
         entry for entry in index.entries if (entry.model, entry.rope_scaling, entry.format) == meant
@@ -127,10 +124,10 @@ def _look_at(hub: HuggingFace, index: Index, path: Path, recipe: Recipe) -> DueM
 def _find_reason(
     published: Entry | None, recipe: Recipe, changed: Callable[[Entry], str | None]
 ) -> str | None:
-    """The reason why new rotations are needed, or None. `changed` says what of the model has."""
+    """Why new rotations are needed, or None. `changed` says what of the model has changed."""
     if published is None:
         return "nothing is published"
-    # The artifact of a model whose keys cannot be centered says so in its recipe.
+    # The recipe in an artifact does not center keys that cannot be centered.
     uncentered = recipe.model_copy(update={"center_keys": False})
     if published.recipe_sha256 not in (recipe.hash, uncentered.hash):
         return "the recipe has changed"
@@ -145,7 +142,7 @@ def _changed_here(source: Source, published: Entry) -> str | None:
 
 
 def _changed(hub: HuggingFace, at: str, hashes: dict[str, str], published: Entry) -> str | None:
-    """The same for a model on a hub. `hashes`: of the files `at` a revision."""
+    """As `_changed_here` for a hub model, whose files `at` the revision have these `hashes`."""
     if published.model_revision == at:
         return None
     try:
@@ -165,10 +162,9 @@ _WORSE = 1e-3  # the smallest relative increase of perplexity that matters
 def regenerate(
     job: Job, loaded: LoadedIndex, evaluation: Evaluation, progress: Progress, publishing: str
 ) -> dict[str, Any]:
-    """Calibrate, evaluate next to the published rotations, if there are any, and validate.
-    `evaluation` has the text and the settings; its model and artifacts are filled in here. Raises
-    `RotationZooError`, with the command `publishing` as a hint, if the new rotations are worse than
-    the published ones on the new revision."""
+    """Calibrate, evaluate next to the published rotations, if any, and validate. The model and the
+    artifacts of `evaluation` are filled in here. Raises `RotationZooError`, with the command
+    `publishing` as a hint, if the new rotations are worse on the new revision."""
     artifact = calibrate(job, progress)
     name, published = listed_name(artifact.manifest.model), None
     entry = find_newest(loaded.content, name, job.recipe)
@@ -195,8 +191,8 @@ def regenerate(
 
 
 def is_worse(difference: float, error: float | None) -> bool:
-    """Whether an increase of log perplexity is large enough to matter, above 0.1 % of perplexity,
-    and significant: above two standard errors, if that is known."""
+    """Whether an increase of log perplexity matters (more than 0.1 % of perplexity) and is
+    significant (more than two standard errors, if known)."""
     is_significant = error is None or difference > 2 * error
     return math.expm1(difference) > _WORSE and is_significant
 
@@ -204,9 +200,8 @@ def is_worse(difference: float, error: float | None) -> bool:
 def compare_rotations(
     report: Measured, identities: tuple[str, str], model: str, publishing: str
 ) -> dict[str, Any]:
-    """Compare the new rotations with the published ones, whose `identities` are these: answers
-    decide, or perplexity where neither clearly answers better. Raises `RotationZooError` if the new
-    ones are worse."""
+    """Compare the new and the published rotations, by `identities`: answers decide, or perplexity
+    if neither clearly answers better. Raises `RotationZooError` if the new ones are worse."""
     new, published = (plain_arm(report.window.arms, identity) for identity in identities)
     assert new is not None, "the new rotations were evaluated"
     assert published is not None, "so were the published ones"
@@ -225,7 +220,7 @@ def compare_rotations(
         precision = "" if error is None else f", standard error {percent(error, 2)}"
         fault = f"are worse than the published ones: {increase}{precision}"
     if fault:
-        hint = f"to publish them all the same: {publishing}"
+        hint = f"to publish them anyway: {publishing}"
         raise RotationZooError(f"the new rotations of {model} {fault}", hint)
     return {"answers": answers, "log_perplexity_difference": difference, "standard_error": error}
 
@@ -233,8 +228,8 @@ def compare_rotations(
 def _compare_answers(
     report: Measured, new: MeasuredArm, published: MeasuredArm
 ) -> dict[str, Any] | None:
-    """How the new rotations answer compared with the published ones; None without questions. The
-    test compares prompt by prompt, because the questions of one prompt share its text."""
+    """How the new rotations answer compared with the published ones; None without questions.
+    Prompts are compared, because the questions of one prompt share its text."""
     if not new.tasks:
         return None
     sizes = [size for task in new.tasks for size in report.exact.tasks[task].prompts]

@@ -1,30 +1,35 @@
-"""The signature of a zoo repository's index: checked when the index is read, and made anew when a
-push extends it. It is for one repository, ends on a day, and is counted, so that neither another
-zoo of the same signer nor an older state passes for it."""
+"""The signature of a zoo repository's index: checked when the index is read, renewed when a push
+extends it. It names one repository, expires, and is counted, so that neither another zoo of the
+same signer nor an older state passes for it."""
 
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, folders, locks, strict_json
-from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage import files, folders, strict_json
+from rotationzoo.storage.files import disk_errors
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import HUBS, open_hub
 from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
 from rotationzoo.zoo.lookup import LoadedIndex, read_index
-from rotationzoo.zoo.signing.check import OWNERS_HINT, Demand, Finding, Signed, check_signature
-from rotationzoo.zoo.signing.make import SigningTool
+from rotationzoo.zoo.signing import (
+    OWNERS_HINT,
+    Demand,
+    Finding,
+    Signed,
+    SigningTool,
+    check_signature,
+)
 
 NAME = f"{index.NAME}.sig"
 LIFETIME = timedelta(days=180)
-"""How long a signature is for the newest index: a zoo may have nothing to publish for months."""
+"""How long a signature is valid: a zoo may have nothing to publish for months."""
 _RENEWAL = LIFETIME / 2
-"""A push that changes nothing signs anew if the signature ends within this time."""
+"""A push that changes nothing renews a signature that expires within this time."""
 
 
 def read_own_index(hub_name: str, repo: str) -> LoadedIndex:
-    """The newest index of a repository with its signature, to extend it; empty if there is none.
-    Raises `HubError` if the hub cannot be read."""
+    """The newest index of a repository, maybe empty, with its signature. Raises `HubError`."""
     loaded = read_index(repo, hub_name, must_exist=False)
     return loaded if loaded.data is None else _with_signature(loaded)
 
@@ -43,14 +48,14 @@ class IndexSigner:
     """Whether to sign entries that have another signer or none."""
 
     def sign(self, before: LoadedIndex, content: Index) -> tuple[Index, bytes]:
-        """The extended index, `content`, with a new statement, and its signature; or both as they
-        were if nothing has changed and that signature does not end soon. Raises as `check`."""
-        # First, because a keyless signature is entered in a public log for good.
+        """The extended index, `content`, with a new statement, and its signature; the old ones if
+        nothing has changed and the signature does not expire soon. Raises as `check`."""
+        # First, because a public log keeps keyless signatures forever.
         self.check(before)
         last = before.content.statement
         lasting = None
         if self.adopt or not before.content.entries:
-            last = None  # an unchecked index may have the highest counter that there is
+            last = None  # an unchecked index may have any counter
         elif last is not None and content.text().encode() == before.data:
             left = date.fromisoformat(last.expires) - _today()
             lasting = before.signature if left >= _RENEWAL else None
@@ -58,20 +63,20 @@ class IndexSigner:
             return content, lasting
         signed = content.model_copy(update={"statement": _next_statement(before, last)})
         signature, _ = self.tool.sign({index.NAME: signed.text().encode()}, "index")
-        self.check(before)  # now the signer of a keyless signature is known, too
+        self.check(before)  # now that the signer of a keyless signature is known
         return (signed, signature) if lasting is None else (content, lasting)
 
     def check(self, before: LoadedIndex) -> None:
-        """Raise `RotationZooError` if the earlier index is not signed by the same signer, as far as
-        that is known before a signature is made. A signature vouches for every entry, and anyone
-        who controls the repository may have added some."""
+        """Raise `RotationZooError` if the earlier index is not signed by the same signer, if known.
+        A signature vouches for every entry, and anyone who controls the repository may have added
+        some."""
         if self.adopt or not before.content.entries:
             return
         signers = () if self.tool.signer is None else (self.tool.signer,)
         try:
             if before.signature is None:
                 raise RotationZooError(f"the index of {before.repo} has no signature")
-            # What has ended or is older must not become the newest by being signed again.
+            # An expired or older index must not be renewed.
             _check(before, Demand(signers, bool(signers), self.tool.trust_config), may_end=False)
         except RotationZooError as error:
             problem = f"{error}, and a new signature would vouch for all that it lists"
@@ -81,13 +86,12 @@ class IndexSigner:
 
 
 def root_names(signed: bool) -> list[str]:
-    """The names of the files that a push writes at the root of a repository."""
+    """The files that a push writes at the root of a repository."""
     return [*ROOT_FILES, NAME] if signed else list(ROOT_FILES)
 
 
 def check_unsigned_push(before: LoadedIndex) -> None:
-    """Raise `RotationZooError` if the index is signed: a push that does not sign it would leave a
-    signature that is wrong."""
+    """Raise `RotationZooError` if the index is signed, which an unsigned push would break."""
     if before.signature is not None:
         problem = f"the index of {before.repo} is signed, and would no longer be what was signed"
         hint = "sign the new one: --sign key.pem, or in CI: --sign keyless"
@@ -95,12 +99,11 @@ def check_unsigned_push(before: LoadedIndex) -> None:
 
 
 def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
-    """Check the signature of an index that was read from a zoo repository, and that it is for this
-    repository and for the newest index. None for other indexes, and if the user asks for no
-    signature.
+    """Check that the signature of an index from a zoo repository is for this repository and for the
+    newest index. None for other indexes, and if the user demands nothing.
 
-    Raises `RotationZooError` for a wrong signature, for an older index than was read before if a
-    signer is named, and for a signature that is missing or has expired if one is required.
+    Raises `RotationZooError` for a wrong signature; if a signer is named, for an older index than
+    was read before; and if one is required, for a missing or expired signature.
     """
     if loaded.hub is None or loaded.repo is None:
         return None
@@ -114,14 +117,13 @@ def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
 
 
 def _check(own: LoadedIndex, demand: Demand, may_end: bool) -> Finding:
-    """Check a signature, its place, its last day unless it `may_end`, and if a signer is named,
-    that no newer one was seen on this machine."""
+    """Check a signature, its repository, its last day unless it `may_end`, and if a signer is
+    named, that this machine has seen none that is newer."""
     what, statement = f"the index of {own.repo}", own.content.statement
     finding = check_signature(Signed(what, {index.NAME: own.data or b""}, own.signature), demand)
     if statement is None:
         problem = f"the signature of {what} does not say which repository it is for"
-        hint = "ask its owners to push with --sign and --adopt-index"
-        raise RotationZooError(problem, hint)
+        raise RotationZooError(problem, "ask its owners to push with --sign and --adopt-index")
     if (statement.hub, statement.repo) != (own.hub, own.repo):
         signed_for = f"{statement.repo} on {HUBS[statement.hub].title}"
         raise RotationZooError(
@@ -143,8 +145,8 @@ def _today() -> date:
 
 
 def _next_statement(before: LoadedIndex, last: Statement | None) -> Statement:
-    """The statement after the `last` one. The counter is the time in milliseconds where that is
-    higher: it rises even if the last statement was lost."""
+    """The statement after the `last` one. The counter is at least the time in milliseconds, so that
+    it rises even if the last statement was lost."""
     counter = int(datetime.now(UTC).timestamp() * 1000)
     if last is not None:
         counter = max(counter, last.counter + 1)
@@ -153,26 +155,25 @@ def _next_statement(before: LoadedIndex, last: Statement | None) -> Statement:
 
 
 def _check_newest(statement: Statement) -> None:
-    """Raise `RotationZooError` if a higher counter of this repository was seen on this machine.
-    Otherwise remember this one."""
+    """Raise `RotationZooError` if this machine has seen a higher counter; else remember it."""
     try:
         path = folders.state_folder() / "indexes.json"
     except RuntimeError as error:
-        problem = "this user has no home, where the state of the index would be remembered"
-        hint = "name a folder for it: export XDG_STATE_HOME=/path/to/state"
+        problem = "this user has no home directory, where the state of the index would be kept"
+        hint = "name another folder: export XDG_STATE_HOME=/path/to/state"
         raise RotationZooError(problem, hint) from error
-    lock = files.beside(path, "lock")
+    lock = folders.sibling(path, "lock")
     place = f"{statement.hub}/{statement.repo}"
-    with disk_errors(path, "set XDG_STATE_HOME"), locks.locked(lock, f"writing {path}"):
+    with disk_errors(path, "set XDG_STATE_HOME"), folders.locked(lock, f"writing {path}"):
         seen: dict[str, int] = {}
         if files.size_of(path) is not None:
-            hint = f"look who changed it; to forget what was seen of indexes: rm {path}"
+            hint = f"check who changed it; to forget all indexes: rm {path}"
             content = strict_json.read(path, hint)
             seen = strict_json.validate(dict[str, int], content, str(path), hint)
         if statement.counter < seen.get(place, 0):
             problem = f"the index of {statement.repo} is an older one"
             counters = f"its counter is {statement.counter}, and {seen[place]} was seen before"
-            hint = f"{OWNERS_HINT}; if it is meant to be so, remove its line from {path}"
+            hint = f"{OWNERS_HINT}; if this is intended, remove its line from {path}"
             raise RotationZooError(f"{problem}: {counters}", hint)
         if statement.counter != seen.get(place):
             folders.replace_file(path, strict_json.text({**seen, place: statement.counter}))

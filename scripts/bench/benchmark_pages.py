@@ -2,7 +2,7 @@
 ("On a GPU" in docs/vllm.md).
 
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
-        [--format vllm] [--few 4] [--output FILE]
+        [--format vllm] [--few 4]
 
 The classes of the backend run with metadata made by hand, without a server: a `Planner` plans a
 step of requests whose pages lie in no order, and a `LayerPages` stores new tokens and reads. Caches
@@ -11,8 +11,7 @@ are cold, and medians are those of CUDA graph replays. In the same run:
 * `pages, reading`: the decode kernel over the server's pages, windows in slots of the copies;
 * `pages, storing`: storing the new tokens as codes, with error feedback;
 * `pages, whole step`: both, as a server does it, at the same time;
-* `N tokens, as few`: the same of N new tokens of each request, which the decode kernel reads;
-* `N tokens, as a prompt`: the same, read by vLLM's FlashAttention, where vLLM is installed;
+* `N tokens`: the same of N new tokens of each request, which the decode kernel reads;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
 Then planning a step. Prompts are measured in a whole vLLM, by serve_engine.py.
@@ -21,12 +20,9 @@ Then planning a step. Prompts are measured in a whole vLLM, by serve_engine.py.
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,7 +143,7 @@ class Server:
             self.layers.append(layer)
 
     def numbers(self, counts: list[int], lengths: list[int], few: int) -> tuple:
-        """The arguments of `plan`, where the first requests get so many new tokens, and `few` of
+        """The arguments of `plan`, where the first requests get `counts` new tokens, and `few` of
         them are few."""
         rows = len(counts)
         parts = [
@@ -163,28 +159,19 @@ class Server:
         return self.table[:rows].int(), *both, mapping, known
 
     def step(self, new: int, few: int) -> Step:
-        """A step with so many new tokens of all requests, whose windows have copies."""
+        """A step with `new` tokens of each request, whose windows have copies."""
         batch, context = self.shape.batch, self.shape.context
         self.planner.plan(*self.numbers([context - new] * batch, [context - new] * batch, few))
         return self.planner.plan(*self.numbers([new] * batch, [context] * batch, few))
 
 
-def ways_of(server: Server, new: int, few: int) -> dict[str, Callable[[LayerPages], object]]:
-    """What is timed of a step with so many new tokens of each request."""
-    shape, step, rows = server.shape, server.step(new, few), new * server.shape.batch
+def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object]]:
+    """What is timed of a step with `new` tokens of each request."""
+    shape, step, rows = server.shape, server.step(new, new), new * server.shape.batch
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     query, scores = draw(rows, shape.heads, shape.dim), Scores(shape.dim**-0.5)
     given = {side: draw(rows, shape.kv_heads, shape.dim) for side in SIDES}
     output = torch.empty_like(query)
-    if new > few:
-        from rotationzoo.vllm.flash_attention import choose_attention
-
-        attention = choose_attention(shape.dim, query.dtype, False, True)
-
-        def read(layer: LayerPages) -> None:
-            LayerReader(layer, attention).run(step, query, given, scores, output)
-
-        return {"as a prompt": read}
     both = query, scores, output
     return {
         "reading": lambda layer: layer.attend(step, *both),
@@ -197,14 +184,10 @@ def time_shape(shape: Shape, format: str, few: list[int]) -> Iterator[tuple[str,
     """Seconds of each way."""
     settings = settings_of(shape, format)
     server = Server(shape, settings, copies_of(bound_of(shape, format)), max(few, default=1))
-    for name, way in ways_of(server, 1, 1).items():
+    for name, way in ways_of(server, 1).items():
         yield f"pages, {name}", timed(way, server.layers)
     for new in few:
-        as_few = ways_of(server, new, new)["whole step"]
-        yield f"{new} tokens, as few", timed(as_few, server.layers)
-        if find_spec("vllm"):
-            as_prompt = ways_of(server, new, 1)["as a prompt"]
-            yield f"{new} tokens, as a prompt", timed(as_prompt, server.layers)
+        yield f"{new} tokens", timed(ways_of(server, new)["whole step"], server.layers)
     numbers = server.numbers([1] * shape.batch, [shape.context] * shape.batch, 1)
     planner = server.planner
     yield "planning", clocked(lambda: planner.plan(*numbers))
@@ -265,14 +248,16 @@ def timed(read: Callable[[Any], object], caches: Sequence[Any]) -> float:
     the first again after the last.
 
     They are captured in one CUDA graph, so that what the CPU does for a launch does not count.
-    Where that fails, a line says so, and it may count.
     """
     launches: list[Launch] = [partial(read, cache) for cache in caches]
     for launch in (launches[0], launches[-1], launches[0]):
         launch()  # compiles and tunes
     once = _elapsed(lambda: _run(launches), 1)[0]
     count = max(1, int(_SHORTEST / once) + 1) if once < _SHORTEST else 1
-    replay = _replay([*launches] * count)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _run([*launches] * count)
+    replay = graph.replay
     once = _elapsed(replay, 2)[-1]
     least, most = _REPLAYS
     times = _elapsed(replay, min(most, max(least, int(_SECONDS / once))))
@@ -282,19 +267,6 @@ def timed(read: Callable[[Any], object], caches: Sequence[Any]) -> float:
 def _run(launches: Sequence[Launch]) -> None:
     for launch in launches:
         launch()
-
-
-def _replay(launches: Sequence[Launch]) -> Launch:
-    """What runs all launches: a graph, if there can be one."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            _run(launches)
-    except Exception as error:  # of whichever library launches
-        print(f"not captured in a graph: {describe_error(error)}", flush=True)
-        torch.cuda.synchronize()
-        return lambda: _run(launches)
-    return graph.replay
 
 
 def _elapsed(work: Launch, repeats: int) -> list[float]:
@@ -319,30 +291,24 @@ def bandwidth(size: int = 2 << 30) -> float:
     return max(size / timed(lambda reduce: reduce(), [reduction]) for reduction in reductions)
 
 
-def main() -> int:
+def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="1x102400,8x102400,64x32768")
     parser.add_argument("--format", default="vllm")
     parser.add_argument("--few", type=int, nargs="*", default=[4], help="new tokens of a request")
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     require_gpu()
-    rate, results = bandwidth(), {}
+    rate = bandwidth()
     print(f"{describe_machine()}, {rate / 1e12:.2f} TB/s", flush=True)
     with torch.inference_mode():
         for name in args.shapes.split(","):
             shape = Shape(*map(int, name.split("x")))
-            times = dict(time_shape(shape, args.format, args.few))
-            results[name] = {
-                "microseconds": {way: 1e6 * seconds for way, seconds in times.items()},
-                "bound": 1e6 * bound_of(shape, args.format) / rate,
-            }
-            print(json.dumps({name: results[name]}), flush=True)
+            times = time_shape(shape, args.format, args.few)
+            result = {way: 1e6 * seconds for way, seconds in times}
+            result["bound"] = 1e6 * bound_of(shape, args.format) / rate
+            print(json.dumps({name: result}), flush=True)
             torch.cuda.empty_cache()
-    if args.output:
-        args.output.write_text(json.dumps({"bandwidth": rate, **results}, indent=2))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

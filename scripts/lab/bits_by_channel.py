@@ -15,8 +15,8 @@ scale, the one of a few that leaves the smallest error. This is transform coding
 
 The arms, each in several budgets of bits:
 
-    today       error feedback, the budget of `calibrate --bits`
-    feedback    the same with 0, 1, 2, 3, 4 or 8 bits for each layer and side
+    today       error feedback, the budget of `calibrate --bits`; `by` what the other arms measure
+    feedback    the same with 0, 1, 2, 3, 4 or 8 bits for each layer and side, or for each KV head
     channels    bits by channel, weighed by answers, by text, and by both
     damping     M damped by more than .01
     key         M of all queries alike; at least as large as both moments; or as each cluster's
@@ -29,13 +29,13 @@ The arms, each in several budgets of bits:
     scales      a scale of 4 and 8 bits a row in place of 3
 """
 
+import fnmatch
 import heapq
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.capture import Call, decoder, intercept
 from rotationzoo.model.prediction import run_decoder
+from rotationzoo.rotations import Rotation
 from rotationzoo.simulation.simulated import SimulatedCodec
 
 WIDTHS = (1, 2, 4, 8)
@@ -489,53 +490,81 @@ class Planner:
             bases = {place: mix(basis, bits[place]) for place, basis in bases.items()}
         return ChannelCodec(bases, bits, scale_bits)
 
-    def today(self, budget: float) -> RotatedCodec:
-        """Error feedback with the budget that `calibrate --bits` spends."""
-        group_size = self.artifact.recipe.group_size
-        rotations = spend_bits(self.artifact.rotations, Budget(bits=budget), group_size)
+    def today(self, budget: float, by: str | None = None) -> RotatedCodec:
+        """Error feedback with the budget that `calibrate --bits` spends: by the sensitivities of
+        the artifact, or by those that the other arms measure."""
+        group_size, rotations = self.artifact.recipe.group_size, self.artifact.rotations
+        if by is not None:
+            losses = self.place_losses(by, (2,))
+
+            def measured(layer: int, side: str, rotation: Rotation) -> Rotation:
+                return replace(rotation, sensitivity=torch.tensor(losses[layer, side][2]))
+
+            rotations = rotations.replace(measured)
+        rotations = spend_bits(rotations, Budget(bits=budget), group_size)
         return RotatedCodec(rotations, group_size, rounding="feedback")
 
-    def by_place(self, budget: float, by: str) -> lose.PlannedCodec:
-        """Error feedback with 0, 1, 2, 3, 4 or 8 bits for each layer and side. What 0, 1 and 2
-        bits lose is measured; each further bit leaves a quarter."""
-        study, elements = self.study, elements_of(self.study.geometry)
-        measure = {"answers": "kl_of_answers", "text": "kl"}[by]
-        heads = {layer.index: layer.kv_heads for layer in cached_layers(study.geometry)}
-        losses: dict[Place, dict[int, float]] = {}
-        for place in elements:
-            losses[place] = {}
-            for width in (0, 1, 2):
-                codec = WidthCodec(self.frames, {place: width})
-                name = f"{width} fed-back bits of {place[1]}s of layer {place[0]}"
-                told = self.run.measure_few(name, codec)
-                if told is None:
-                    sys.exit("no time is left to measure what single places lose")
-                losses[place][width] = told[measure]
-            for width in (3, 4, 8):
-                losses[place][width] = losses[place][2] / 4 ** (width - 2)
-        rows = sum(heads[layer] for layer, _ in elements)
-        left = (budget * sum(elements.values())) - 16 * rows
-        bits = dict.fromkeys(elements, 0)
-        ladder = (0, 1, 2, 3, 4, 8)
+    def place_losses(self, by: str, widths: Sequence[int]) -> dict[Place, dict[int, float]]:
+        """What error feedback loses with so many bits at each place and all else exact, by
+        `answers`, by `text`, or by `both`, each in parts of the sum of 2 bits."""
+        told: dict[str, dict[Place, dict[int, float]]] = {"kl_of_answers": {}, "kl": {}}
+        for place, width in itertools.product(elements_of(self.study.geometry), widths):
+            name = f"{width} fed-back bits of {place[1]}s of layer {place[0]}"
+            found = self.run.measure_few(name, WidthCodec(self.frames, {place: width}))
+            if found is None:
+                sys.exit("no time is left to measure what single places lose")
+            for measure, its in told.items():
+                its.setdefault(place, {})[width] = found[measure]
+        measures = {"answers": ["kl_of_answers"], "text": ["kl"]}.get(by, [*told])
+        sums = {name: sum(its[2] for its in told[name].values()) for name in measures}
+        return {
+            place: {w: sum(told[name][place][w] / sums[name] for name in measures) for w in widths}
+            for place in told["kl"]
+        }
 
-        def best_step(place: Place) -> tuple[float, int]:
+    def by_place(self, budget: float, by: str, each_head: bool = False) -> "WidthCodec":
+        """Error feedback with 0, 1, 2, 3, 4 or 8 bits for each layer and side, or for each of its
+        KV heads, which lose as much of the place's loss as they would without any bits. Each bit
+        after the second leaves a quarter."""
+        elements, losses = elements_of(self.study.geometry), self.place_losses(by, (0, 1, 2))
+        heads = {place: len(basis.loss) for place, basis in self.usual.items()}
+        rows = sum(heads.values())
+        left = budget * sum(elements.values()) - 16 * rows
+        ladder = (0, 1, 2, 3, 4, 8)
+        parts: dict[tuple[Place, int], dict[int, float]] = {}
+        for place, its in losses.items():
+            its |= {width: its[2] / 4 ** (width - 2) for width in (3, 4, 8)}
+            share = [1.0]
+            if each_head:
+                lost = self.usual[place].loss.sum(-1)
+                share = (lost / lost.sum()).tolist()
+            for head, part in enumerate(share):
+                parts[place, head] = {width: its[width] * part for width in ladder}
+        bits = dict.fromkeys(parts, 0)
+        sizes = {
+            (place, head): elements[place] // (heads[place] if each_head else 1)
+            for place, head in parts
+        }
+
+        def best_step(part: tuple[Place, int]) -> tuple[float, int]:
             """The saving a bit of the best wider code, and its width: losses need not be convex."""
-            now = bits[place]
+            now, loss = bits[part], parts[part]
             steps = [
-                ((losses[place][now] - losses[place][then]) / (then - now) / elements[place], then)
+                ((loss[now] - loss[then]) / (then - now) / sizes[part], then)
                 for then in ladder
-                if then > now and (then - now) * elements[place] <= left
+                if then > now and (then - now) * sizes[part] <= left
             ]
             return max(steps, default=(0.0, now))
 
         while True:
-            place = max(bits, key=lambda each: best_step(each)[0])
-            saving, width = best_step(place)
+            part = max(bits, key=lambda each: best_step(each)[0])
+            saving, width = best_step(part)
             if saving <= 0:
                 break
-            left -= (width - bits[place]) * elements[place]
-            bits[place] = width
-        return WidthCodec(self.frames, bits)
+            left -= (width - bits[part]) * sizes[part]
+            bits[part] = width
+        widths = {place: tuple(bits[its] for its in parts if its[0] == place) for place in losses}
+        return WidthCodec(self.frames, widths)
 
     @cached_property
     def usual(self) -> dict[Place, Basis]:
@@ -550,6 +579,8 @@ class Planner:
         for budget in BUDGETS:
             yield f"today {budget:g}", partial(self.today, budget)
             yield f"channels both {budget:g}", partial(self.by_channel, budget)
+        for by, budget in itertools.product(("answers", "text", "both"), (*AROUND, 3.0)):
+            yield f"today by {by} {budget:g}", partial(self.today, budget, by)
         for by, budget in itertools.product(("answers", "text"), AROUND):
             yield f"channels {by} {budget:g}", partial(self.by_channel, budget, by)
         changes: list[dict[str, Any]] = [{"damping": each} for each in (0.1, 0.3, 1.0)]
@@ -569,8 +600,9 @@ class Planner:
             yield f"{name} {budget:g}", partial(self.by_channel, budget, way=way)
         for bits in (4, 8):
             yield f"scales {bits} {USUAL:g}", partial(self.by_channel, USUAL, scale_bits=bits)
-        for by, budget in itertools.product(("answers", "text"), AROUND[1:]):
+        for by, budget in itertools.product(("answers", "text", "both"), AROUND[1:]):
             yield f"feedback {by} {budget:g}", partial(self.by_place, budget, by)
+            yield f"feedback heads {by} {budget:g}", partial(self.by_place, budget, by, True)
 
     def _changed(self, budget: float, **changed: Any) -> ChannelCodec:
         return self.by_channel(budget, bases=self.bases(**changed))
@@ -578,16 +610,35 @@ class Planner:
 
 @dataclass(frozen=True)
 class WidthCodec(lose.PlannedCodec):
-    """Error feedback with 0 bits, which leave the mean, and 1 bit as well."""
+    """Error feedback with 0 bits, which leave the mean, and 1 bit as well; each KV head may have
+    its own."""
+
+    bits: Mapping[Place, Any]
 
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: Format
     ) -> torch.Tensor:
-        bits = self.bits.get((layer, side))
-        if bits is None:
+        if (layer, side) not in self.bits:
             return rows
-        frame = self.frames[layer, side]
-        return read_narrow(frame, rows, bits) if bits < 2 else frame.read(rows, bits)
+        bits, frame = self._widths(layer, side), self.frames[layer, side]
+        if len(bits) < rows.shape[1]:
+            bits = bits * rows.shape[1]
+        read = rows.clone()
+        for width in {*bits}:
+            its = [head for head, each in enumerate(bits) if each == width]
+            stored = read_narrow(frame, rows, width) if width < 2 else frame.read(rows, width)
+            read[:, its] = stored[:, its]
+        return read
+
+    def stored_bits(self, layer: int, side: str, dim: int, format: Format) -> float:
+        if (layer, side) not in self.bits:
+            return 16.0
+        widths = self._widths(layer, side)
+        return sum(widths) / len(widths) + 16 / dim
+
+    def _widths(self, layer: int, side: str) -> tuple[int, ...]:
+        bits = self.bits[layer, side]
+        return bits if isinstance(bits, tuple) else (bits,)
 
 
 def read_narrow(frame: lose.Frame, rows: torch.Tensor, bits: int) -> torch.Tensor:
@@ -619,7 +670,7 @@ def read_narrow(frame: lose.Frame, rows: torch.Tensor, bits: int) -> torch.Tenso
 def main() -> int:
     parser = lose.make_options()
     parser.description = __doc__
-    parser.add_argument("--arms", nargs="+", default=["*"], help="names of arms, as a shell's")
+    parser.add_argument("--arms", nargs="+", default=["*"], help="their names, in this order")
     parser.add_argument("--calibration", default="8x6144", help="rows and their tokens")
     options, begun = parser.parse_args(), time.perf_counter()
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
@@ -632,10 +683,13 @@ def main() -> int:
     print(f"{lose.DEVICE}, ready after {time.perf_counter() - begun:.0f} s", flush=True)
     planner = Planner(study, run, sums, artifact)
     run.head("Bits by channel and today's budget")
-    for name, make in planner.arms():
-        if any(fnmatch(name, pattern) for pattern in options.arms) and not run.is_over:
+    arms = dict(planner.arms())
+    for name in dict.fromkeys(
+        name for pattern in options.arms for name in fnmatch.filter(arms, pattern)
+    ):
+        if not run.is_over:
             try:
-                run.measure(name, make())
+                run.measure(name, arms[name]())
             except RotationZooError as error:
                 print(f"{name}: {error}")
     print(f"\n{time.perf_counter() - begun:.0f} s{', cut short' if run.is_over else ''}")

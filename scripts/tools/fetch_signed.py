@@ -15,7 +15,7 @@ from rotationzoo.settings import Signatures
 from rotationzoo.zoo.lookup import read_index
 from rotationzoo.zoo.pull import pull_first
 from rotationzoo.zoo.signed_index import check_index
-from rotationzoo.zoo.signing.check import make_demand
+from rotationzoo.zoo.signing import make_demand
 
 HUB = "huggingface"
 

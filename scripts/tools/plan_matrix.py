@@ -78,7 +78,7 @@ def runner_chooser(runners: str) -> Callable[[str, str], str]:
 
 
 def smallest_runner(weights: int, room: Mapping[str, int]) -> str:
-    """The first label with room for so many bytes of weights, or else the last."""
+    """The first label whose memory holds these bytes of weights, or else the last."""
     for label, usable in room.items():
         if weights + BESIDE <= usable:
             return label

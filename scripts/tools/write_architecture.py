@@ -39,26 +39,15 @@ def first_sentence(path: Path) -> str:
 def rooms() -> list[tuple[str, Path]]:
     """Every package and module in the order that is enforced, with the file of its docstring.
 
-    A package comes as `name/`, followed by its modules as `name/module`.
+    A package comes as `name/`, before its modules as `name/module`.
     """
     listed = []
     for name in order():
         folder = PACKAGE / name
-        if folder.is_dir():
-            listed += _inside(folder)
-        else:
-            listed.append((name, folder.with_suffix(".py")))
-    return listed
-
-
-def _inside(folder: Path) -> list[tuple[str, Path]]:
-    name = folder.relative_to(PACKAGE).as_posix()
-    listed = [(f"{name}/", folder / "__init__.py")]
-    for path in sorted(folder.iterdir()):
-        if (path / "__init__.py").is_file():
-            listed += _inside(path)
-        elif path.suffix == ".py" and path.stem != "__init__":
-            listed.append((f"{name}/{path.stem}", path))
+        paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+        for path in paths:
+            room = path.relative_to(PACKAGE).with_suffix("").as_posix()
+            listed.append((room.removesuffix("__init__"), path))
     return listed
 
 
@@ -75,10 +64,5 @@ def page(text: str) -> str:
     return f"{before}{BEGIN}\n{listing()}\n{END}{after}"
 
 
-def main() -> None:
-    text = page(PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")

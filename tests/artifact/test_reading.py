@@ -9,7 +9,7 @@ import pytest
 from support.places import ROOT
 from support.published import ok
 
-from rotationzoo.artifact import tensor_check
+from rotationzoo.artifact import layout
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 
@@ -20,7 +20,7 @@ TENSORS = ("rotations.safetensors", "statistics.safetensors")
 def opened(monkeypatch) -> Counter:
     """How often each file of tensors is hashed and read: keys `(what, name)`."""
     counts: Counter = Counter()
-    file_digest, safe_open = hashlib.file_digest, tensor_check.safe_open
+    file_digest, safe_open = hashlib.file_digest, layout.safe_open
 
     def hash_file(file, algorithm):
         counts["hashed", str(file.name).rpartition("/")[2]] += 1
@@ -31,7 +31,7 @@ def opened(monkeypatch) -> Counter:
         return safe_open(path, *more)
 
     monkeypatch.setattr(hashlib, "file_digest", hash_file)
-    monkeypatch.setattr(tensor_check, "safe_open", read_file)
+    monkeypatch.setattr(layout, "safe_open", read_file)
     return counts
 
 

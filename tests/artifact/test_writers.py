@@ -22,7 +22,7 @@ from rotationzoo.engines.export import export
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.storage import files, folders
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage.folders import locked
 from rotationzoo.writer import add_files, check_writable, write_artifact
 
 
@@ -130,7 +130,7 @@ def test_an_export_is_old_or_new_after_a_kill_at_any_step(small, tmp_path, monke
         export(other, request)
 
     def check(done: bool) -> None:
-        files.recover(target)
+        folders.recover(target)
         paths = [path for path in target.iterdir() if path.name != "export.json"]
         held = {(path.name, files.sha256(path)) for path in paths}
         assert held in wanted
@@ -188,7 +188,7 @@ def test_nothing_is_added_to_other_rotations(small, folder):
     artifact = Artifact.open(folder)
     shutil.rmtree(folder)
     another(small, folder, "hadamard")
-    with pytest.raises(RotationZooError, match="holds other rotations by now"):
+    with pytest.raises(RotationZooError, match="now holds other rotations"):
         add_files(artifact, {"answers.png": b""}, {})
     with pytest.raises(RotationZooError, match="was replaced while it was read"):
         len(artifact.rotations)
@@ -223,7 +223,7 @@ def test_a_reader_that_meets_a_replacement_reads_again(folder, monkeypatch, name
 @pytest.mark.hostile("crash")
 @pytest.mark.parametrize("what", ["evaluate", "report", "export", "calibrate"])
 def test_who_waits_says_for_what_and_gives_up(inside, small, folder, monkeypatch, caplog, what):
-    monkeypatch.setattr("rotationzoo.storage.locks.WAIT", 0.1)
+    monkeypatch.setattr("rotationzoo.storage.folders.WAIT", 0.1)
     export_to = inside.folder / "export"
     new = inside.folder / "new"
     words = {

@@ -15,7 +15,7 @@ from support.recipes import QUICK
 
 from rotationzoo import api
 from rotationzoo.artifact.fit import fit
-from rotationzoo.artifact.pooling import reduced_rotations
+from rotationzoo.artifact.reductions import reduced_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.calibration import sensitivity

@@ -15,8 +15,7 @@ from support.models import edit_config, write_jsonl
 from support.recipes import QUICK
 from support.tensors import stored_rotations, stored_statistics
 
-from rotationzoo.artifact.layout import rotations_from
-from rotationzoo.artifact.statistics_layout import statistics_from
+from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job, plan

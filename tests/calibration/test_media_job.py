@@ -61,7 +61,7 @@ def recipe_without_a_sink():
 
 def test_a_finished_run_is_one_of_the_same_images(run, folder):
     assert run("--output", "out").returncode == 0
-    assert "done already" in run("--output", "out").stderr
+    assert "already done" in run("--output", "out").stderr
     assert "with other images" in refused(run("--output", "out", images=None))
 
 

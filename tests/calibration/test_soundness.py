@@ -10,9 +10,8 @@ from support.models import edited_weights, save_tiny
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.fit import fit
-from rotationzoo.artifact.layout import rotations_from
+from rotationzoo.artifact.layout import rotations_from, sentences
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.tensor_check import sentences
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Job

@@ -113,7 +113,7 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(
     assert "Problem: made for other weights than" in wrong.stdout
     assert "the weights" not in wrong.stdout.splitlines()[-1], "which differ"
     error, hint = wrong.stderr.splitlines()
-    assert "plain is sound, but of another model: made for other weights than" in error
+    assert "plain is sound, but for another model: made for other weights than" in error
     assert hint == "Hint: check it with its own model: rotationzoo verify plain --model demo"
     shown = json.loads(inside("verify", "plain", "--model", "demo", "--json").stdout)
     listed = inside("verify", "plain", "--model", "demo").stdout.splitlines()[-1]

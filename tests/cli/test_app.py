@@ -13,13 +13,20 @@ from typer.models import OptionInfo
 from write_cli_reference import parameters
 
 import rotationzoo
-from rotationzoo.cli import options as choices
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
 from rotationzoo.codec.engine_needs import ENGINES, EngineName, PullEngineName
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import Format
-from rotationzoo.zoo.hubs.protocol import DISK, HUB_NAMES, HUBS, HubName, PlaceName
+from rotationzoo.zoo.hubs.protocol import (
+    DISK,
+    HUB_NAMES,
+    HUBS,
+    HubName,
+    HubOrAny,
+    HubOrBoth,
+    PlaceName,
+)
 
 # ---- help and usage
 
@@ -66,8 +73,8 @@ def test_every_engine_hub_and_format_can_be_chosen():
     assert set(typing.get_args(PullEngineName)) == needs_nothing_else
     assert set(typing.get_args(PlaceName)) == set(HUBS)
     assert set(typing.get_args(HubName)) == {*HUB_NAMES} == {*HUBS} - {DISK}
-    assert set(typing.get_args(choices.HubOrBoth)) == {*HUB_NAMES, "both"}
-    assert set(typing.get_args(choices.HubOrAny)) == {*HUB_NAMES, "any"}
+    assert set(typing.get_args(HubOrBoth)) == {*HUB_NAMES, "both"}
+    assert set(typing.get_args(HubOrAny)) == {*HUB_NAMES, "any"}
     assert set(typing.get_args(Format)) == set(SIMULATED)
 
 

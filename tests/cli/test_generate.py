@@ -21,7 +21,7 @@ SMALL = ["--sink", "2", "--recent", "8", "--max-new-tokens", "24"]
 SUMMARY = re.compile(
     r"\d+ tokens at [\d,.]+ a second; prompt of [\d,]+ at [\d,]+ a second; "
     r"cache [1-9][\d.]* [KM]B, and [1-9][\d.]* [KM]B in bf16( \(\d+\.\d times smaller\))?"
-    r"(; so short a context stays exact)?(; no rotation)?"
+    r"(; a context this short stays exact)?(; no rotation)?"
 )
 
 
@@ -92,13 +92,13 @@ def test_the_exact_model_is_shown_after_the_text(inside, made):
     text, exact = shown.stdout.split("\n\nThe exact model writes:\n")
     assert text.strip()
     assert re.search(
-        r'\n\nThe two part after [\d]+ characters? \(\d+ tokens?\): here ".+", exact ".+"\.$',
+        r'\n\nThe two diverge after [\d]+ characters? \(\d+ tokens?\): here ".+", exact ".+"\.$',
         exact.rstrip(),
     )
     assert shown.stderr.endswith("; no rotation\nNext: rotationzoo calibrate demo\n")
     assert "stays exact" not in shown.stderr
     shown = inside(*words, "--rotations", made, "--max-new-tokens", "2")
-    assert "; so short a context stays exact" in shown.stderr
+    assert "; a context this short stays exact" in shown.stderr
     assert shown.stdout.endswith("\nThe exact model writes the same 2 tokens.\n")
 
 
@@ -134,7 +134,7 @@ def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
     [
         (b"", "is empty"),
         (b" \n", "is empty"),
-        (b"\x7fELF\0\0", "is not text: it holds zero bytes"),
+        (b"\x7fELF\0\0", "is not text: it has zero bytes"),
         ("naïve".encode("latin1"), "is no UTF-8 text: byte 2 is wrong"),
     ],
     ids=["empty", "blank", "binary", "latin1"],

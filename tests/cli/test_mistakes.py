@@ -7,7 +7,7 @@ import os
 import pytest
 from support.command_line import left_behind, only_error
 
-from rotationzoo.storage import locks
+from rotationzoo.storage import folders
 
 MISTAKES = [
     ("nonsense", 2, "No such command 'nonsense'"),
@@ -40,7 +40,7 @@ MISTAKES = [
     ("evaluate demo {made} --for llama.cpp", 2, "codebook of its own"),
     ("generate demo --rotations {made} --for llama.cpp", 2, "codebook of its own"),
     ("generate {made} -p x", 2, "rotationzoo generate demo --rotations {made}"),
-    ("generate demo --rotations none -p x -f y", 2, "two prompts"),
+    ("generate demo --rotations none -p x -f y", 2, "exclude each other"),
     ("generate demo --rotations none -f y", 2, "y cannot be read: No such file"),
     ("report demo {made}", 2, "unexpected extra argument"),
     ("export {made} --fro vllm", 2, "Possible options: --for"),
@@ -96,7 +96,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(
     inside, artifact, monkeypatch, words, place
 ):
     """Not after a wait for another process that might be writing there."""
-    monkeypatch.setattr(locks, "WAIT", 2.0)
+    monkeypatch.setattr(folders, "WAIT", 2.0)
     words = [{"ROTATIONS": artifact, "PLACE": place}.get(word, word) for word in words.split()]
     says = only_error(inside(*words))
     assert says.startswith(f"Error: {place} cannot be written: ")
@@ -116,7 +116,7 @@ def test_only_a_full_disk_is_called_full(inside, monkeypatch, number, helps):
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(locks, "_open", refuse)
+    monkeypatch.setattr(folders, "_open", refuse)
     says = only_error(inside("calibrate", "demo", "--recipe", "hadamard", "-o", "out"))
     error = f"Error: out cannot be written: {os.strerror(number)}\n"
     assert says == f"{error}Hint: {helps}choose another place with --output\n"

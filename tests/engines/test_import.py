@@ -27,8 +27,7 @@ from support.published import ok
 from support.reports import evaluate
 from support.tensors import stored_rotations, stored_statistics
 
-from rotationzoo.artifact.pooling import pooled_rotations
-from rotationzoo.artifact.reductions import Request
+from rotationzoo.artifact.reductions import Request, pooled_rotations
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
@@ -378,6 +377,6 @@ def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path
         assert data["ok"] is right
         assert (min(data["agreement"].values()) > 0.24) is right, data["agreement"]
     assert "not made of what" in data["problems"][0]
-    assert f"is sound, but of another model: not made of what {twin} computes" in result.stderr
+    assert f"is sound, but for another model: not made of what {twin} computes" in result.stderr
     assert result.stderr.endswith("import its files again with the model that they are for\n")
     assert inside("verify", artifact.folder, "--run").returncode == 2

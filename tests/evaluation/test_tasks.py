@@ -20,12 +20,12 @@ from rotationzoo.evaluation.prepare import Evaluation, prepare
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.figures import duration
 from rotationzoo.progress import silent
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks
+from rotationzoo.words import duration
 
 pytestmark = pytest.mark.usefixtures("one_range")
 LENGTH, SHORT = 512, 352

@@ -9,7 +9,7 @@ from support.architectures import CALIBRATED, EXPECTED, NAMES, families
 from support.caches import read_whole
 from support.places import ROOT
 
-from rotationzoo.artifact.statistics_layout import statistics_tensors
+from rotationzoo.artifact.layout import statistics_tensors
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import cached_layers, shifted_layers

@@ -81,11 +81,11 @@ def test_a_chat_template_has_limits(inside, monkeypatch, template):
     model = save_tiny(inside.folder / "model")
     (model / "chat_template.jinja").write_text(template)
     words = ("generate", model, "--chat", "--prompt", "hello", "--rotations", "none")
-    assert "the tokenizer's chat template was given up" in refused(inside(*words))
+    assert "the tokenizer's chat template was stopped" in refused(inside(*words))
     chat = {"messages": [{"role": "user", "content": "hello"}]}
     write_jsonl(inside.folder / "chats.jsonl", [chat])
     words = ("calibrate", model, "--data", "chats.jsonl", "--output", "out")
-    assert "the tokenizer's chat template was given up" in refused(inside(*words))
+    assert "the tokenizer's chat template was stopped" in refused(inside(*words))
 
 
 def test_the_text_of_a_chat_is_that_of_the_tokenizer():

@@ -44,7 +44,7 @@ def serve(hub, files: dict[str, bytes], repo: str = ZOO) -> None:
 
 def sign_as_before(zoo, key, content: dict) -> None:
     """An index as an earlier version signed it, with a valid signature."""
-    from rotationzoo.zoo.signing.make import SigningTool
+    from rotationzoo.zoo.signing import SigningTool
 
     data = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     signature, _ = SigningTool(key).sign({index.NAME: data}, "index")

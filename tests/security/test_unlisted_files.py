@@ -14,7 +14,7 @@ from rotationzoo import pull
 from rotationzoo.artifact.store import SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.zoo.hubs.protocol import open_hub
-from rotationzoo.zoo.signing.make import SigningTool
+from rotationzoo.zoo.signing import SigningTool
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact.statistics_layout import statistics_tensors
+from rotationzoo.artifact.layout import statistics_tensors
 from rotationzoo.calibration.collect import collect
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.capture import decoder

@@ -9,8 +9,7 @@ import torch
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.artifact.pooling import pooled_rotations
-from rotationzoo.artifact.reductions import Request
+from rotationzoo.artifact.reductions import Request, pooled_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2

@@ -214,7 +214,7 @@ def test_the_plan_says_what_it_knows(zoo, model):
     assert "Note: someone/broken was skipped: someone/broken on Hugging Face answered 503" in (
         done.stderr
     )
-    assert "Error: 2 models could not be looked at" in done.stderr
+    assert "Error: 2 models could not be checked" in done.stderr
 
 
 @pytest.mark.hostile("hub")

@@ -58,7 +58,7 @@ LASTING = [
     ("huggingface", "/storage/", 503, "answered 503"),
     ("huggingface", "/resolve/.*manifest", 401, "refused access"),
     ("huggingface", "/resolve/.*manifest", 404, "Hugging Face"),
-    ("huggingface", "/storage/", "cut", "broke off"),
+    ("huggingface", "/storage/", "cut", "closed the connection early"),
     ("huggingface", "/storage/", "flip", "sha256 differs"),
     ("modelscope", "/storage/", "flip", "sha256 differs"),
 ]

@@ -176,7 +176,7 @@ def test_fewer_answers_are_refused_although_the_perplexity_is_better():
     with pytest.raises(RotationZooError, match="answer worse than the published ones") as refusal:
         compare(arm(20, loss=2.9), arm(32))
     assert "20 of 32 questions compared with 32, p 0.00049" in str(refusal.value)
-    assert refusal.value.hint == f"to publish them all the same: {PUSH}"
+    assert refusal.value.hint == f"to publish them anyway: {PUSH}"
 
 
 def test_perplexity_decides_where_answers_do_not():

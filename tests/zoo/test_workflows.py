@@ -295,9 +295,6 @@ def test_a_fleet_has_a_runner_for_each_model(runner):
     (script,) = scripts("fleet", "build")
     assert [script.replace('"$OUT/$NAME"', '"out/$NAME"')] == scripts("regenerate", "build")
     assert jobs("fleet")["build"]["runs-on"][-1] == "${{ matrix.runner }}"
-    described = (ROOT / "docs" / "scale.md").read_text()
-    for line in (*script.splitlines(), *step["run"].splitlines(), step["env"]["RUNNERS"]):
-        assert line.strip() in described
     assert not {"permissions", "secrets"} & jobs("fleet")["build"].keys()
 
 

@@ -5,11 +5,11 @@ checkpoint's `hf_quant_config.json`. It has no rotations: only the bits of layer
 import shlex
 from pathlib import Path
 
+from rotationzoo import __version__
 from rotationzoo.artifact.reductions import Settled
 from rotationzoo.engines.base import Launch, Payload
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.folders import write_new
-from rotationzoo.version import __version__
 
 FILE = "hf_quant_config.json"
 

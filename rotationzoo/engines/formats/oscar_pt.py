@@ -24,7 +24,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
 from rotationzoo.sides import SIDES
 from rotationzoo.storage import folders
-from rotationzoo.storage.disks import check_regular
+from rotationzoo.storage.files import check_regular
 
 _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 

@@ -12,13 +12,13 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
-from rotationzoo.figures import finish
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.prediction import counting_layers
 from rotationzoo.progress import InTokens, Progress
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.words import finish
 
 # A model can do a task if the statements add at least this share to the questions that it answers,
 # or take at least half from the nats that the right answers lack.

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from rotationzoo.recall.answers import Answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.storage import files, folders
-from rotationzoo.storage.disks import disk_errors
+from rotationzoo.storage.files import disk_errors
 from rotationzoo.writer import forget, is_known, remember
 
 _LIMIT = 1 << 28  # bytes; 100,000 questions of seven tasks have 6 MB for each who answers

@@ -1,5 +1,5 @@
-"""A folder in the place of a hub, such as one that is carried to machines without a network. Its
-files are replaced one by one, each whole, and the index after those that it lists."""
+"""A folder that serves as a hub, such as one for machines without a network. Its files are replaced
+atomically one by one, and the index after those that it lists."""
 
 import os
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from pathlib import Path
 from rotationzoo.errors import HubError, StaleParent
 from rotationzoo.network.limits import ANSWER_BYTES
 from rotationzoo.storage import files, folders
-from rotationzoo.storage.disks import disk_errors
-from rotationzoo.storage.locks import locked
+from rotationzoo.storage.files import disk_errors
+from rotationzoo.storage.folders import locked
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
 from rotationzoo.zoo.index import NAME, ROOT_FILES
 
 
 class Disk(Hub):
-    """Folders, named by their paths. They have the newest revision alone, whose name is made of the
-    index's sha256, and no pull requests: `create_pr` has no effect."""
+    """Folders, named by their paths. They keep only the newest revision, named by the sha256 of the
+    index, and have no pull requests: `create_pr` has no effect."""
 
     def resolve(self, repo: str) -> str:
         return files.digest(files.read(_find(repo, NAME), ANSWER_BYTES))[:12]
@@ -39,7 +39,7 @@ class Disk(Hub):
             if taken and NAME not in taken:
                 raise HubError(f"{repo} is not a zoo and has a {taken[0]}", "name a new folder")
             if taken and self.resolve(repo) != publication.parent:
-                raise StaleParent(f"{repo} has changed since it was looked at")
+                raise StaleParent(f"{repo} has changed since it was read")
             for path, content in publication.files.items():  # the index after what it lists
                 data = content if isinstance(content, bytes) else content.read_bytes()
                 folders.replace_file(files.child(root, path), data)

@@ -1,8 +1,5 @@
-"""The Hugging Face hub: files are published in one commit, or in a pull request.
-
-The commit's parent must still be the head, so that no other commit is overwritten. Failures
-become errors of one sentence, and this module says which of them are worth a retry.
-"""
+"""The Hugging Face hub: files are published in one commit, or in a pull request. The commit's
+parent must still be the head, so that no other commit is overwritten."""
 
 import itertools
 import json
@@ -12,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
 from rotationzoo.network import huggingface_session as session
 from rotationzoo.network import limits, tokens
-from rotationzoo.version import __version__
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
 
 if TYPE_CHECKING:
@@ -43,7 +40,7 @@ def _as_hub_error(
     elif is_repository and status == 404:
         says, hint = f"there is no {where}", SPELLING_HINT
     elif is_repository and token is None:
-        # Without a token, Hugging Face gives one answer for missing and for private repositories.
+        # Without a token, Hugging Face answers alike for missing and for private repositories.
         hint = f"{SPELLING_HINT}; or {_LOGIN_HINT}"
         return HubError(f"{where} does not exist, or is private", hint=hint, hidden=True)
     elif status in (401, 403):
@@ -51,11 +48,11 @@ def _as_hub_error(
     elif status is not None:
         says = f"{where} answered {status}"
     elif isinstance(error, session.BrokenAnswer) or _is_of_transport(error):
-        says = f"{where} broke off its answer ({type(error.__cause__ or error).__name__})"
+        says = f"{where} closed the connection early ({type(error.__cause__ or error).__name__})"
     elif isinstance(error, OSError):
         says = f"{where} cannot be used: {error.strerror or first_sentence(error)}"
     elif isinstance(error, _UNREADABLE):
-        says = f"{where} sent an answer that no hub would send"
+        says = f"{where} sent an invalid answer"
         hint = "check HF_ENDPOINT, and the network's proxy"
     else:
         says = f"{where} cannot be used: {first_sentence(error)}"
@@ -91,7 +88,7 @@ class HuggingFace(Hub):
             return _check_commit(self.retry(self.api.model_info, repo).sha, repo)
 
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
-        """The commit of a revision, and path -> hash of every file in it, to be compared."""
+        """The commit of a revision, and path -> hash of every file in it."""
         with self._errors(repo, revision):
             info = self._info(repo, revision)
             hashes = {}
@@ -105,8 +102,8 @@ class HuggingFace(Hub):
             return {file.rfilename: int(file.size) for file in files}
 
     def _info(self, repo: str, revision: str | None) -> Any:
-        """The commit and all of its files, in one answer. The client's call for the file tree would
-        retry each page by itself for half a minute when a hub fails."""
+        """The commit and all of its files, in one answer. The client's own listing would retry each
+        page for half a minute when a hub fails."""
         return self.retry(self.api.model_info, repo, revision=revision, files_metadata=True)
 
     def fetch(
@@ -117,8 +114,8 @@ class HuggingFace(Hub):
                 self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
-        """Download one file of at most `size` bytes by plain HTTP. The client's own download cannot
-        be limited: xet writes all that it is sent."""
+        """Download one file of at most `size` bytes by plain HTTP: the client's own download cannot
+        be limited."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -149,9 +146,9 @@ class HuggingFace(Hub):
     def _commit(
         self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
     ) -> tuple[Any, Any]:
-        """The commit, and the open pull request that it was added to, if any. What an earlier run
-        or an attempt whose answer was lost has made is recognised. Raises `StaleParent` if the head
-        is no longer `base`."""
+        """The commit, and the open pull request that it was added to, if any. Those of an earlier
+        run, or of an attempt whose answer was lost, are recognized. Raises `StaleParent` if the
+        head is no longer `base`."""
         from huggingface_hub.errors import HfHubHTTPError
 
         repo, message = publication.repo, publication.message
@@ -172,12 +169,12 @@ class HuggingFace(Hub):
             newest, *older = self.api.list_repo_commits(repo)
             if newest.title == message and older and older[0].commit_id == base:
                 return newest, None
-            raise StaleParent(f"{repo} has changed since it was looked at") from error
+            raise StaleParent(f"{repo} has changed since it was read") from error
         return commit, pull
 
     def _find_pull_request(self, publication: Publication, base: str) -> Any:
-        """An open pull request that this publication may continue, or None: of the token's own
-        user, who alone has added to it, with the same title, base and files."""
+        """An open pull request that this publication may continue, or None: by this token's user
+        only, with the same title, base and files."""
         from huggingface_hub.errors import HfHubHTTPError
 
         repo = publication.repo
@@ -205,8 +202,8 @@ class HuggingFace(Hub):
 
     @contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
-        """Turn every failure inside the block into a `RotationZooError`, and send the token to the
-        endpoint alone."""
+        """Turn failures inside the block into a `RotationZooError`, and send the token only to the
+        endpoint."""
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
         where = f"{repo} on Hugging Face"
@@ -224,8 +221,7 @@ class HuggingFace(Hub):
 
 
 def _check_commit(sha: Any, repo: str) -> str:
-    """The commit, which becomes part of paths and URLs. Raises `HubError` unless it is 40
-    hexadecimal digits."""
+    """The commit, which becomes part of paths and URLs. Raises `HubError` unless it is a sha1."""
     if not re.fullmatch(r"[0-9a-f]{40}", str(sha)):
         hint = "check HF_ENDPOINT"
         raise HubError(f"{repo} on Hugging Face has no commit that can be read", hint)

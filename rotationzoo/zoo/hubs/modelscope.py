@@ -41,16 +41,15 @@ _SETTINGS = {
 
 
 def may_see_token(endpoint: str, url: str) -> bool:
-    """Whether a URL is at the endpoint, or at its storage, which needs the token too."""
+    """Whether a URL is at the endpoint, or at its storage."""
     return tokens.is_at(url, [endpoint]) or tokens.is_at_storage(url, endpoint, _STORAGE_PREFIXES)
 
 
 class LimitedAdapter(HTTPAdapter):
-    """Applies the limits to every request of the session that it is mounted on, redirects too."""
+    """Applies the limits to every request of a session, redirects included."""
 
     def __init__(self, endpoint: str, reads_all: bool):
-        """`reads_all`: read the whole answer here, up to the limit for small answers, and do not
-        leave that to the caller."""
+        """`reads_all`: read the whole answer here, up to the limit for small answers."""
         super().__init__(max_retries=0)
         self.endpoint, self.reads_all = endpoint, reads_all
 
@@ -88,7 +87,7 @@ class LimitedAdapter(HTTPAdapter):
 
 
 def _read_body(response: requests.Response, host: str) -> None:
-    """Read the whole answer within the limits, and store it where the client will read it."""
+    """Read the whole answer within the limits, for the client to read again."""
     chunks = limits.limit_chunks(
         read_chunks(response), limits.ANSWER_BYTES, host, limits.UPLOAD_SECONDS
     )
@@ -98,8 +97,8 @@ def _read_body(response: requests.Response, host: str) -> None:
 
 
 def read_chunks(response: requests.Response) -> Iterator[bytes]:
-    """The body of an answer in chunks, as they arrive. Raises `requests.ConnectionError` if fewer
-    bytes arrive than were announced, and `HubError` if the hub is silent for too long."""
+    """The body of an answer in chunks, as they arrive. Raises `requests.ConnectionError` if it is
+    cut off, and `HubError` if the hub is silent for too long."""
     raw: Any = response.raw
     try:
         while chunk := raw.read1(_CHUNK_BYTES):
@@ -113,13 +112,12 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
 
 @contextmanager
 def _asking(repo: str) -> Iterator[None]:
-    """Turn every failure inside the block into a `RotationZooError`, and discard the reports and
-    bars that the client prints, or with ROTATIONZOO_DEBUG=1 send them to stderr."""
+    """Turn failures inside the block into a `RotationZooError`, and discard what the client prints,
+    or with ROTATIONZOO_DEBUG=1 send it to stderr."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
-        hint = "unset HF_HUB_OFFLINE"
-        raise HubError("HF_HUB_OFFLINE is set: ModelScope is not asked", hint)
+        raise HubError("HF_HUB_OFFLINE is set: ModelScope is not asked", "unset HF_HUB_OFFLINE")
     printed = sys.stderr if _is_debugging() else io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
@@ -141,10 +139,10 @@ def _as_hub_error(error: Exception, where: str) -> HubError:
     elif isinstance(error, errors.APIError):
         says = f"answered {error.status_code}"
     elif isinstance(error, (errors.NetworkError, requests.ConnectionError, requests.Timeout)):
-        says = "broke off its answer"
+        says = "closed the connection early"
     elif isinstance(error, (ValueError, TypeError, AttributeError, KeyError, RecursionError)):
         # The client raises these when it parses an answer that no real hub would send.
-        says = "sent an answer that no hub would send"
+        says = "sent an invalid answer"
         hint = "check MODELSCOPE_ENDPOINT, and the network's proxy"
     return HubError(f"{where} {says}", hint=hint, missing=hint == SPELLING_HINT)
 
@@ -216,14 +214,13 @@ class ModelScope(Hub):
             limits.save_chunks(read_chunks(response), folder / path, size, what)
 
     def publish(self, publication: Publication) -> Published:
-        """Commit to `master`, then add the tag that marks the files as complete. There are no pull
-        requests, so `create_pr` has no effect."""
+        """Commit to `master`, then add the tag that marks the files as complete. `create_pr` has no
+        effect."""
         from modelscope_hub.errors import AlreadyExistsError
 
         repo, tag = publication.repo, publication.tag
         with _asking(repo), tempfile.TemporaryDirectory() as scratch:
-            # Otherwise the upload would create a public repository by itself whenever it finds
-            # none, for any reason.
+            # Otherwise the upload would create a public repository whenever it finds none.
             with suppress(AlreadyExistsError):
                 options = {"visibility": "public", "license": "apache-2.0"}
                 self.retry(self.api.create_repo, repo, "model", **options)

@@ -1,12 +1,10 @@
-"""The interface of a hub: resolve a revision, list and fetch files, and publish files; and the
-table of hubs, from which the command line, the index and the tests take their names.
+"""The interface of a hub, and the table of hubs.
 
 A hub imports its client only when it is used. It limits what it reads and retries failures that may
 be temporary. The caller checks the hashes.
 
-The clients' own retries were tested with every kind of fault. Hugging Face's client does not retry
-a 503 on the body of a file or on a commit, and ModelScope's waits silently for minutes. Both are
-therefore told not to retry, and all retries happen here.
+All retries happen here, and the clients are told not to retry: Hugging Face's does not retry a 503
+on the body of a file or on a commit, and ModelScope's waits silently for minutes.
 """
 
 import importlib
@@ -44,7 +42,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Published:
-    """Where published files are: a fixed revision, and the page of the commit or pull request."""
+    """Where files were published: a fixed revision, and the page of the commit or pull request."""
 
     revision: str
     url: str
@@ -53,11 +51,10 @@ class Published:
 
 
 class Hub(ABC):
-    """One hub. Every method raises a `HubError` of one sentence if the hub or the network fails."""
+    """One hub. Every method raises a `HubError` if the hub or the network fails."""
 
     pins_by_tag = False
-    """Whether the published revision is the publication's tag, which is known in advance. Otherwise
-    it is a commit, whose name is known only afterwards."""
+    """Whether the published revision is the publication's tag, known in advance, or a commit."""
 
     @abstractmethod
     def resolve(self, repo: str) -> str:
@@ -71,22 +68,21 @@ class Hub(ABC):
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
-        """Download these files into `folder`, under the same paths. `sizes`: path -> the most bytes
-        to accept."""
+        """Download files into `folder`, under the same paths. `sizes`: path -> most bytes."""
 
     @abstractmethod
     def publish(self, publication: Publication) -> Published:
-        """Publish files to a repository, which is made if there is none; readers see all or none.
-        Raises `StaleParent` if the repository has changed since `publication.parent`."""
+        """Publish all files or none, to a repository that is made if there is none. Raises
+        `StaleParent` if it has changed since `publication.parent`."""
 
     @staticmethod
     def may_pass(error: Exception) -> bool:
-        """Whether a retry of the same call may succeed; never, unless a hub knows better."""
+        """Whether a retry of the same call may succeed."""
         return False
 
     def retry(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses, as long as a failure
-        `may_pass`. A `HubError` never does."""
+        """Call up to `_ATTEMPTS` times with growing pauses, as long as failures `may_pass`; a
+        `HubError` never does."""
         for attempt in range(_ATTEMPTS - 1):
             try:
                 return call(*args, **options)
@@ -118,9 +114,9 @@ class HubEntry:
     title: str
     """Its name in sentences."""
     abbreviation: str
-    """Its name in the narrow column of `list`."""
+    """Its name in `list`."""
     class_name: str
-    """Its class in the module of `zoo/hubs` that has the hub's name, imported only on use."""
+    """Its class in the module of `zoo/hubs` with the hub's name."""
 
 
 HUBS = {
@@ -131,22 +127,24 @@ HUBS = {
 *HUB_NAMES, DISK = HUBS
 DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub
 
-# Typer derives an option's choices from a Literal, and pydantic a field's check. mypy does not
-# accept a computed Literal, so it sees `str`.
+# Typer and pydantic read the choices from a Literal. mypy does not accept a computed one.
 if TYPE_CHECKING:
     HubName = str
     PlaceName = str
+    HubOrBoth = str
+    HubOrAny = str
 else:
     HubName, PlaceName = Literal[*HUB_NAMES], Literal[*HUBS]
+    HubOrBoth, HubOrAny = Literal[*HUB_NAMES, "both"], Literal[*HUB_NAMES, "any"]
 
 
 def is_folder(repo: str) -> bool:
-    """Whether a repository is a folder: its path begins as no name of a repository does."""
+    """Whether a repository is a folder, which begins with `.`, `/` or `~`."""
     return repo.startswith((".", "/", "~"))
 
 
 def chosen_hubs(choice: str, repo: str | None = None) -> list[str]:
-    """The hubs that a choice stands for; `both` and `any` mean all of them. A folder is on disk."""
+    """The hubs that a choice names; `both` and `any` mean all. A folder is on disk."""
     if repo is not None and is_folder(repo):
         return [DISK]
     return [*HUB_NAMES] if choice in ("both", "any") else [choice]

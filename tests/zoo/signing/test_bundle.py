@@ -9,7 +9,7 @@ import pytest
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.settings import Signatures
-from rotationzoo.zoo.signing.check import LIMIT, Signed, check_signature, make_demand
+from rotationzoo.zoo.signing import LIMIT, Signed, check_signature, make_demand
 
 FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
 
@@ -17,7 +17,7 @@ FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
 @pytest.fixture
 def signed(keys) -> dict:
     """A signature of `FILES`, as JSON."""
-    from rotationzoo.zoo.signing.make import SigningTool
+    from rotationzoo.zoo.signing import SigningTool
 
     data, signer = SigningTool(keys.ours).sign(FILES, "oscar-0123")
     assert signer == make_demand(Signatures(signers=[str(keys.public)])).signers[0]
@@ -98,7 +98,7 @@ def test_a_signature_that_was_tampered_with_does_not_hold(signed, keys, what):
 
 @pytest.mark.hostile("hub")
 def test_a_signature_with_the_hint_of_a_key_that_did_not_make_it(signed, keys):
-    from rotationzoo.zoo.signing.make import SigningTool
+    from rotationzoo.zoo.signing import SigningTool
 
     other = json.loads(SigningTool(keys.other).sign(FILES, "oscar-0123")[0])
     other["verificationMaterial"] = signed["verificationMaterial"]

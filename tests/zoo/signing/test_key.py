@@ -14,10 +14,10 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import add_files, foreign_files
 from rotationzoo.zoo import index
+from rotationzoo.zoo import signing as signature_check
 from rotationzoo.zoo.push import Destination, prepare_upload, push
 from rotationzoo.zoo.signed_index import IndexSigner
-from rotationzoo.zoo.signing import check as signature_check
-from rotationzoo.zoo.signing.make import SigningTool
+from rotationzoo.zoo.signing import SigningTool
 
 SIGNATURE = "zoo_index.json.sig"
 

@@ -18,10 +18,8 @@ _Pem = Annotated[str, Field(pattern="^-----BEGIN PUBLIC KEY-----\n", max_length=
 
 
 class Signer(BaseModel):
-    """A signer: `identity` and `issuer` as in a certificate of Sigstore, or else a public key.
-
-    The identity of a workflow names its repository, its file and the branch or tag that it ran on.
-    """
+    """A signer: `identity` and `issuer` as in a Sigstore certificate, or else a public key. The
+    identity of a workflow names its repository, its file, and the branch or tag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,7 +37,7 @@ class Signer(BaseModel):
 
     @property
     def key_sha256(self) -> str | None:
-        """The sha256 of the public key in PEM, which a signature names its key by."""
+        """The sha256 of the public key in PEM, by which a signature names its key."""
         return self.public_key and files.digest(self.public_key.encode())
 
     def __str__(self) -> str:
@@ -51,32 +49,31 @@ class Signer(BaseModel):
 
 
 def describe_key(sha256: str) -> str:
-    """A key in words. `sha256` is that of the public key in PEM."""
+    """A key in words, by the sha256 of its PEM."""
     return f"the key {sha256[:16]}"
 
 
 def parse_signer(text: str, issuer: str | None) -> Signer:
     """The signer that `--signer` names: the file of a public key, or an identity. Raises
-    `UsageError` for an identity without an `issuer`, but for workflows of GitHub, and
-    `RotationZooError` for a file that holds no key."""
+    `UsageError` if the identity needs an `issuer`, and as `read_key`."""
     if text.endswith(_KEY_SUFFIXES):
         return read_key(Path(text).expanduser())
     if issuer is None and text.startswith(_WORKFLOW):
         issuer = GITHUB_ACTIONS
     if issuer is None:
         hint = "add the issuer of that identity, such as: --issuer https://accounts.google.com"
-        raise UsageError(f"{text} is an identity without an issuer who vouches for it", hint)
+        raise UsageError(f"{text} is an identity without an issuer", hint)
     return Signer(identity=text, issuer=issuer)
 
 
 def read_key(path: Path, private: bool = False) -> Signer:
-    """The signer with the public key in a PEM file, or with a `private` key that signatures may be
-    made with. Raises `RotationZooError` for any other file."""
+    """The signer with the key in a PEM file, public or `private`. Raises `RotationZooError` for any
+    other file."""
     data = files.read(path.resolve(), _KEY_BYTES)
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    # Not with the name of this file: it may be the other key, which openssl would overwrite.
+    # The hint does not name this file, which may be the other key that openssl would overwrite.
     kind, hint = "public", "make one of a private key: openssl ec -in key.pem -pubout -out new.pem"
     if private:
         kind = "private"
@@ -88,7 +85,9 @@ def read_key(path: Path, private: bool = False) -> Signer:
             key = serialization.load_pem_public_key(data)
     except TypeError as error:
         hint = f"decrypt it into a file of your own: openssl ec -in {path} -out plain.pem"
-        raise RotationZooError(f"{path} is encrypted, and such keys are not read", hint) from error
+        raise RotationZooError(
+            f"{path} is encrypted, and encrypted keys are not supported", hint
+        ) from error
     except ValueError as error:
         raise RotationZooError(f"{path} holds no {kind} key in PEM", hint=hint) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:

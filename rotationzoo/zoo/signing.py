@@ -1,16 +1,16 @@
-"""Checking a signature: that it holds, that it is for these very files, and that its signer is one
-whom the user accepts.
+"""Signatures of artifacts and indexes: made with a key or with the identity of a CI job or a person
+(keyless), and checked to hold, to be for these very files, and to be by a signer whom the user
+accepts.
 
-The format is that of OpenSSF Model Signing (https://github.com/ossf/model-signing-spec), and its
-library, of the extra `sign`, verifies. It is told who must have signed, and does not tell who has:
-that is read here.
-
-An artifact's signature lies in the folder as `model.sig`. It is for the manifest and the files that
-the manifest lists.
+The format and the library (the extra `sign`) are those of OpenSSF Model Signing
+(https://github.com/ossf/model-signing-spec). The library must be told who signed, which is read
+here. An artifact's signature is `model.sig` in its folder, for the manifest and the files in it.
 """
 
 import base64
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,25 +25,28 @@ from pydantic import AliasPath, Field
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError, UsageError, as_refusal, first_sentence
 from rotationzoo.network import limits
+from rotationzoo.network.tokens import check_token
 from rotationzoo.options import as_tuple
 from rotationzoo.settings import Signatures
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.folders import link
 from rotationzoo.storage.strict_json import Sha256, Strict
-from rotationzoo.zoo.signing.signer import Signer, describe_key, parse_signer
+from rotationzoo.zoo.signer import Signer, describe_key, parse_signer, read_key
 
 LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
 INSTALL = "pip install 'model-signing>=1.1' 'pyopenssl>=25.3'"
 OWNERS_HINT = "do not use it; ask its owners what happened"
-_HINT = "fetch it again; if it stays so, tell the owners of the repository"
+_HINT = "fetch it again; if that does not help, tell the owners of the repository"
 _TRUST_SECONDS = 30.0  # for half a dozen small files from Sigstore's own repository
 UNSIGNED = CARD, SIGNATURE
-"""The files of an artifact that its signature is not for: itself, and the card, which is prose that
-is written anew from the manifest."""
-# What the library says of a certificate that is not valid yet, or no longer: it has one type of
-# error for everything that is wrong with a certificate.
+"""Files that the signature of an artifact does not cover: itself, and the card, which is rendered
+from the manifest."""
+# The library's words for a certificate that is not valid yet, or no longer: it has one error type
+# for all that is wrong with certificates.
 _OUT_OF_TIME = re.compile("not valid at validation time|has expired|not yet valid")
 _ISSUER = "1.3.6.1.4.1.57264.1.1"  # of a certificate of Sigstore, as in Fulcio's oid-info.md
+# GitHub sets the second for jobs with `id-token: write` alone.
+_CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Demand:
     """A file of keys to trust in place of Sigstore's own."""
 
     def expected(self, listed: Signer | None, vouched: bool, what: str) -> tuple[Signer, ...]:
-        """Who must have signed: the signers that the user named, or else those of the index that
-        the user named. Raises `RotationZooError` if one must have signed and none is known."""
+        """Who must have signed: the signers that the user named, or else those of an index that the
+        user named. Raises `RotationZooError` if a signature is required and no signer known."""
         named = self.signers or ((listed,) if listed is not None and vouched else ())
         if self.required and not named:
             hint = "name the signer with --signer: an identity, or the file of a public key"
@@ -67,12 +70,11 @@ class Demand:
 
 
 def make_demand(asked: Signatures) -> Demand:
-    """The demand of a command's or a function's options. Raises `UsageError` for options that
-    contradict each other, and `RotationZooError` if a demand cannot be met without the extra."""
+    """The demand of these options. Raises `UsageError` for options that contradict each other, and
+    `RotationZooError` if the extra `sign` is needed and missing."""
     named = as_tuple(asked.signers)
     if asked.issuer is not None and not named:
-        hint = "add: --signer IDENTITY"
-        raise UsageError("--issuer needs a --signer that it vouches for", hint)
+        raise UsageError("--issuer needs a --signer that it vouches for", "add: --signer IDENTITY")
     if named or asked.require_signature:
         check_installed("checking a signature")
     parsed = tuple(parse_signer(name, asked.issuer) for name in named)
@@ -85,8 +87,8 @@ def is_installed() -> bool:
 
 
 def check_installed(what: str, otherwise: str = "") -> None:
-    """Raise `RotationZooError` if the extra `sign` is missing, which `what` needs. `otherwise` ends
-    the hint with a way to do without."""
+    """Raise `RotationZooError` if the extra `sign`, which `what` needs, is missing. `otherwise`:
+    an alternative, for the end of the hint."""
     if not is_installed():
         raise RotationZooError(f"{what} needs the extra `sign`", hint=f"run: {INSTALL}{otherwise}")
 
@@ -97,25 +99,24 @@ class Signed:
 
     what: str
     files: Mapping[str, Path | bytes]
-    """Name -> each file that it has now, or its content; the signature has to be for all but
-    `UNSIGNED`."""
+    """Name -> file, or its content; the signature must cover all but `UNSIGNED`."""
     signature: bytes | None
     listed: Signer | None = None
     """Who signed it, as an index says."""
     vouched: bool = False
-    """Whether the user named that index, so that it does not come with what it lists."""
+    """Whether the user named that index."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The findings on a signature that was not refused."""
+    """What is known of a signature that was not refused."""
 
     state: Literal["unsigned", "unchecked", "signed"]
     note: str
     signer: Signer | None = None
 
     def summary(self) -> dict[str, Any]:
-        """The same as JSON: the state, and the signer's fields that are known."""
+        """As JSON: the state, and the signer's known fields."""
         signer = self.signer.model_dump(exclude_none=True) if self.signer else None
         return {"state": self.state, "signer": signer}
 
@@ -136,9 +137,9 @@ class _Maker(Strict):
 
 
 def claimed_signer(data: bytes, what: str) -> Signer | str:
-    """Who a signature file says has signed, not verified yet: an identity with its issuer, or the
-    sha256 of a key. Raises `RotationZooError`, naming `what` is signed, if it is no such file, or
-    if its certificate does not have one identity and issuer."""
+    """Who signed by a signature file, not verified yet: an identity with its issuer, or the sha256
+    of a key. Raises `RotationZooError`, naming `what` is signed, for a damaged file, and for a
+    certificate without exactly one identity and issuer."""
     origin = f"the signature of {what}"
     if len(data) > LIMIT:
         problem = f"{origin} has {len(data):,} bytes, and no signature has more than {LIMIT:,}"
@@ -159,7 +160,7 @@ def claimed_signer(data: bytes, what: str) -> Signer | str:
         issuer = extensions.get_extension_for_oid(x509.ObjectIdentifier(_ISSUER)).value
         (identity,) = identities
         return Signer(identity=identity, issuer=issuer.public_bytes().decode())
-    # A hostile certificate raises errors of many types, which have no common one.
+    # A hostile certificate raises errors of many types.
     except Exception as error:
         raise RotationZooError(
             f"{origin} has no certificate that names its signer", hint=OWNERS_HINT
@@ -167,8 +168,8 @@ def claimed_signer(data: bytes, what: str) -> Signer | str:
 
 
 def check_signature(signed: Signed, demand: Demand) -> Finding:
-    """Check a signature. Raises `RotationZooError` for one that is wrong in any way, and where one
-    is required or its signer named, also for one that is missing or cannot be checked."""
+    """Check a signature. Raises `RotationZooError` if it is wrong, and if one is required or its
+    signer named, also if it is missing or cannot be checked."""
     what, listed = signed.what, signed.listed
     expected = demand.expected(listed, signed.vouched, what)
     candidates = expected or (() if listed is None else (listed,))
@@ -206,8 +207,8 @@ def _words(claimed: Signer | str) -> str:
 def _choose_signer(
     claimed: Signer | str, candidates: tuple[Signer, ...], what: str
 ) -> Signer | None:
-    """The one of the candidates that the signature claims as its signer, or without candidates the
-    claimed signer itself. None for an unknown key."""
+    """The candidate that the signature claims, or without candidates the claimed signer. None for
+    an unknown key."""
     if not candidates:
         return claimed if isinstance(claimed, Signer) else None
     for candidate in candidates:
@@ -219,8 +220,8 @@ def _choose_signer(
 
 
 def _verifier_of(signer: Signer, trust_config: Path | None) -> Any:
-    """The library's verifier of a signer's signatures. The keys that vouch for identities are those
-    of a file, or those of Sigstore, which are fetched. Raises `RotationZooError`."""
+    """The library's verifier for a signer. The keys that vouch for identities are those of a file,
+    or Sigstore's, which are fetched. Raises `RotationZooError`."""
     from model_signing import verifying
 
     verifier, public_key = verifying.Config(), signer.public_key
@@ -295,3 +296,61 @@ def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
     names = MANIFEST, *artifact.manifest.files
     listed = {name: files.regular_file(folder, name) for name in names}
     return check_signature(Signed(str(folder), listed, read_signature(folder)), demand)
+
+
+# ---- making a signature
+
+
+def can_sign_in_ci() -> bool:
+    """Whether this is a job of GitHub Actions that may ask for a token of its identity."""
+    return all(os.environ.get(name) for name in _CI_VARIABLES)
+
+
+class SigningTool:
+    """Signs files, any number of times, always as the same signer."""
+
+    def __init__(self, key: Path | None, trust_config: Path | None = None, why: str = "signing"):
+        """`key`: the file of a private key in PEM, None for keyless signing; `why`: what needs a
+        signature. Raises `RotationZooError` without the extra `sign` or such a key."""
+        check_installed(why, "; or publish unsigned, with: --sign none")
+        self.key, self.trust_config = key, trust_config
+        self.signer = None if key is None else read_key(key, private=True)
+        """None before the first keyless signature, whose certificate names the signer."""
+
+    @as_refusal(
+        "it cannot be signed", "check the network and the identity, or sign with: --sign key.pem"
+    )
+    def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
+        """The signature of all but the `UNSIGNED` of these files (name -> file or content), which
+        its statement calls `name`, and its signer. Raises `RotationZooError`."""
+        from model_signing import hashing, signing
+
+        # They lie in the artifact's folder, so other tools must know to ignore them.
+        ignored = hashing.Config().set_ignored_paths(paths=[*UNSIGNED], ignore_git_paths=False)
+        config = signing.Config().set_hashing_config(ignored)
+        if self.key is not None:
+            config.use_elliptic_key_signer(private_key=self.key)
+        else:
+            # A new token for each signature: it expires within minutes.
+            config.use_sigstore_signer(identity_token=_find_token(), trust_config=self.trust_config)
+        with gathered(files, name) as folder:
+            target = folder.with_name(SIGNATURE)
+            config.sign(folder, target)
+            data = target.read_bytes()
+        if isinstance(claimed := claimed_signer(data, name), Signer):
+            self.signer = claimed
+        assert self.signer is not None
+        return data, self.signer
+
+
+def _find_token() -> str | None:
+    """The token of this CI job's identity; None at a terminal, where a person can log in. Raises
+    `RotationZooError` otherwise."""
+    from sigstore.oidc import detect_credential
+
+    token = detect_credential()
+    if token is None and not sys.stdin.isatty():
+        problem = "there is no identity to sign with: this is not a CI job that has one"
+        hint = "give the job `permissions: id-token: write`, or sign with: --sign key.pem"
+        raise RotationZooError(problem, hint)
+    return check_token(token, "the identity of this job")  # so that it is redacted

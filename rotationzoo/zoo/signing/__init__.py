@@ -1,1 +1,0 @@
-"""Signatures of artifacts and indexes, in the format of OpenSSF Model Signing."""
