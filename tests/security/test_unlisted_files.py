@@ -81,7 +81,7 @@ def test_an_entry_that_nobody_listed_is_a_problem(inside, made, tmp_path, keys, 
     assert f"Problem: {shown} is not " in result.stdout
     assert "\x1b" not in result.stdout
     assert "is sound" not in result.stdout
-    assert "not to be used: 1 problem" in result.stderr
+    assert "must not be used: 1 problem" in result.stderr
 
 
 def test_what_the_clients_of_hubs_leave_is_no_problem(zoo, signed, keys, tmp_path):
