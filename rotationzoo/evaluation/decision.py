@@ -1,7 +1,8 @@
 """The decision on an artifact: whether its arm surely keeps as large a share of the model's answers
 as is asked for, and so whether it may be served.
 
-Questions may be asked in several rounds, with a look at all answers after each. Each look spends
+The share is either at least the floor or below it, so only one of the two verdicts can be wrong.
+Each is a one-sided test at the level. Questions may be asked in several rounds, with a look at all answers after each. Each look spends
 a part of the level, so that all of them together keep it, whenever a look ends the questions.
 """
 
@@ -49,7 +50,7 @@ class Rule:
     floor: float = scores.FLOOR
     """The share of the exact model's right answers that must be kept, between 0 and 1."""
     level: float = LEVEL
-    """The chance of a false finding at this look."""
+    """The chance that this look ends in a wrong verdict."""
 
 
 _USUAL = Rule()
@@ -76,12 +77,13 @@ class _Kept:
     """As many by what is likely: more answers will show it."""
 
     def interval(self, level: float) -> list[float]:
-        """The interval of the share: Clopper and Pearson's for as many independent answers (Korn
-        and Graubard 1998), which holds near 100 %, too."""
+        """The lower and the upper bound of the share, each missed with a chance of `level`: Clopper
+        and Pearson's for as many independent answers (Korn and Graubard 1998), which hold near
+        100 %, too."""
         number = self.independent
         count = self.share * number
-        low = betaincinv(count, number - count + 1, level / 2) if count > 0 else 0.0
-        high = betaincinv(count + 1, number - count, 1 - level / 2) if self.share < 1 else 1.0
+        low = betaincinv(count, number - count + 1, level) if count > 0 else 0.0
+        high = betaincinv(count + 1, number - count, 1 - level) if self.share < 1 else 1.0
         return [float(low), float(high)]
 
     def act(self, rule: Rule) -> scores.Action:

@@ -59,8 +59,13 @@ def _say_outcome(made: Decision, answers: int) -> str:
     digits = int(any(percent(end) == percent(made.floor) for end in made.interval))
     low, high = (percent(end, digits) for end in made.interval)
     name, share, number = plain_name(made.arm), percent(made.kept), counted(answers, "answer")
+    sure = f"95% sure of each: at least {low}, at most {high}"
+    if made.action == "serve":
+        sure = f"95% sure: at least {low}"
+    elif made.action == "refuse":
+        sure = f"95% sure: at most {high}"
     keeps = (
-        f"{name} keeps {share} of {number} that the model gives (95% sure: {low} to {high}); "
+        f"{name} keeps {share} of {number} that the model gives ({sure}); "
         f"at least {100 * made.floor:g}% were to be kept"
     )
     if made.action == "serve":
