@@ -2,8 +2,9 @@
 as is asked for, and so whether it may be served.
 
 The share is either at least the floor or below it, so only one of the two verdicts can be wrong.
-Each is a one-sided test at the level. Questions may be asked in several rounds, with a look at all answers after each. Each look spends
-a part of the level, so that all of them together keep it, whenever a look ends the questions.
+Each is a one-sided test at the level. Questions may be asked in several rounds, with a look at all
+answers after each. Each look spends a part of the level, so that all of them together keep it,
+whenever a look ends the questions.
 """
 
 import math
@@ -109,7 +110,6 @@ def decide(
     exact: Mapping[str, ExactTaskRecall],
     questions: int,
     rule: Rule = _USUAL,
-    bits: Mapping[str, float] | None = None,
 ) -> Decision:
     """The decision on one of the `arms`, by the answers of all to the same questions, and of the
     `exact` model to every task. Other arms may have been asked only the first questions. Its words
@@ -117,7 +117,6 @@ def decide(
 
     - `questions`: how many each task and length asks.
     - `rule`: what must be shown.
-    - `bits`: the bits an element of each arm.
     """
     asked = {task: exact[task] for task in arms[arm]}
     right, mine = read_correct(asked), read_correct(arms[arm])
@@ -139,7 +138,6 @@ def decide(
         action=action,
         more_questions=_count_more(kept, questions, rule.floor) if action == "ask" else None,
         level=rule.level,
-        bits=(bits or {}).get(arm),
         rivals=_compare_rivals(arms[arm], others, sizes, tasks),
         words=[],
     )

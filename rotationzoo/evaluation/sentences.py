@@ -29,7 +29,9 @@ def put_into_words(
     exact: Mapping[str, ExactTaskRecall],
     bits: Mapping[str, float] | None = None,
 ) -> Decision:
-    """The decision with its words. All else is given as to `decision.decide`."""
+    """The decision with its words and its arm's bits an element, of the `bits` of each arm. All
+    else is given as to `decision.decide`."""
+    made = made.model_copy(update={"bits": (bits or {}).get(made.arm)})
     asked = {task: exact[task] for task in arms[made.arm]}
     if made.kept is None:
         words = _say_nothing(made)

@@ -23,6 +23,7 @@ from rotationzoo.simulation.simulated import Simulation
 # A model can do a task if the statements add at least this share to the questions that it answers,
 # or take at least half from the nats that the right answers lack.
 LEAST_ADDED, LEAST_TAKEN = 0.2, 0.5
+_EXACT_STAGE = "answering with the exact cache"
 _LEAST_YIELD = 0.5  # of the best: right answers a token for which arms are asked in little time
 
 
@@ -147,16 +148,11 @@ def answer_tasks(
     is_short: bool = False,
 ) -> TaskAnswers:
     """Ask the exact model, and every arm with every cache what the exact model can do, until no arm
-    is open or all questions are asked. Blind prompts of the first round tell what the model can do.
-    If time `is_short`, arms are asked only where its right answers cost few tokens. Later rounds
-    ask the `open_arms` alone, and an interrupt (Ctrl-C) ends them with a note. Raises
-    `RotationZooError` for prompts that do not fit the memory."""
+    is open or all questions are asked. If time `is_short`, arms are asked only where its right
+    answers cost few tokens. Later rounds ask the `open_arms` alone, and an interrupt (Ctrl-C) ends
+    them with a note. Raises `RotationZooError` for prompts that do not fit the memory."""
     first, *later = plan.settings.rounds
-    series = [each.part(0, first) for each in plan.series]
-    # The long prompts last, because the last ones set the pace.
-    requests = [Request(prompts) for each in series for prompts in (each.blind, each.prompts)]
-    replies = asking.ask("answering with the exact cache", requests)
-    exact = [ExactAnswers(*each) for each in zip(series, replies[1::2], replies[::2], strict=True)]
+    exact = _ask_exact(asking, [each.part(0, first) for each in plan.series])
     if is_short:
         plan, exact = choose_cheap(plan, exact)
     able = [each.series for each in exact if each.can_do]
@@ -173,6 +169,14 @@ def answer_tasks(
             plan.notes.append(f"interrupted: {kept}{asking.saved.leave()}")
             break
     return answers
+
+
+def _ask_exact(asking: Asking, series: Sequence[Series]) -> list[ExactAnswers]:
+    """The exact model's answers with and without the statements, which tell what it can do."""
+    blind = asking.ask("answering without the statements", [Request(each.blind) for each in series])
+    # Asked last, because the last prompts set the pace, and blind ones are short.
+    given = asking.ask(_EXACT_STAGE, [Request(each.prompts) for each in series])
+    return [ExactAnswers(*each) for each in zip(series, given, blind, strict=True)]
 
 
 def choose_cheap(
@@ -206,7 +210,7 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
         more = f"{questions - answers.questions} more questions of each task"
         asking.pace.tell(f"not decided yet: {more}{finish(seconds)}")
     requests = [Request(series.prompts) for series in added]
-    replies = iter(asking.ask(f"answering with the exact cache{ending}", requests))
+    replies = iter(asking.ask(f"{_EXACT_STAGE}{ending}", requests))
     arms = dict(answers.arms)
     for key, more_answers in _ask_arms(asking, trial, added, ending).items():
         arms[key] = [join_answers(pair) for pair in zip(arms[key], more_answers, strict=True)]
