@@ -98,27 +98,26 @@ class Schedule:
         plan = self.ready.plan
         return bool(plan.settings.minutes) and self.fitting(plan.series) < plan.settings.looks[-1]
 
-    @property
-    def _likely(self) -> Sequence[Series]:
-        """What arms are likely asked, before the exact model's answers show it: if time is short,
-        as much as has the shortest prompts."""
-        plan = self.ready.plan
-        if not self.is_short:
-            return plan.series
-        return [each for each in plan.series if each.length == min(plan.lengths)]
-
     def fit(self) -> "Schedule":
-        """What there is time for: other arms are left out, with a note, where too few questions
-        would fit that decide."""
-        settings, fitted = self.ready.plan.settings, self
+        """What there is time for. Where not everything fits, all but the shortest prompts are left
+        out, unless the user chose their lengths; and other arms, where too few questions would fit
+        that decide."""
+        fitted, left_out = self, list[str]()
+        plan = self.ready.plan
+        if plan.series and self.is_short and not plan.settings.lengths:
+            length = min(each.length for each in plan.series)
+            series = [each for each in plan.series if each.length == length]
+            left_out += [f"prompts of {each:,} tokens" for each in plan.lengths if each > length]
+            plan = replace(plan, lengths=(length,), series=series)
+            fitted = replace(self, ready=replace(self.ready, plan=plan))
         own = [arm.name for arm in self.trial.arms if arm.about.kind == "artifact"] or self.names
         for names in ([*own, *SIMPLEST], own):
-            too_few = fitted.fitting(fitted._likely) < min(LEAST, settings.looks[-1])
-            if settings.minutes and too_few:
+            if fitted.is_short and fitted.fitting(plan.series) < LEAST:
                 arms = [arm for arm in self.trial.arms if arm.name in names]
-                fitted = replace(self, trial=replace(self.trial, arms=arms))
-        if left_out := ", ".join(name for name in self.names if name not in fitted.names):
-            self.ready.plan.notes.append(f"left out for lack of time: {left_out}")
+                fitted = replace(fitted, trial=replace(self.trial, arms=arms))
+        left_out += [name for name in self.names if name not in fitted.names]
+        if left_out:
+            plan.notes.append(f"left out for lack of time: {', '.join(left_out)}")
         return fitted
 
     def tell(self) -> None:
