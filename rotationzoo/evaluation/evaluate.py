@@ -17,17 +17,22 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
-from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader
 from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
-from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
+from rotationzoo.evaluation.prepare import (
+    Evaluation,
+    Prepared,
+    check_model,
+    float16_notes,
+    notes_for_reader,
+    prepare,
+)
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.schedule import Schedule, find_pace
 from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks import answering
-from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
+from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, score_arm, score_exact
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
-from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import add_adapter, check_weights, rope_notes
 from rotationzoo.model.geometry import geometry_of

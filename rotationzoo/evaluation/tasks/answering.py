@@ -1,18 +1,23 @@
-"""Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
+"""Asking the recall tasks: of the exact model first, and of every arm and cache what it can do; and
+the score of the answers: how many are right, and how probable the right ones are."""
 
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, product
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.artifact import scores
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.figures import finish
+from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.prediction import counting_layers
 from rotationzoo.progress import InTokens, Progress
@@ -254,3 +259,77 @@ def _describe(answers: Answers) -> str:
     """How many of the answers are right, and the mean log probability of the right ones."""
     correct, nats = answers.correct, answers.log_probability.mean()
     return f"{int(correct.sum())} of {len(correct)} right, {nats:.1f} nats an answer"
+
+
+# ---- scores
+
+Reply = tuple[Series, Answers]
+"""The prompts of one task and length, and the answers to all of their questions."""
+
+
+def score_arm(
+    answers: TaskAnswers, cache: CacheLayout, arm: str
+) -> tuple[dict[str, scores.TaskRecall], scores.Recall | None]:
+    """The scores of an arm with one cache: of each task, and of all together."""
+    asked = zip(answers.asked, answers.arms[cache, arm], strict=True)
+    # Of arms that decide nothing, only the first questions.
+    replies = [(exact.series.part(0, len(given.correct)), given) for exact, given in asked]
+    tasks: dict[str, scores.TaskRecall] = {}
+    for task in dict.fromkeys(series.task for series, _ in replies):
+        same = [reply for reply in replies if reply[0].task == task]
+        lengths = [
+            scores.LengthScore(length=series.length, **_score(given)) for series, given in same
+        ]
+        tasks[task] = scores.TaskRecall(**_score_task(same), by_length=lengths)
+    return tasks, _score_all(replies)
+
+
+def score_exact(
+    answers: TaskAnswers,
+) -> tuple[dict[str, scores.ExactTaskRecall], scores.Recall | None]:
+    """The scores of the exact model: of each task, and of all that it can do together."""
+    tasks: dict[str, scores.ExactTaskRecall] = {}
+    for task in dict.fromkeys(exact.series.task for exact in answers.exact):
+        same = [exact for exact in answers.exact if exact.series.task == task]
+        done = [exact for exact in same if exact.can_do]
+        replies = [(exact.series, exact.answers) for exact in done or same]
+        lengths = []
+        for exact in same:
+            figures = {"length": exact.series.length, **_score(exact.answers)}
+            lengths.append(scores.ExactLengthScore(**figures, can_do=exact.can_do))
+        recall = {**_score_task(replies), "by_length": lengths, "can_do": bool(done)}
+        tasks[task] = scores.ExactTaskRecall(**recall, prompts=_prompt_sizes(replies))
+    return tasks, _score_all([(exact.series, exact.answers) for exact in answers.asked])
+
+
+def _score_task(replies: Sequence[Reply]) -> dict[str, Any]:
+    """The score of one task, with a digit for the answer to each question."""
+    digits = [str(int(right)) for _, answers in replies for right in answers.correct]
+    return {**dict(_score_all(replies) or {}), "correct": "".join(digits)}
+
+
+def _score_all(replies: Sequence[Reply]) -> scores.Recall | None:
+    """The score of all questions of several series, with its standard errors over prompts, because
+    the questions of one prompt share its text; None for no series."""
+    if not replies:
+        return None
+    given, sizes = join_answers([answers for _, answers in replies]), _prompt_sizes(replies)
+    weights, errors = torch.tensor(sizes, dtype=torch.float64), {}
+    figures = {"answered": given.correct.double(), "log_probability": given.log_probability}
+    for name, values in figures.items():
+        means = torch.stack([part.mean() for part in values.split(sizes)])
+        errors[name] = weighted_mean(means, weights)[1]
+    return scores.Recall(**_score(given), standard_error=errors)
+
+
+def _score(answers: Answers) -> dict[str, Any]:
+    return {
+        "answered": int(answers.correct.sum()),
+        "questions": len(answers.correct),
+        "log_probability": answers.log_probability.mean().item(),
+    }
+
+
+def _prompt_sizes(replies: Sequence[Reply]) -> list[int]:
+    """How many questions each prompt asks."""
+    return [len(prompt.questions) for series, _ in replies for prompt in series.prompts]
