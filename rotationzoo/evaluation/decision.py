@@ -21,12 +21,12 @@ from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
 from rotationzoo.linalg.paired import holm, sign_flip, weighted_mean
 
 LEVEL = 0.05
-"""The family-wise error rate: the chance that any of several tests finds what is not there."""
+"""The chance of a wrong verdict over all looks, and of any false finding among several tests."""
 Answered = Mapping[str, scores.TaskRecall]
 """The answers of one arm by task. All arms answer the same tasks in the same order, and those that
 decide nothing may be asked only the first questions of each task and length."""
 FEWEST_ANSWERS = 100
-"""The answers of the exact model without which no artifact is called fit to serve."""
+"""The right answers of the exact model that a verdict to serve needs at least."""
 SIMPLEST: dict[scores.DataFree, str] = {
     "identity": "no rotation",
     "hadamard": "a Hadamard matrix rounded one by one and uncentered",
@@ -40,8 +40,8 @@ _CORRELATIONS = _ROOTS.square()  # of answers in a prompt, the small ones closer
 _SHARES = torch.linspace(-6, 6, 50, dtype=torch.float64).sigmoid()[:, None]  # even in log odds
 _LIKELY = 8  # the prior of a correlation c is (1 - c)^8, Beta(1, 9), whose mean is 0.1
 _SURE = torch.tensor([0.92, 0.6], dtype=torch.float64)
-"""That the correlation is no larger than the bound that decides, and than the one that plans."""
-_PACE = 16  # questions, to a multiple of which more are asked
+"""The quantiles of the correlation that decides, and of the one that plans."""
+_PACE = 16  # further questions are a multiple of it
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class _Kept:
     answers: int
     """Of the exact model, which are right."""
     independent: float
-    """As many independent answers tell as much as these, which share prompts, and surely no more
-    than these."""
+    """The effective number of independent answers by the upper bound on the correlation: it
+    decides."""
     likely: float
-    """As many by what is likely: more answers will show it."""
+    """The effective number by the likely correlation: it plans how many more to ask."""
 
     def interval(self, level: float) -> list[float]:
         """The lower and the upper bound of the share, each missed with a chance of `level`: Clopper

@@ -1,5 +1,5 @@
-"""How long an evaluation takes by the pace of its first tokens, and what of it fits into the time
-that there is."""
+"""How long an evaluation takes, by the pace of its first tokens, and which part of it fits the time
+limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from rotationzoo.words import counted
 
 LEAST = 32
 """Questions of each task that may decide. Where fewer would fit, other arms are left out."""
-_TOKENS, _SECONDS = 128, 5.0  # of a row; after so long, all other arms are guessed
+_TOKENS, _SECONDS = 128, 5.0  # of a row; after these seconds, the pace of other arms is a guess
 
 
 @torch.no_grad()
@@ -35,7 +35,10 @@ def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pac
     with pace.timing(None, ids.numel()):
         token_losses(model, ids, 0)
     for cache, arm in product(trial.caches, trial.arms):
-        reader, all_of_it = (cache, arm.name), replace(cache, sink=0)  # so few would stay exact
+        reader, all_of_it = (
+            (cache, arm.name),
+            replace(cache, sink=0),
+        )  # a sink would keep short rows exact
         simulation = Simulation(arm.codec, all_of_it, trial.geometry, set(trial.layers))
         pace.seconds[reader] = max(pace.seconds.values())
         if perf_counter() - begun < _SECONDS:
@@ -70,13 +73,13 @@ class Schedule:
         return tokens
 
     def _ask(self, tokens: Sequence[int], is_first: bool) -> float:
-        """The seconds of rounds of so many tokens. All arms are asked in the first of all."""
+        """The seconds of rounds with these `tokens`. The first round asks all arms."""
         first = self.pace.estimate(sum(tokens[:is_first]), self.names)
         return first + self.pace.estimate(sum(tokens[is_first:]), self.judged)
 
     def fitting(self, series: Sequence[Series], asked: int = 0) -> int:
-        """How many questions of each of the series, beside the `asked`, can be asked before the
-        record and a batch of texts take the rest of the time."""
+        """How many more questions of each series than `asked` fit the time, with the record and one
+        batch of texts after them."""
         job, rounds = self.ready.job, (0, *self.ready.plan.settings.rounds)
         text = self.pace.estimate(job.batch * job.data.length, self.names)
         done, tokens = rounds.index(asked), self._round_tokens(series)
@@ -87,7 +90,7 @@ class Schedule:
         return rounds[-1] - asked
 
     def _find_able(self) -> float:
-        """The seconds in which the exact model shows what it can do."""
+        """The seconds of the blind prompts, which show what the exact model can do."""
         plan = self.ready.plan
         first = [each.part(0, plan.settings.rounds[0]) for each in plan.series]
         return self.pace.estimate(sum(count_tokens(each.blind) for each in first), ())
