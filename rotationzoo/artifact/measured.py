@@ -123,6 +123,12 @@ class Verdict(Figures):
     words: list[str]
     decisions: list[scores.Decision] = Field(default_factory=list)
 
+    @classmethod
+    def of(cls, texts: int, decisions: list[scores.Decision]) -> "Verdict":
+        """The verdict that some decisions make."""
+        words = [line for decision in decisions for line in decision.words]
+        return cls(texts=texts, words=words, decisions=decisions)
+
 
 # ---- the whole
 

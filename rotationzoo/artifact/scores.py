@@ -145,6 +145,7 @@ class Decision(Figures):
     """The share of the exact model's right answers that the arm also gives; None if there are none.
     """
     interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """The lower and the upper bound of what is truly kept, each one-sided at the `level`."""
     floor: float = FLOOR
     """The share that was to be kept."""
     action: Action
@@ -153,7 +154,7 @@ class Decision(Figures):
     more_questions: Count | None = None
     """New questions of each task and length that would settle it in 80 of 100 evaluations."""
     level: float
-    """The chance of a false finding at this look, of 5 % in all."""
+    """The chance that this look ends in a wrong verdict, of 5 % in all."""
     bits: float | None = None
     """Bits an element of the arm."""
     rivals: list[Rival] = Field(default_factory=list)

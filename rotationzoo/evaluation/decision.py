@@ -1,8 +1,10 @@
 """The decision on an artifact: whether its arm surely keeps as large a share of the model's answers
 as is asked for, and so whether it may be served.
 
-Questions may be asked in several rounds, with a look at all answers after each. Each look spends
-a part of the level, so that all of them together keep it, whenever a look ends the questions.
+The share is either at least the floor or below it, so only one of the two verdicts can be wrong.
+Each is a one-sided test at the level. Questions may be asked in several rounds, with a look at all
+answers after each. Each look spends a part of the level, so that all of them together keep it,
+whenever a look ends the questions.
 """
 
 import math
@@ -19,12 +21,12 @@ from rotationzoo.evaluation.tasks.prompts import MOST_QUESTIONS
 from rotationzoo.linalg.paired import holm, sign_flip, weighted_mean
 
 LEVEL = 0.05
-"""The family-wise error rate: the chance that any of several tests finds what is not there."""
+"""The chance of a wrong verdict over all looks, and of any false finding among several tests."""
 Answered = Mapping[str, scores.TaskRecall]
 """The answers of one arm by task. All arms answer the same tasks in the same order, and those that
 decide nothing may be asked only the first questions of each task and length."""
 FEWEST_ANSWERS = 100
-"""The answers of the exact model without which no artifact is called fit to serve."""
+"""The right answers of the exact model that a verdict to serve needs at least."""
 SIMPLEST: dict[scores.DataFree, str] = {
     "identity": "no rotation",
     "hadamard": "a Hadamard matrix rounded one by one and uncentered",
@@ -38,8 +40,8 @@ _CORRELATIONS = _ROOTS.square()  # of answers in a prompt, the small ones closer
 _SHARES = torch.linspace(-6, 6, 50, dtype=torch.float64).sigmoid()[:, None]  # even in log odds
 _LIKELY = 8  # the prior of a correlation c is (1 - c)^8, Beta(1, 9), whose mean is 0.1
 _SURE = torch.tensor([0.92, 0.6], dtype=torch.float64)
-"""That the correlation is no larger than the bound that decides, and than the one that plans."""
-_PACE = 16  # questions, to a multiple of which more are asked
+"""The quantiles of the correlation that decides, and of the one that plans."""
+_PACE = 16  # further questions are a multiple of it
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Rule:
     floor: float = scores.FLOOR
     """The share of the exact model's right answers that must be kept, between 0 and 1."""
     level: float = LEVEL
-    """The chance of a false finding at this look."""
+    """The chance that this look ends in a wrong verdict."""
 
 
 _USUAL = Rule()
@@ -70,18 +72,19 @@ class _Kept:
     answers: int
     """Of the exact model, which are right."""
     independent: float
-    """As many independent answers tell as much as these, which share prompts, and surely no more
-    than these."""
+    """The effective number of independent answers by the upper bound on the correlation: it
+    decides."""
     likely: float
-    """As many by what is likely: more answers will show it."""
+    """The effective number by the likely correlation: it plans how many more to ask."""
 
     def interval(self, level: float) -> list[float]:
-        """The interval of the share: Clopper and Pearson's for as many independent answers (Korn
-        and Graubard 1998), which holds near 100 %, too."""
+        """The lower and the upper bound of the share, each missed with a chance of `level`: Clopper
+        and Pearson's for as many independent answers (Korn and Graubard 1998), which hold near
+        100 %, too."""
         number = self.independent
         count = self.share * number
-        low = betaincinv(count, number - count + 1, level / 2) if count > 0 else 0.0
-        high = betaincinv(count + 1, number - count, 1 - level / 2) if self.share < 1 else 1.0
+        low = betaincinv(count, number - count + 1, level) if count > 0 else 0.0
+        high = betaincinv(count + 1, number - count, 1 - level) if self.share < 1 else 1.0
         return [float(low), float(high)]
 
     def act(self, rule: Rule) -> scores.Action:
@@ -107,7 +110,6 @@ def decide(
     exact: Mapping[str, ExactTaskRecall],
     questions: int,
     rule: Rule = _USUAL,
-    bits: Mapping[str, float] | None = None,
 ) -> Decision:
     """The decision on one of the `arms`, by the answers of all to the same questions, and of the
     `exact` model to every task. Other arms may have been asked only the first questions. Its words
@@ -115,7 +117,6 @@ def decide(
 
     - `questions`: how many each task and length asks.
     - `rule`: what must be shown.
-    - `bits`: the bits an element of each arm.
     """
     asked = {task: exact[task] for task in arms[arm]}
     right, mine = read_correct(asked), read_correct(arms[arm])
@@ -137,7 +138,6 @@ def decide(
         action=action,
         more_questions=_count_more(kept, questions, rule.floor) if action == "ask" else None,
         level=rule.level,
-        bits=(bits or {}).get(arm),
         rivals=_compare_rivals(arms[arm], others, sizes, tasks),
         words=[],
     )

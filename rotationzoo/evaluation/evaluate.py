@@ -2,7 +2,7 @@
 costs in perplexity, attention KL and output error, and the report that `evaluate --save` keeps."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -17,17 +17,22 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
-from rotationzoo.evaluation.compatibility import float16_notes, notes_for_reader
 from rotationzoo.evaluation.decision import Rule, decide, spend_level
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
-from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare
+from rotationzoo.evaluation.prepare import (
+    Evaluation,
+    Prepared,
+    check_model,
+    float16_notes,
+    notes_for_reader,
+    prepare,
+)
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.schedule import Schedule, find_pace
 from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks import answering
-from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers
+from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, score_arm, score_exact
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
-from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.model import loading
 from rotationzoo.model.compatibility import add_adapter, check_weights, rope_notes
 from rotationzoo.model.geometry import geometry_of
@@ -42,11 +47,9 @@ from rotationzoo.writer import add_files, library_versions
 
 @dataclass(frozen=True)
 class Results:
-    """The results of the forward passes of an evaluation. `judged` says which of the trial's arms
-    decide."""
+    """The results of the forward passes of an evaluation."""
 
-    trial: Trial
-    judged: Sequence[str]
+    schedule: Schedule
     measured: Measurements
     answers: TaskAnswers
 
@@ -75,17 +78,16 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
             add_adapter(model, job.adapter)
         pace = Pace(tell, until)
         schedule = _schedule(ready, model, pace, progress)
-        ready, trial = schedule.ready, schedule.trial
         asking = Asking(model, job.model, job.batch * job.data.length, progress, pace, saved)
-        answers = None
         if job.rungs:
-            ready, trial, answers = _climb(ready, trial, asking)
-            judged = judged_arms(trial.arms, job.rounding, job.pooled)
-            schedule = Schedule(ready, trial, judged, pace)
-        results = _measure(schedule, asking, answers)
+            schedule, answers = _ask_rungs(schedule, asking)
+        else:
+            answers = _ask(schedule, asking)
+        ready = schedule.ready
+        results = Results(schedule, _read_texts(schedule, asking), answers)
         notes = _notes(ready, model, results)
         probes = _record_probes(schedule, model, notes, progress)
-    report = _describe(schedule, results, notes)
+    report = _describe(results, notes)
     for artifact in ready.saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
     saved.remove()
@@ -130,68 +132,74 @@ def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Pro
     return schedule
 
 
-def _measure(schedule: Schedule, asking: Asking, answers: TaskAnswers | None) -> Results:
-    """Ask the questions unless there are `answers`, and read the texts."""
-    ready, trial, job = schedule.ready, schedule.trial, schedule.ready.job
-    judged = schedule.judged
+def _ask(schedule: Schedule, asking: Asking) -> TaskAnswers:
+    """The answers to the questions, asked until no judged arm is open or the time is over."""
+    plan, judged, looks = schedule.ready.plan, schedule.judged, schedule.ready.job.tasks.looks
 
     def open_arms(answers: TaskAnswers) -> Collection[str]:
-        settings = answers.plan.settings
-        if settings.minutes:
+        if plan.settings.minutes:
             fits = schedule.fitting(answers.plan.series, answers.questions)
             return (judged or schedule.names) if fits else ()
         # The first pair of windows, whose figures are shown, ends the questions.
-        decisions = decide_all(answers, trial, trial.caches[0], judged, job.floor)
+        decisions = _decide(schedule, schedule.trial.caches[0], answers)
         is_open = any(decision.action == "ask" for decision in decisions)
-        return judged if is_open or answers.questions < job.tasks.looks[0] else ()
+        return judged if is_open or answers.questions < looks[0] else ()
 
-    if answers is None:
-        plan, is_short = ready.plan, schedule.is_short
-        answers = answering.answer_tasks(asking, plan, trial, open_arms, is_short=is_short)
+    trial, is_short = schedule.trial, schedule.is_short
+    return answering.answer_tasks(asking, plan, trial, open_arms, is_short=is_short)
+
+
+def _read_texts(schedule: Schedule, asking: Asking) -> Measurements:
+    ready, job = schedule.ready, schedule.ready.job
     with loading.forward_errors(job.model, job.batch, job.data.length):
         batches, how = ready.text.batches(job.batch), (asking.progress, asking.pace)
-        measured = run_models(asking.model, batches, trial, *how, schedule.record)
-    return Results(trial, judged, measured, answers)
+        return run_models(asking.model, batches, schedule.trial, *how, schedule.record)
 
 
-def _climb(ready: Prepared, trial: Trial, asking: Asking) -> tuple[Prepared, Trial, TaskAnswers]:
-    """Ask for all budgets of the artifact until the fewest bits that may be served are known. What
-    is left has the arms of these alone, and the artifact that was written with them; where even the
-    most bits may not be served, those of the most, and nothing is saved."""
-    job, (artifact,) = ready.job, ready.artifacts
-    judged = judged_arms(trial.arms, job.rounding, job.pooled)
-    found: dict[str, TaskAnswers] = {}
+def _ask_rungs(schedule: Schedule, asking: Asking) -> tuple[Schedule, TaskAnswers]:
+    """Ask about the budgets of the artifact until the fewest bits that may be served are known, and
+    then all arms with these bits; or with the most bits, where even these may not be served."""
+    ready, trial, judged = schedule.ready, schedule.trial, schedule.judged
+    cache, found = trial.caches[0], dict[str, TaskAnswers]()
     # Half of the level for each sequence; of two rungs, none is above the middle.
     share = 0.5 if len(judged) > 2 else 1.0
 
     def ask(name: str) -> Decision:
-        rung = replace(trial, arms=[arm for arm in trial.arms if arm.name == name])
-
-        def decide_rung(answers: TaskAnswers) -> Decision:
-            return decide_all(answers, rung, trial.caches[0], [name], job.floor, share)[0]
+        arms = [arm for arm in trial.arms if arm.name == name]
+        rung = replace(schedule, trial=replace(trial, arms=arms), judged=[name])
 
         def open_arms(answers: TaskAnswers) -> Collection[str]:
-            return [name] if decide_rung(answers).action == "ask" else ()
+            (decision,) = _decide(rung, cache, answers, share)
+            return [name] if decision.action == "ask" else ()
 
-        found[name] = answering.answer_tasks(asking, ready.plan, rung, open_arms)
+        found[name] = answering.answer_tasks(asking, ready.plan, rung.trial, open_arms)
         if asking.saved.was_left:
             raise KeyboardInterrupt
-        return decide_rung(found[name])
+        return _decide(rung, cache, found[name], share)[0]
 
     decisions = rungs.ask_rungs(judged, ask)
     ready.plan.notes.extend(rungs.describe_rungs(decisions))
     chosen = rungs.choose_rung(decisions)
-    name, answers = plain_name(chosen.arm), found[chosen.arm]
+    schedule = _choose_rung(schedule, chosen)
+    others = [arm for arm in schedule.trial.arms if arm.name != chosen.arm]
+    trial = replace(schedule.trial, arms=others)
+    return schedule, answering.ask_also(asking, trial, found[chosen.arm])
+
+
+def _choose_rung(schedule: Schedule, chosen: Decision) -> Schedule:
+    """The schedule with the arms of the chosen budget alone, and with the artifact that is written
+    with it; nothing is saved where it may not be served."""
+    job, (artifact,) = schedule.ready.job, schedule.ready.artifacts
+    name, save_to = plain_name(chosen.arm), list[Path]()
     if chosen.action == "serve" and job.save_to:
-        artifact = rungs.write_rung(artifact, job.rungs[judged.index(chosen.arm)], name)
-        job = replace(job, save_to=[artifact.folder])
-    else:
-        job = replace(job, save_to=[])
-    arms = [_of_artifact(arm, artifact) for arm in trial.arms if plain_name(arm.name) == name]
-    trial = replace(trial, arms=arms)
-    further = [arm for arm in arms if arm.name != chosen.arm]
-    answers = answering.ask_also(asking, replace(trial, arms=further), answers)
-    return replace(ready, job=job, artifacts=[artifact]), trial, answers
+        budget = job.rungs[schedule.judged.index(chosen.arm)]
+        artifact = rungs.write_rung(artifact, budget, name)
+        save_to = [artifact.folder]
+    arms = [arm for arm in schedule.trial.arms if plain_name(arm.name) == name]
+    trial = replace(schedule.trial, arms=[_of_artifact(arm, artifact) for arm in arms])
+    ready = replace(schedule.ready, job=replace(job, save_to=save_to), artifacts=[artifact])
+    judged = judged_arms(trial.arms, job.rounding, job.pooled)
+    return replace(schedule, ready=ready, trial=trial, judged=judged)
 
 
 def _of_artifact(arm: Arm, artifact: Artifact) -> Arm:
@@ -202,7 +210,7 @@ def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[st
     """What the report says of the settings, the artifacts, the text and the model."""
     loss = math.log(results.measured.exact.measure_exact().perplexity)
     vocabulary = ready.config.get_text_config(decoder=True).vocab_size
-    geometry = results.trial.geometry
+    geometry = results.schedule.trial.geometry
     return [
         *ready.job.notes,
         *notes_for_reader(ready.text, ready.source, ready.artifacts, geometry),
@@ -235,26 +243,30 @@ def _record_probes(
     return probes
 
 
-def _describe(schedule: Schedule, results: Results, notes: list[str]) -> Measured:
+def _describe(results: Results, notes: list[str]) -> Measured:
     """Everything that was measured, and how."""
-    ready, trial = schedule.ready, results.trial
+    schedule, answers = results.schedule, results.answers
+    ready, trial = schedule.ready, schedule.trial
     job, source, text = ready.job, ready.source, ready.text
-    answers, length = results.answers, job.data.length
     tasks, all_tasks = score_exact(answers)
     costs = results.measured.exact.measure_exact()
     exact = Exact(**dict(costs), tasks=tasks, all_tasks=all_tasks)
     windows, rows = [], len(exact.text_tokens)
     for cache in trial.caches:
-        arms = {arm.name: _assemble_arm(results, cache, arm, length) for arm in trial.arms}
-        made = decide_all(answers, trial, cache, results.judged, job.floor)
-        decisions = [schedule.time_more(decision, answers) for decision in made]
-        words = [line for decision in decisions for line in decision.words]
-        verdict = Verdict(texts=len(exact.text_tokens), words=words, decisions=decisions)
-        window = Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict)
-        windows.append(window)
+        arms = {arm.name: _assemble_arm(results, cache, arm) for arm in trial.arms}
+        answered = {name: arm.tasks for name, arm in arms.items()}
+        bits = {name: arm.bits_per_element for name, arm in arms.items()}
+        decisions = []
+        for made in _decide(schedule, cache, answers):
+            decision = put_into_words(made, answered, tasks, bits)
+            decisions.append(schedule.time_more(decision, answers))
+        verdict = Verdict.of(rows, decisions)
+        windows.append(Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict))
     assert job.format is not None
     return Measured(
-        text=Text(source=job.data.label, fingerprint=text.fingerprint, rows=rows, length=length),
+        text=Text(
+            source=job.data.label, fingerprint=text.fingerprint, rows=rows, length=job.data.length
+        ),
         tokens=results.measured.exact.tokens,
         first_position=trial.start,
         model=source.label,
@@ -274,37 +286,30 @@ def _describe(schedule: Schedule, results: Results, notes: list[str]) -> Measure
     )
 
 
-def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm, length: int) -> MeasuredArm:
-    trial, measured = results.trial, results.measured
+def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm) -> MeasuredArm:
+    schedule, measured = results.schedule, results.measured
+    geometry, length = schedule.trial.geometry, schedule.ready.job.data.length
     tasks, all_tasks = score_arm(results.answers, cache, arm.name)
     return MeasuredArm(
         **dict(arm.about),
         **dict(measured.arms[cache, arm.name].measure_arm(measured.exact)),
         tasks=tasks,
         all_tasks=all_tasks,
-        bits_per_element=codec_bits(trial.geometry, arm.codec, cache, CONTEXT),
-        bits_at_length=codec_bits(trial.geometry, arm.codec, cache, length),
+        bits_per_element=codec_bits(geometry, arm.codec, cache, CONTEXT),
+        bits_at_length=codec_bits(geometry, arm.codec, cache, length),
     )
 
 
-def decide_all(
-    answers: TaskAnswers,
-    trial: Trial,
-    cache: CacheLayout,
-    judged: Sequence[str],
-    floor: float,
-    share: float = 1.0,
+def _decide(
+    schedule: Schedule, cache: CacheLayout, answers: TaskAnswers, share: float = 1.0
 ) -> list[Decision]:
-    """The decision on each of the `judged` arms with one cache, of whose answers the share `floor`
-    must be kept, with a `share` of the level."""
+    """The decision on each of the judged arms with one cache, with a `share` of the level. Their
+    words are left to the report."""
     exact, _ = score_exact(answers)
-    bits, arms = {}, {}
-    for arm in trial.arms:
-        bits[arm.name] = codec_bits(trial.geometry, arm.codec, cache, CONTEXT)
-        arms[arm.name], _ = score_arm(answers, cache, arm.name)
-    rule = Rule(floor, share * spend_level(answers.questions, answers.plan.settings.looks))
-    made = [decide(name, arms, exact, answers.questions, rule, bits) for name in judged]
-    return [put_into_words(decision, arms, exact, bits) for decision in made]
+    arms = {arm.name: score_arm(answers, cache, arm.name)[0] for arm in schedule.trial.arms}
+    level = share * spend_level(answers.questions, answers.plan.settings.looks)
+    rule = Rule(schedule.ready.job.floor, level)
+    return [decide(name, arms, exact, answers.questions, rule) for name in schedule.judged]
 
 
 def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:
@@ -315,8 +320,7 @@ def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -
         arms, identities = window.arms.items(), (artifact.identity, None)
         kept = {name: arm for name, arm in arms if arm.artifact in identities}
         decisions = [each for each in window.verdict.decisions if each.arm in kept]
-        words = [line for decision in decisions for line in decision.words]
-        verdict = window.verdict.model_copy(update={"decisions": decisions, "words": words})
+        verdict = Verdict.of(window.verdict.texts, decisions)
         windows.append(window.model_copy(update={"arms": kept, "verdict": verdict}))
     evaluation = report.model_copy(update={"windows": windows, "probes": probes})
     content = strict_json.text(evaluation.model_dump())

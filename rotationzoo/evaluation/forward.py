@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 
 
 def say_nothing(words: str) -> None:
-    """Drop what there is to tell."""
+    """Ignore the words."""
 
 
 @dataclass(frozen=True)

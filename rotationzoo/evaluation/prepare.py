@@ -1,6 +1,7 @@
 """What an evaluation is asked for, and everything that is settled and checked before weights are
 fetched."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -13,28 +14,38 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
 from rotationzoo.codec.bit_allocation import format_of_equal_bits
-from rotationzoo.codec.formats import BUDGETED
+from rotationzoo.codec.formats import BUDGETED, Format
 from rotationzoo.codec.options import check_budget
 from rotationzoo.codec.settings import budget_beside_others
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import UsageError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
-from rotationzoo.evaluation.compatibility import check_length, fit_rows, judged_text
 from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
-from rotationzoo.geometry import Geometry, full_attention_layers, shares_blocks
+from rotationzoo.geometry import (
+    Geometry,
+    full_attention_layers,
+    shares_blocks,
+    shift_reason,
+    shifted_layers,
+)
 from rotationzoo.model import compatibility, loading
-from rotationzoo.model.compatibility import check_artifacts, settle_rope_scaling
+from rotationzoo.model.compatibility import (
+    check_artifacts,
+    other_weights_note,
+    settle_rope_scaling,
+)
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import memory_limits
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.rope import check_positions
+from rotationzoo.recipe.rope import check_positions, position_count
 from rotationzoo.settings import RunSettings
+from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus, read_corpus, shortfall
-from rotationzoo.words import nearest
+from rotationzoo.words import counted, nearest
 from rotationzoo.writer import check_writable
 
 
@@ -138,7 +149,7 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
     caches = _build_caches(job, artifacts)
     start = max(cache.first_quantized for cache in caches)
     if job.fit_length:
-        job = replace(job, data=fit_rows(job.data, start, config))
+        job = replace(job, data=_fit_rows(job.data, start, config))
     check_loadable(config, source.name, job.torch_device)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if job.adapter is not None:
@@ -148,11 +159,13 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
         check_model(job, artifacts, geometry)
     check_positions(config, job.data.length, "texts", "add: --length {}")
     job.tasks.check_positions(config)
-    check_length(job.data, start)
+    _check_length(job.data, start)
     check_positions(config, start + 1, "texts", "add: --length {}")
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
-    tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
+    tokenizer, data = loading.load_tokenizer(source), job.data
+    if data.source == "bundled":  # on which artifacts are calibrated by default
+        data = data.model_copy(update={"source": str(HELD_OUT)})
     progress("reading the text", 0, 0)
     # Where a chat template writes the date, that of the calibration.
     days = filter(None, (each.manifest.identity.get("date") for each in artifacts))
@@ -251,3 +264,83 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
             format = format_of_equal_bits(spent, format)
     chunk, layout = job.prefill_chunk, job.prefill_layout or "server"
     return [CacheLayout(format, sink, recent, chunk, layout) for sink, recent in windows]
+
+
+def _fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:
+    """Double the length of the rows until a quarter of each lies past `start`, the first position
+    that is measured, and cut it to the positions that the model has."""
+    length = data.length
+    while 3 * length < 4 * start:
+        length *= 2
+    return data.model_copy(update={"length": min(length, position_count(config) or length)})
+
+
+def _check_length(data: Data, start: int) -> None:
+    """Raise `RotationZooError` for texts that end before `start`, the first position that is
+    measured, and `UsageError` for fewer tokens than one text."""
+    if data.length < start + 2:
+        raise RotationZooError(
+            f"texts of {data.length} tokens are too short: "
+            f"the first that reads a quantized one is at position {start}",
+            hint="give longer rows with --length, or smaller ones with --windows",
+        )
+    if not data.rows:
+        problem = f"{counted(data.tokens, 'token')} cannot fill one text of {data.length:,}"
+        hint = "more --tokens, or a shorter --length"
+        raise UsageError(problem, hint)
+
+
+# ---- notes for the report
+
+
+def notes_for_reader(
+    text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
+) -> list[str]:
+    """Notes that qualify the figures: on text that fell short, and artifacts that were made for
+    other weights, were calibrated on this very text, or center keys although this model's attention
+    does not allow it."""
+    notes = [text.note] if text.note else []
+    for artifact in artifacts:
+        name = artifact.folder.resolve().name
+        if note := other_weights_note(artifact, source):
+            notes.append(note)
+        calibration = artifact.manifest.calibration
+        if calibration is not None and calibration.fingerprint == text.fingerprint:
+            notes.append(f"{name} was calibrated on this very text")
+        if artifact.recipe.center_keys and (layers := shifted_layers(geometry)):
+            reason = shift_reason(layers)
+            notes.append(f"{name} centers keys, which changes what this model computes: {reason}")
+    return notes
+
+
+_FAR = 34
+"""How many ranges from zero a row's minimum may lie: float16 rounds it by 1/2048 of itself, which
+is then a tenth of half a step of 2 bits, a sixth of the range."""
+
+
+def float16_notes(
+    artifacts: Sequence[Artifact], format: Format, uncentered: Collection[str]
+) -> list[str]:
+    """Notes on artifacts whose keys or values keep a mean so far from zero that a float16 minimum
+    blurs it, by the means and variances of their rotated channels."""
+    if format.metadata != "float16" or format.offset == "none":
+        return []
+    notes = []
+    for artifact in artifacts:
+        statistics = artifact.statistics or {}
+        for layer, side, rotation in artifact.rotations.each():
+            moment = statistics.get(layer, {}).get(side)
+            keeps_mean = rotation.mean is None or side in uncentered
+            if moment is None or moment.mean is None or not keeps_mean:
+                continue
+            matrix = rotation.matrix.double()
+            mean = (moment.mean[:, None] @ matrix)[:, 0]
+            square = (matrix.mT @ moment.second_moment @ matrix).diagonal(dim1=-2, dim2=-1)
+            spread = 2 * (square - mean.square()).clamp(min=0).sqrt()
+            least, most = (mean - spread).amin(-1), (mean + spread).amax(-1)
+            if (far := (least.abs() / (most - least)).max().item()) > _FAR:
+                notes.append(
+                    f"{artifact.folder.resolve().name}: {side}s of layer {layer} lie {far:,.0f} "
+                    "times their range from zero, too far for scales in float16: --format sglang"
+                )
+    return notes

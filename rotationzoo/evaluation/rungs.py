@@ -1,10 +1,10 @@
 """The fewest bits that keep what is asked for: budgets of one artifact, asked the same questions.
 
-Budgets are asked one after another, each until it is decided. From the middle on, fewer bits are
-asked as long as they may be served. Where already the middle may not, more bits are asked from the
-top down. Each of these is a fixed sequence of tests, which goes on only after a budget that may be
-served, and has half of the level: one that keeps too little is chosen no more often than one
-decision is wrong, however many budgets are tried. Those that are never asked cost nothing.
+Budgets are tested one after another, each until it is decided. From the middle on, fewer bits are
+tested as long as they may be served. If the middle may not be served, more bits are tested from the
+top down. Each direction is a fixed sequence of tests, which stops at the first budget that may not
+be served, and has half of the level. So a budget that keeps too little is chosen no more often than
+a single decision is wrong, however many are tested. Budgets that are never asked cost nothing.
 """
 
 from collections.abc import Callable, Sequence

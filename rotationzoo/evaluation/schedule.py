@@ -1,5 +1,5 @@
-"""How long an evaluation takes by the pace of its first tokens, and what of it fits into the time
-that there is."""
+"""How long an evaluation takes, by the pace of its first tokens, and which part of it fits the time
+limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from rotationzoo.words import counted, duration, finish
 
 LEAST = 32
 """Questions of each task that may decide. Where fewer would fit, other arms are left out."""
-_TOKENS, _SECONDS = 128, 5.0  # of a row; after so long, all other arms are guessed
+_TOKENS, _SECONDS = 128, 5.0  # of a row; after these seconds, the pace of other arms is a guess
 
 
 @torch.no_grad()
@@ -34,7 +34,10 @@ def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pac
     with pace.timing(None, ids.numel()):
         token_losses(model, ids, 0)
     for cache, arm in product(trial.caches, trial.arms):
-        reader, all_of_it = (cache, arm.name), replace(cache, sink=0)  # so few would stay exact
+        reader, all_of_it = (
+            (cache, arm.name),
+            replace(cache, sink=0),
+        )  # a sink would keep short rows exact
         simulation = Simulation(arm.codec, all_of_it, trial.geometry, set(trial.layers))
         pace.seconds[reader] = max(pace.seconds.values())
         if perf_counter() - begun < _SECONDS:
@@ -69,13 +72,13 @@ class Schedule:
         return tokens
 
     def _ask(self, tokens: Sequence[int], is_first: bool) -> float:
-        """The seconds of rounds of so many tokens. All arms are asked in the first of all."""
+        """The seconds of rounds with these `tokens`. The first round asks all arms."""
         first = self.pace.estimate(sum(tokens[:is_first]), self.names)
         return first + self.pace.estimate(sum(tokens[is_first:]), self.judged)
 
     def fitting(self, series: Sequence[Series], asked: int = 0) -> int:
-        """How many questions of each of the series, beside the `asked`, can be asked before the
-        record and a batch of texts take the rest of the time."""
+        """How many more questions of each series than `asked` fit the time, with the record and one
+        batch of texts after them."""
         job, rounds = self.ready.job, (0, *self.ready.plan.settings.rounds)
         text = self.pace.estimate(job.batch * job.data.length, self.names)
         done, tokens = rounds.index(asked), self._round_tokens(series)
@@ -86,7 +89,7 @@ class Schedule:
         return rounds[-1] - asked
 
     def _find_able(self) -> float:
-        """The seconds in which the exact model shows what it can do."""
+        """The seconds of the blind prompts, which show what the exact model can do."""
         plan = self.ready.plan
         first = [each.part(0, plan.settings.rounds[0]) for each in plan.series]
         return self.pace.estimate(sum(count_tokens(each.blind) for each in first), ())
@@ -97,27 +100,26 @@ class Schedule:
         plan = self.ready.plan
         return bool(plan.settings.minutes) and self.fitting(plan.series) < plan.settings.looks[-1]
 
-    @property
-    def _likely(self) -> Sequence[Series]:
-        """What arms are likely asked, before the exact model's answers show it: if time is short,
-        as much as has the shortest prompts."""
-        plan = self.ready.plan
-        if not self.is_short:
-            return plan.series
-        return [each for each in plan.series if each.length == min(plan.lengths)]
-
     def fit(self) -> "Schedule":
-        """What there is time for: other arms are left out, with a note, where too few questions
-        would fit that decide."""
-        settings, fitted = self.ready.plan.settings, self
+        """What there is time for. Where not everything fits, all but the shortest prompts are left
+        out, unless the user chose their lengths; and other arms, where too few questions would fit
+        that decide."""
+        fitted, left_out = self, list[str]()
+        plan = self.ready.plan
+        if plan.series and self.is_short and not plan.settings.lengths:
+            length = min(each.length for each in plan.series)
+            series = [each for each in plan.series if each.length == length]
+            left_out += [f"prompts of {each:,} tokens" for each in plan.lengths if each > length]
+            plan = replace(plan, lengths=(length,), series=series)
+            fitted = replace(self, ready=replace(self.ready, plan=plan))
         own = [arm.name for arm in self.trial.arms if arm.about.kind == "artifact"] or self.names
         for names in ([*own, *SIMPLEST], own):
-            too_few = fitted.fitting(fitted._likely) < min(LEAST, settings.looks[-1])
-            if settings.minutes and too_few:
+            if fitted.is_short and fitted.fitting(plan.series) < LEAST:
                 arms = [arm for arm in self.trial.arms if arm.name in names]
-                fitted = replace(self, trial=replace(self.trial, arms=arms))
-        if left_out := ", ".join(name for name in self.names if name not in fitted.names):
-            self.ready.plan.notes.append(f"left out for lack of time: {left_out}")
+                fitted = replace(fitted, trial=replace(self.trial, arms=arms))
+        left_out += [name for name in self.names if name not in fitted.names]
+        if left_out:
+            plan.notes.append(f"left out for lack of time: {', '.join(left_out)}")
         return fitted
 
     def tell(self) -> None:

@@ -28,7 +28,9 @@ def put_into_words(
     exact: Mapping[str, ExactTaskRecall],
     bits: Mapping[str, float] | None = None,
 ) -> Decision:
-    """The decision with its words. All else is given as to `decision.decide`."""
+    """The decision with its words and its arm's bits an element, of the `bits` of each arm. All
+    else is given as to `decision.decide`."""
+    made = made.model_copy(update={"bits": (bits or {}).get(made.arm)})
     asked = {task: exact[task] for task in arms[made.arm]}
     if made.kept is None:
         words = _say_nothing(made)
@@ -58,8 +60,13 @@ def _say_outcome(made: Decision, answers: int) -> str:
     digits = int(any(percent(end) == percent(made.floor) for end in made.interval))
     low, high = (percent(end, digits) for end in made.interval)
     name, share, number = plain_name(made.arm), percent(made.kept), counted(answers, "answer")
+    sure = f"95% sure of each: at least {low}, at most {high}"
+    if made.action == "serve":
+        sure = f"95% sure: at least {low}"
+    elif made.action == "refuse":
+        sure = f"95% sure: at most {high}"
     keeps = (
-        f"{name} keeps {share} of {number} that the model gives (95% sure: {low} to {high}); "
+        f"{name} keeps {share} of {number} that the model gives ({sure}); "
         f"at least {100 * made.floor:g}% were to be kept"
     )
     if made.action == "serve":

@@ -1,7 +1,7 @@
 """Documents of calibration text: texts or chats from the bundled file, a local file or a data set
 on the hub.
 
-A new bundled text is a file in `data/demo` and a case of `_records`; `evaluation.judged_text` says
+A new bundled text is a file in `data/demo` and a case of `_records`; `evaluation.prepare` says
 which bundled text takes its place when a model is judged.
 """
 

@@ -18,8 +18,7 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.codec.formats import FINE, SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.compatibility import float16_notes
-from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.prepare import Evaluation, float16_notes
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.linalg.moments import Average
 from rotationzoo.model.compatibility import settle_rope_scaling

@@ -64,10 +64,10 @@ def test_the_interval_and_the_floor_decide(kept, answers, floor, action, lead):
 @pytest.mark.parametrize(
     ("digits", "low"),
     [
-        ("1" * 31 + "0", 0.71),  # it was 0.68, and with two tasks 0.52
-        ("1" * 32, 0.73),  # it was 0.40: each prompt counted as one answer
-        ("11111110" * 4, 0.63),
-        ("1" * 28 + "0" * 4, 0.52),  # as many are lost, but all in one prompt
+        ("1" * 31 + "0", 0.74),
+        ("1" * 32, 0.77),
+        ("11111110" * 4, 0.66),
+        ("1" * 28 + "0" * 4, 0.56),  # as many are lost, but all in one prompt
     ],
 )
 def test_answers_count_less_where_losses_share_a_prompt(digits, low):
@@ -85,9 +85,9 @@ def test_looks_spend_the_level_once_and_late_ones_more():
 @pytest.mark.parametrize(
     ("share", "wrong"),
     [
-        (0.89, "serve"),  # 0 of 400 are measured; 39 are refused
+        (0.89, "serve"),  # 0 of 400 are measured; 66 are refused
         (0.8, "serve"),  # 0; 400 are refused
-        (0.91, "refuse"),  # 0; 51 are served
+        (0.91, "refuse"),  # 0; 61 are served
         (0.97, "refuse"),  # 0; 400 are served
     ],
 )
@@ -118,17 +118,18 @@ def test_as_many_questions_as_are_said_settle_it(share, action):
     assert settled >= 70
 
 
-def test_what_is_kept_is_at_most_all_and_its_interval_covers_it():
+def test_what_is_kept_is_at_most_all_and_lies_between_its_bounds():
     all_ = decide_on({"mine": "1" * 16 * SIZE}, Rule(), right="10" * 64)
     assert all_.kept == 1.0, "answers that the exact model has wrong are no merit"
     low, high = all_.interval
     assert high == 1.0
-    assert 0.025 ** (1 / 16) < low < 0.025 ** (1 / 64), "worth less than 64 answers, in 16 prompts"
-    held = 0
+    assert 0.05 ** (1 / 16) < low < 0.05 ** (1 / 64), "worth less than 64 answers, in 16 prompts"
+    missed = [0, 0]
     for seed in range(150):
         made = decide_on({"mine": draw_answers(random.Random(seed), 24, 0.8)[0]}, Rule())
-        held += made.interval[0] <= 0.8 <= made.interval[1]
-    assert held >= 0.93 * 150
+        missed[0] += made.interval[0] > 0.8
+        missed[1] += made.interval[1] < 0.8
+    assert max(missed) <= 0.07 * 150, "each bound has its own 5 %"
 
 
 def test_the_words_name_the_other_arms_the_best_first_at_their_bits():

@@ -57,16 +57,15 @@ def test_what_does_not_fit_is_left_out_and_said(job):
     assert (report.tasks.questions, report.text.rows) == (STEP, 1)
 
 
-def test_short_time_goes_to_the_prompts_whose_answers_cost_least(job, monkeypatch):
+def test_short_time_goes_to_the_short_prompts(job, monkeypatch):
     monkeypatch.setattr(prompts, "SHORT", 256)
-    report, _ = timed(replace(job, data=Data(tokens=1024, length=1024)), minutes=1e-4)
-    assert report.tasks.lengths == [256, 1024]
-    (note,) = [note for note in report.notes if "a right answer takes more time" in note]
-    for name, task in report.exact.tasks.items():
-        assert task.by_length, "a task that no arm is asked has no score"
-        asked = {f"{name} in {score.length} tokens" for score in task.by_length}
-        assert not any(each in note for each in asked)
+    job = replace(job, data=Data(tokens=1024, length=1024))
+    report, _ = timed(job, minutes=1e-4)
+    assert report.tasks.lengths == [256]
+    assert any("left out for lack of time: prompts of 1,024 tokens, " in n for n in report.notes)
     assert report.window.verdict.decisions[0].kept is not None
+    chosen = replace(job, tasks=replace(job.tasks, lengths=(256, 512)))
+    assert timed(chosen, minutes=1e-4)[0].tasks.lengths == [256, 512], "the user chose them"
 
 
 def test_the_exact_model_alone_chooses_the_cheap_prompts():

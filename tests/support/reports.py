@@ -281,7 +281,7 @@ def decide_on(
     for name, digits in arms.items():
         length = lengths[0].model_copy(update={"questions": len(digits)})
         answers[name] = {"copy": recall(digits).model_copy(update={"by_length": [length]})}
-    made = decide(first, answers, exact, len(correct), rule, bits)
+    made = decide(first, answers, exact, len(correct), rule)
     return put_into_words(made, answers, exact, bits)
 
 

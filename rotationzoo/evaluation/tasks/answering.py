@@ -1,17 +1,22 @@
-"""Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
+"""Asking the recall tasks: of the exact model first, and of every arm and cache what it can do; and
+the score of the answers: how many are right, and how probable the right ones are."""
 
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, product
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.artifact import scores
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.forward import Pace, Reader, Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
+from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.prediction import counting_layers
 from rotationzoo.progress import InTokens, Progress
@@ -23,6 +28,7 @@ from rotationzoo.words import finish
 # A model can do a task if the statements add at least this share to the questions that it answers,
 # or take at least half from the nats that the right answers lack.
 LEAST_ADDED, LEAST_TAKEN = 0.2, 0.5
+_EXACT_STAGE = "answering with the exact cache"
 _LEAST_YIELD = 0.5  # of the best: right answers a token for which arms are asked in little time
 
 
@@ -147,16 +153,11 @@ def answer_tasks(
     is_short: bool = False,
 ) -> TaskAnswers:
     """Ask the exact model, and every arm with every cache what the exact model can do, until no arm
-    is open or all questions are asked. Blind prompts of the first round tell what the model can do.
-    If time `is_short`, arms are asked only where its right answers cost few tokens. Later rounds
-    ask the `open_arms` alone, and an interrupt (Ctrl-C) ends them with a note. Raises
-    `RotationZooError` for prompts that do not fit the memory."""
+    is open or all questions are asked. If time `is_short`, arms are asked only where its right
+    answers cost few tokens. Later rounds ask the `open_arms` alone, and an interrupt (Ctrl-C) ends
+    them with a note. Raises `RotationZooError` for prompts that do not fit the memory."""
     first, *later = plan.settings.rounds
-    series = [each.part(0, first) for each in plan.series]
-    # The long prompts last, because the last ones set the pace.
-    requests = [Request(prompts) for each in series for prompts in (each.blind, each.prompts)]
-    replies = asking.ask("answering with the exact cache", requests)
-    exact = [ExactAnswers(*each) for each in zip(series, replies[1::2], replies[::2], strict=True)]
+    exact = _ask_exact(asking, [each.part(0, first) for each in plan.series])
     if is_short:
         plan, exact = choose_cheap(plan, exact)
     able = [each.series for each in exact if each.can_do]
@@ -173,6 +174,14 @@ def answer_tasks(
             plan.notes.append(f"interrupted: {kept}{asking.saved.leave()}")
             break
     return answers
+
+
+def _ask_exact(asking: Asking, series: Sequence[Series]) -> list[ExactAnswers]:
+    """The exact model's answers with and without the statements, which tell what it can do."""
+    blind = asking.ask("answering without the statements", [Request(each.blind) for each in series])
+    # Asked last, because the last prompts set the pace, and blind ones are short.
+    given = asking.ask(_EXACT_STAGE, [Request(each.prompts) for each in series])
+    return [ExactAnswers(*each) for each in zip(series, given, blind, strict=True)]
 
 
 def choose_cheap(
@@ -206,7 +215,7 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
         more = f"{questions - answers.questions} more questions of each task"
         asking.pace.tell(f"not decided yet: {more}{finish(seconds)}")
     requests = [Request(series.prompts) for series in added]
-    replies = iter(asking.ask(f"answering with the exact cache{ending}", requests))
+    replies = iter(asking.ask(f"{_EXACT_STAGE}{ending}", requests))
     arms = dict(answers.arms)
     for key, more_answers in _ask_arms(asking, trial, added, ending).items():
         arms[key] = [join_answers(pair) for pair in zip(arms[key], more_answers, strict=True)]
@@ -250,3 +259,77 @@ def _describe(answers: Answers) -> str:
     """How many of the answers are right, and the mean log probability of the right ones."""
     correct, nats = answers.correct, answers.log_probability.mean()
     return f"{int(correct.sum())} of {len(correct)} right, {nats:.1f} nats an answer"
+
+
+# ---- scores
+
+Reply = tuple[Series, Answers]
+"""The prompts of one task and length, and the answers to all of their questions."""
+
+
+def score_arm(
+    answers: TaskAnswers, cache: CacheLayout, arm: str
+) -> tuple[dict[str, scores.TaskRecall], scores.Recall | None]:
+    """The scores of an arm with one cache: of each task, and of all together."""
+    asked = zip(answers.asked, answers.arms[cache, arm], strict=True)
+    # Of arms that decide nothing, only the first questions.
+    replies = [(exact.series.part(0, len(given.correct)), given) for exact, given in asked]
+    tasks: dict[str, scores.TaskRecall] = {}
+    for task in dict.fromkeys(series.task for series, _ in replies):
+        same = [reply for reply in replies if reply[0].task == task]
+        lengths = [
+            scores.LengthScore(length=series.length, **_score(given)) for series, given in same
+        ]
+        tasks[task] = scores.TaskRecall(**_score_task(same), by_length=lengths)
+    return tasks, _score_all(replies)
+
+
+def score_exact(
+    answers: TaskAnswers,
+) -> tuple[dict[str, scores.ExactTaskRecall], scores.Recall | None]:
+    """The scores of the exact model: of each task, and of all that it can do together."""
+    tasks: dict[str, scores.ExactTaskRecall] = {}
+    for task in dict.fromkeys(exact.series.task for exact in answers.exact):
+        same = [exact for exact in answers.exact if exact.series.task == task]
+        done = [exact for exact in same if exact.can_do]
+        replies = [(exact.series, exact.answers) for exact in done or same]
+        lengths = []
+        for exact in same:
+            figures = {"length": exact.series.length, **_score(exact.answers)}
+            lengths.append(scores.ExactLengthScore(**figures, can_do=exact.can_do))
+        recall = {**_score_task(replies), "by_length": lengths, "can_do": bool(done)}
+        tasks[task] = scores.ExactTaskRecall(**recall, prompts=_prompt_sizes(replies))
+    return tasks, _score_all([(exact.series, exact.answers) for exact in answers.asked])
+
+
+def _score_task(replies: Sequence[Reply]) -> dict[str, Any]:
+    """The score of one task, with a digit for the answer to each question."""
+    digits = [str(int(right)) for _, answers in replies for right in answers.correct]
+    return {**dict(_score_all(replies) or {}), "correct": "".join(digits)}
+
+
+def _score_all(replies: Sequence[Reply]) -> scores.Recall | None:
+    """The score of all questions of several series, with its standard errors over prompts, because
+    the questions of one prompt share its text; None for no series."""
+    if not replies:
+        return None
+    given, sizes = join_answers([answers for _, answers in replies]), _prompt_sizes(replies)
+    weights, errors = torch.tensor(sizes, dtype=torch.float64), {}
+    figures = {"answered": given.correct.double(), "log_probability": given.log_probability}
+    for name, values in figures.items():
+        means = torch.stack([part.mean() for part in values.split(sizes)])
+        errors[name] = weighted_mean(means, weights)[1]
+    return scores.Recall(**_score(given), standard_error=errors)
+
+
+def _score(answers: Answers) -> dict[str, Any]:
+    return {
+        "answered": int(answers.correct.sum()),
+        "questions": len(answers.correct),
+        "log_probability": answers.log_probability.mean().item(),
+    }
+
+
+def _prompt_sizes(replies: Sequence[Reply]) -> list[int]:
+    """How many questions each prompt asks."""
+    return [len(prompt.questions) for series, _ in replies for prompt in series.prompts]

@@ -1,4 +1,4 @@
-"""The answers of an unfinished evaluation, so that a stopped one asks no question twice.
+"""The answers of an unfinished evaluation, so that it asks no question twice after a stop.
 
 An answer is found by a digest of everything that decides it, so those of another job are not read.
 A file is read only if this user's command has written it, byte for byte: nobody else may decide.
