@@ -34,10 +34,8 @@ def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pac
     with pace.timing(None, ids.numel()):
         token_losses(model, ids, 0)
     for cache, arm in product(trial.caches, trial.arms):
-        reader, all_of_it = (
-            (cache, arm.name),
-            replace(cache, sink=0),
-        )  # a sink would keep short rows exact
+        # A sink would keep short rows exact.
+        reader, all_of_it = (cache, arm.name), replace(cache, sink=0)
         simulation = Simulation(arm.codec, all_of_it, trial.geometry, set(trial.layers))
         pace.seconds[reader] = max(pace.seconds.values())
         if perf_counter() - begun < _SECONDS:
