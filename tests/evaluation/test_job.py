@@ -276,6 +276,7 @@ def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
 # ---- further arms of an artifact: with error feedback, and with one rotation per layer
 
 
+@pytest.mark.thorough
 def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)

@@ -37,8 +37,8 @@ def timed(job: Evaluation, minutes: float) -> tuple[Measured, list[tuple[str, st
     return evaluate(settings, lambda stage, *_: stages.append(stage), tell), told
 
 
+@pytest.mark.thorough
 def test_with_enough_time_everything_is_asked_in_one_look(job):
-    job = replace(job, tasks=replace(job.tasks, names=("needles",)))
     report, ((stage, words),) = timed(job, minutes=600)
     assert stage == "finding the pace", "before anything is measured"
     assert words.startswith("16 questions of each task, as much text as fits take about 10.0 hours")
@@ -58,6 +58,7 @@ def test_what_does_not_fit_is_left_out_and_said(job):
     assert (report.tasks.questions, report.text.rows) == (STEP, 1)
 
 
+@pytest.mark.thorough
 def test_short_time_goes_to_the_prompts_whose_answers_cost_least(job, monkeypatch):
     monkeypatch.setattr(prompts, "SHORT", 256)
     report, _ = timed(replace(job, data=Data(tokens=1024, length=1024)), minutes=1e-4)

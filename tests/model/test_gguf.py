@@ -10,6 +10,7 @@ import gguf
 import pytest
 import real_models
 import torch
+from support.cases import quick_first
 from support.command_line import only_error, succeeded
 from support.engine_readers import convert_model
 from support.jobs import job, rotation_bytes
@@ -181,7 +182,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", quick_first(OWN, 3))
 def test_metadata_that_transformers_leaves_out_is_taken_over(name, tmp_path):
     family, changes = OWN[name]
     model = tmp_path / "model"
