@@ -2,6 +2,7 @@
 values, or in the same layer."""
 
 import pytest
+from support.cases import quick_first
 from support.hybrids import CACHED, calibrate_hybrid
 from support.vllm import server_settings
 
@@ -14,7 +15,7 @@ from rotationzoo.model.source import find
 from rotationzoo.vllm.settings import cell_bytes
 
 
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", quick_first(CACHED, 2))
 def test_all_agree_on_the_layers_that_hold_keys_and_values(name, tmp_path):
     model, folder, artifact = calibrate_hybrid(name, tmp_path)
     options = {"tokens": 256, "length": 256, "windows": (16, 32), "tasks": []}

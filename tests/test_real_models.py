@@ -9,7 +9,7 @@ import pytest
 import real_models_lose
 import torch
 from real_models_lose import PlannedCodec, feed_back, frames_of
-from real_questions import CHAT, DEV, LENGTHS, SPLITS, TASKS, TEST
+from real_questions import DEV, LENGTHS, SPLITS, TASKS, TEST
 from support.jobs import RECIPE, job
 from support.models import load_saved, load_tokenizer
 
@@ -62,30 +62,6 @@ def test_halves_share_no_question(task, tokenizer):
     assert not dev & test
 
 
-def test_a_chat_asks_in_turns_for_the_needles_of_its_text():
-    """The words are those of `TEST`, so no half asks what the other does."""
-    tokenizer = load_tokenizer("demo")
-    tokenizer.chat_template = (
-        "{% for each in messages %}[{{ each.role }}] {{ each.content }} [end]\n{% endfor %}"
-    )
-    cache = CacheLayout()
-    prompts = TEST.prompts(tokenizer, CHAT, 1024, range(16), cache)
-    plain = TEST.prompts(tokenizer, "needles", 1024, range(16), cache)
-    for prompt, other in zip(prompts, plain, strict=True):
-        assert len(prompt.ids) == 1024
-        assert tokenizer.decode(prompt.ids).startswith("[user] ")
-        for question, same in zip(prompt.questions, other.questions, strict=True):
-            told, expected = prompt.ids[question.answer], other.ids[same.answer]
-            assert tokenizer.decode(told) == tokenizer.decode(expected)
-            line = tokenizer.decode(prompt.ids[question.source : question.source + 32])
-            word, number = re.match(r"# the code of (\w+) is (\d+)", line).groups()
-            before = tokenizer.decode(prompt.ids[: question.answer.start])
-            asked = f"[user] What is the code of {word}? [end]\n[assistant] The code of {word} is"
-            assert before.endswith((asked, asked.removeprefix("[user] ")))
-            assert number in tokenizer.decode(told)
-            assert question.answer.start - question.source >= cache.recent
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_few_operations_choose_the_codes_of_the_definition(bits):
     generator = torch.Generator().manual_seed(bits)
@@ -122,16 +98,6 @@ def test_rows_of_exact_layers_and_sides_come_back_as_they_are(whitened):
     assert codec.layers(whitened.geometry) == {0}
     assert codec.stored_bits(0, "key", 16, COARSE) == 3
     assert codec.stored_bits(1, "key", 16, COARSE) == 16
-
-
-def test_a_frame_subtracts_means_and_adds_them_again(whitened):
-    frame = frames_of(whitened.rotations, torch.device("cpu"))[0, "key"]
-    rows, mean = torch.randn(3, 2, 100, 16), frame.mean
-    about = replace(frame, mean=torch.zeros_like(mean))
-    expected = about.read(rows - mean, 2) + mean
-    assert torch.equal(mean, whitened.rotations[0].key.mean[:, None])
-    assert torch.allclose(frame.read(rows, 2), expected, atol=1e-5)
-    assert (frame.read(rows, 8) - rows).abs().max() < 0.1
 
 
 def test_the_script_runs_and_goes_on_where_it_was_cut_short(

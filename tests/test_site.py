@@ -1,17 +1,12 @@
-"""The site that Sphinx makes of docs/: no warning, no broken link, pages that are current, and
-nothing that a browser or axe complains about."""
+"""The site that Sphinx makes of docs/: no warning, no broken link, and pages that are current."""
 
 import io
 import re
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
 import pytest
 import write_cli_reference
-from support.browser import scrolls_sideways, serious_findings
 from support.places import ROOT
 
 pytestmark = pytest.mark.thorough
@@ -21,11 +16,6 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 SOURCES = sorted(DOCS.rglob("*.md"))
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -43,35 +33,11 @@ def site(tmp_path_factory) -> tuple[Path, str]:
     return folder / "html", warnings.getvalue()
 
 
-@pytest.fixture(scope="module")
-def address(site):
-    """The site on the loopback: unlike a file, it has an origin that requests must not leave."""
-    serve = partial(_Quiet, directory=str(site[0]))
-    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 def test_the_site_builds_without_a_warning(site):
     folder, warnings = site
     assert not warnings
     built = {path.relative_to(folder).with_suffix("") for path in folder.rglob("*.html")}
     assert {path.relative_to(DOCS).with_suffix("") for path in SOURCES} <= built
-
-
-@pytest.mark.parametrize("name", ["index", "idea", "words"])
-def test_a_page_opens_in_a_browser(address, browser, name):
-    page = browser.open_page(f"{address}/{name}.html", 390)
-    drawings = page.locator("article img").all()
-    assert len(drawings) == (name != "index")
-    assert all(drawing.evaluate("image => image.naturalWidth") for drawing in drawings)
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        assert not serious_findings(page)
-        for width in (1440, 390):
-            page.set_viewport_size({"width": width, "height": 900})
-            assert not scrolls_sideways(page)
 
 
 def anchors(path: Path) -> set[str]:

@@ -3,6 +3,7 @@ computes anything."""
 
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from support.command_line import (
     refused,
 )
 from support.jobs import interrupt_after
-from support.reports import summary
+from support.reports import make_evaluation, summary
 
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
@@ -185,15 +186,23 @@ DAMAGES = {
 }
 
 
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize("change", DAMAGES.values(), ids=DAMAGES)
-def test_a_checkpoint_that_is_damaged(small, tmp_path, change):
-    job = Job(str(small.parent / "tiny"), SMALL_RECIPE, tmp_path / "out", batch=1, device="cpu")
+@pytest.fixture(scope="module")
+def stopped(small, tmp_path_factory) -> Job:
+    """A job that was stopped half-way."""
+    output = tmp_path_factory.mktemp("stopped") / "out"
+    job = Job(str(small.parent / "tiny"), SMALL_RECIPE, output, batch=1, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         calibrate(job, interrupt_after(2))
-    with safe_open(job.checkpoint, "pt") as file:
+    return job
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("change", DAMAGES.values(), ids=DAMAGES)
+def test_a_checkpoint_that_is_damaged(stopped, tmp_path, change):
+    job = replace(stopped, output=tmp_path / "out")
+    with safe_open(stopped.checkpoint, "pt") as file:
         told = dict(file.metadata())
-    tensors = load_file(job.checkpoint)
+    tensors = load_file(stopped.checkpoint)
     change(tensors, told)
     save_file(tensors, job.checkpoint, told)
     with pytest.raises(RotationZooError, match=r"the checkpoint .* is damaged") as refusal:
@@ -326,6 +335,13 @@ def test_what_only_some_artifacts_have_may_be_missing(folder):
     assert Artifact.open(folder).content == content
 
 
+def damaged_evaluation(damage) -> bytes:
+    """An evaluation of another artifact, whose window is changed."""
+    evaluation = make_evaluation()
+    damage(evaluation["windows"][0])
+    return json.dumps(evaluation).encode()
+
+
 @pytest.mark.hostile("malformed")
 @pytest.mark.parametrize(
     "text",
@@ -334,11 +350,15 @@ def test_what_only_some_artifacts_have_may_be_missing(folder):
         b'{"model": 1, "windows": []}',
         b"[" * 50_000,
         b'{"model": "a", "windows": [{"arms": {"a": 3}}]}',
+        damaged_evaluation(lambda window: window["arms"]["identity"].update(perplexity="<b>")),
+        damaged_evaluation(lambda window: window["verdict"]["decisions"][0].update(interval=[1])),
+        damaged_evaluation(lambda window: None),  # of another artifact
     ],
 )
 def test_an_evaluation_of_wrong_types(inside, folder, text):
     put_file(folder, "evaluation.json", text)
-    assert "evaluation.json is damaged: " in refused(inside("report", folder))
+    assert "evaluation.json is damaged" in refused(inside("report", folder))
+    assert not (inside.folder / "report.html").exists()
 
 
 @pytest.mark.hostile("values")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.cases import quick_first
 
 from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
@@ -111,7 +112,7 @@ def test_an_artifact_is_old_or_new_after_a_kill_at_any_step(small, folder, tmp_p
 
 
 @pytest.mark.hostile("crash")
-@pytest.mark.parametrize("engine", ["sglang", "vllm-oscar"])
+@pytest.mark.parametrize("engine", quick_first(["sglang", "vllm-oscar"]))
 def test_an_export_is_old_or_new_after_a_kill_at_any_step(small, tmp_path, monkeypatch, engine):
     """An engine that finds new keys beside old values serves garbage, and none of them can tell."""
     monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))

@@ -16,6 +16,7 @@ from support.caches import (
     simulate,
     with_means,
 )
+from support.cases import quick_first
 from support.float64 import CLOSE
 from transformers import DynamicCache
 
@@ -40,7 +41,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick_first(LAYOUTS, 2))
 @families([name for name in CALIBRATED if name not in SPARSE])
 def test_it_is_read_as_the_simulation_says(name, layout):
     step, windows = LAYOUTS[layout]
@@ -94,7 +95,7 @@ def test_layers_that_keep_more_than_keys_and_values_are_refused():
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-@pytest.mark.parametrize("format", ["sglang", "fine", "budget"])
+@pytest.mark.parametrize("format", quick_first(["budget", "fine", "sglang"]))
 def test_centered_and_whitened_rows_are_read_as_the_simulation_says(format, name):
     model, (step, windows) = architectures.build(name, torch.float64), LAYOUTS["chunks"]
     generator = torch.Generator().manual_seed(3)

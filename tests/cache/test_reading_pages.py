@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import architectures, caches
 from support.caches import distance, random_arm, with_factors, with_means
+from support.cases import quick_first
 from support.codec import gpu
 from support.float64 import CLOSE, all_in_float64
 from support.memory import allocated
@@ -73,20 +74,21 @@ def decode(model, cache, ids=IDS):
 # built, and what is stored. 15 of 22 tokens have quantized tokens before them.
 EAGER = {"attn_implementation": "eager"}
 FAMILIES = [
-    *(("llama", 4, {}, codec) for codec in ("sglang", "vllm", "groups", "feedback")),
+    ("llama", 4, {}, "feedback"),
+    ("gpt_oss", 1, EAGER, "sglang"),
+    ("gemma4", 2, {}, "sglang"),
+    ("deepseek_v3", 0, {}, "sglang"),  # no kernel reads latents
+    *(("llama", 4, {}, codec) for codec in ("sglang", "vllm", "groups")),
     ("llama", 4, EAGER, "sglang"),
     ("phi3", 0, {}, "sglang"),  # sliding windows alone
     ("qwen3", 4, {"num_key_value_heads": 1}, "sglang"),
     ("gemma2", 2, EAGER, "sglang"),
-    ("gemma4", 2, {}, "sglang"),
-    ("gpt_oss", 1, EAGER, "sglang"),
     ("qwen3_next", 1, {}, "sglang"),
     ("doge", 0, {}, "sglang"),  # computes its masks from the values
-    ("deepseek_v3", 0, {}, "sglang"),  # no kernel reads latents
 ]
 
 
-@pytest.mark.parametrize(("name", "layers", "changes", "codec"), FAMILIES)
+@pytest.mark.parametrize(("name", "layers", "changes", "codec"), quick_first(FAMILIES, 4))
 def test_pages_are_read_as_rows_are(name, layers, changes, codec, reads):
     if not architectures.available(name):
         pytest.skip("not in this transformers")
@@ -135,7 +137,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", quick_first(MASKS, 2))
 @torch.no_grad()
 def test_what_a_mask_hides_is_not_read(name, reads):
     model, (mask, plain) = architectures.build("llama", torch.float64), MASKS[name]
@@ -167,7 +169,7 @@ def test_attention_weights_captures_and_gradients_need_rows(reads):
     assert reads["pages"] == before > 0
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", quick_first(["sdpa", "eager"]))
 def test_other_caches_of_the_model_do_not_notice(implementation):
     model = architectures.build("llama", torch.float64, attn_implementation=implementation)
     plain = generate(model, DynamicCache(config=model.config))

@@ -115,16 +115,25 @@ class ModelServer(Hub):
         return as_json({"choices": [{"logprobs": self.complete and self.complete(call.json())}]})
 
 
-@pytest.mark.parametrize("column", ["log_probabilities", "exact"])
-def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
-    probes = {tuple(probe.prompt): probe for probe in recorded.measured.probes}
+def recorded_server(artifact, metrics=None) -> ModelServer:
+    """Answers what is recorded, or with its `column` what the exact model answers."""
+    probes = {tuple(probe.prompt): probe for probe in artifact.measured.probes}
 
     def complete(body):
         probe = probes[tuple(body["prompt"])]
-        return answers(probe, getattr(probe, column))
+        return answers(probe, getattr(probe, hub.column))
 
+    hub = ModelServer(complete=complete, metrics=metrics)
+    hub.column = "log_probabilities"
+    return hub
+
+
+@pytest.mark.parametrize("column", ["log_probabilities", "exact"])
+def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
+    hub = recorded_server(recorded)
+    hub.column = column
     monkeypatch.setenv(KEY, "secret-key")
-    with running(ModelServer(complete=complete)) as server:
+    with running(hub) as server:
         words = ["verify", recorded.folder, "--server"]
         shown = inside(*words, f"{server.endpoint}/v1/", "--json")
         said = inside(*words, server.endpoint)
@@ -149,14 +158,15 @@ def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
 
 def test_too_little_to_tell_is_an_outcome_of_its_own(inside, recorded):
     """Not a refusal, whose hint is to start another server."""
-    probes = {tuple(probe.prompt): probe for probe in recorded.measured.probes}
+    hub = recorded_server(recorded)
+    complete = hub.complete
 
-    def complete(body):
-        probe = probes[tuple(body["prompt"])]
-        said = answers(probe, probe.log_probabilities)
-        return {**said, "tokens": ["token_id:99"] * len(probe.tokens)}
+    def answer_with_other_tokens(body):
+        said = complete(body)
+        return {**said, "tokens": ["token_id:99"] * len(said["tokens"])}
 
-    with running(ModelServer(complete=complete)) as server:
+    hub.complete = answer_with_other_tokens
+    with running(hub) as server:
         words = ["verify", recorded.folder, "--server", server.endpoint]
         shown, said = inside(*words, "--json"), inside(*words)
         named = inside(*words, "--quiet")
@@ -219,19 +229,6 @@ rotationzoo_key_rows_not_finite_total{engine="0",rank="0"} 0.0
 rotationzoo_key_rows_not_finite_total{engine="0",rank="1"} 3.0
 vllm:num_requests_running{engine="0"} 2.0
 """
-
-
-def recorded_server(artifact, metrics=None) -> ModelServer:
-    """Answers what is recorded, or with its `column` what the exact model answers."""
-    probes = {tuple(probe.prompt): probe for probe in artifact.measured.probes}
-
-    def complete(body):
-        probe = probes[tuple(body["prompt"])]
-        return answers(probe, getattr(probe, hub.column))
-
-    hub = ModelServer(complete=complete, metrics=metrics)
-    hub.column = "log_probabilities"
-    return hub
 
 
 def test_the_metrics_of_a_server_are_read(inside, recorded):

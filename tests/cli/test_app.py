@@ -8,6 +8,7 @@ import typing
 from importlib import metadata
 
 import pytest
+from support.cases import quick_first
 from support.command_line import only_error, run_apart, succeeded
 from typer.models import OptionInfo
 from write_cli_reference import parameters
@@ -86,18 +87,27 @@ def test_the_version_and_short_help(inside):
 # ---- what ends a command from outside
 
 
-def test_a_full_standard_output_is_one_sentence(command):
-    for words in (["list", "--index", "bundled"], ["--version"], ["inspect", "x", "--json"]):
-        with open("/dev/full", "w") as full:
-            done = command(*words, stdout=full, alone=True)
-        assert done.returncode == 1
-        says = (
-            "x is not an artifact" if "x" in words else "No space left on device\nHint: make room"
-        )
-        assert f"Error: {says}" in done.stderr
-        assert done.stderr.count("No space") == ("x" not in words)
-        assert "Traceback" not in done.stderr
-        assert "ignored" not in done.stderr
+FULL = "No space left on device\nHint: make room"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    quick_first(
+        [
+            ("list --index bundled", FULL),
+            ("--version", FULL),
+            ("inspect x --json", "x is not an artifact"),
+        ]
+    ),
+)
+def test_a_full_standard_output_is_one_sentence(command, words, says):
+    with open("/dev/full", "w") as full:
+        done = command(*words.split(), stdout=full, alone=True)
+    assert done.returncode == 1
+    assert f"Error: {says}" in done.stderr
+    assert done.stderr.count("No space") == (says == FULL)
+    assert "Traceback" not in done.stderr
+    assert "ignored" not in done.stderr
 
 
 def test_a_reader_that_has_read_enough_is_no_error(command):

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.cases import quick_first
 from support.command_line import (
     SMALL,
     left_behind,
@@ -169,7 +170,9 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+@pytest.mark.parametrize(
+    "how", quick_first([signal.SIGINT, signal.SIGKILL]), ids=["ctrl-c", "kill -9"]
+)
 def test_stopped_half_way_and_run_again(command, program, inside, whole, how):
     words = [*WORDS, "out"]
     start = [*program, "calibrate", "demo", *words]

@@ -6,6 +6,7 @@ import resource
 import pytest
 import transformers
 from support import architectures
+from support.cases import quick_first
 from support.command_line import SMALL, left_behind, only_error
 from support.models import edit_config, save_family, save_tiny, write_jsonl
 
@@ -76,7 +77,7 @@ def _stop(*_: object) -> None:
     raise RotationZooError("stopped", hint="go on")
 
 
-@pytest.mark.parametrize("words", [["plan"], ["calibrate", "--dry-run"], ["evaluate"]])
+@pytest.mark.parametrize("words", quick_first([["plan"], ["calibrate", "--dry-run"], ["evaluate"]]))
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

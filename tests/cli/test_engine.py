@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from support.cases import quick_first
 from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
 from support.recipes import QUICK
@@ -121,8 +122,8 @@ def windowed(tmp_path_factory):
     return model, calibrate(model, output=folder / "made", recipe=recipe, **options)
 
 
-@pytest.mark.parametrize("chosen", [{}, {"format": "fine"}, {"format": "sglang"}])
-@pytest.mark.parametrize("layers", [None, {3}])
+@pytest.mark.parametrize("chosen", quick_first([{"format": "sglang"}, {}, {"format": "fine"}]))
+@pytest.mark.parametrize("layers", quick_first([{3}, None]))
 def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, chosen, layers):
     model, artifact = windowed
     served = server_settings(model, artifact.folder, **chosen)

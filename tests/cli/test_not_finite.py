@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import quick_first
 from support.command_line import SMALL, only_error
 from support.models import edited_weights, save_tiny
 
@@ -15,9 +16,9 @@ DAMAGED = "Hint: fetch or save the weights again: they are damaged"
 
 # One number of a tensor, and who is named.
 PLACES = {
+    "model.layers.1.mlp.down_proj.weight": (torch.nan, LAYER),
     "model.norm.weight": (torch.nan, AFTER),
     "lm_head.weight": (torch.nan, AFTER),
-    "model.layers.1.mlp.down_proj.weight": (torch.nan, LAYER),
     "model.layers.1.self_attn.o_proj.weight": (torch.inf, LAYER),
 }
 COMMANDS = {
@@ -28,7 +29,7 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=quick_first(PLACES))
 def damaged(request, inside):
     """A model, and the words that name the place."""
     model = save_tiny(Path("damaged"))

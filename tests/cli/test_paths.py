@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import quick_first
 from support.models import DATA
 from support.oscar_files import KEY, VALUE, model_of, v1
 from support.reports import evaluate, short_probes
@@ -42,7 +43,7 @@ def written_text(folder: Path) -> str:
     return "\n".join(path.read_bytes().decode("latin-1") for path in sorted(folder.iterdir()))
 
 
-@pytest.mark.parametrize("way", ["absolute", "dot"])
+@pytest.mark.parametrize("way", quick_first(["absolute", "dot"]))
 def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     monkeypatch.chdir(home / "my-model")
     model, texts = "." if way == "dot" else str(home / "my-model"), str(home / "my-texts.jsonl")

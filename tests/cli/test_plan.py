@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support.cases import quick_first
 from support.command_line import SMALL, succeeded
 from support.models import save_family
 from support.popular import CONFIGS, remember_shape
@@ -87,7 +88,7 @@ def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3
     assert "--rope-scaling yarn:4" in asked
 
 
-@pytest.mark.parametrize("format", ["sglang", "fine"])
+@pytest.mark.parametrize("format", quick_first(["sglang", "fine"]))
 def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
     words = ["plan", "demo", "--rope-scaling", "yarn:4.0", "--format", format]
     planned = inside(*words)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.cases import quick_first
 from support.command_line import SMALL, succeeded
 from support.hubs.hub import Fault
 from support.models import edited_weights, save_tiny
@@ -105,7 +106,7 @@ def served_artifact(words: list[str]) -> Artifact:
     return Artifact.open(Path(option_of(words, "--additional-config")[KEY]["artifact"]))
 
 
-@pytest.mark.parametrize("scaling", ["yarn:2", "linear:4"])
+@pytest.mark.parametrize("scaling", quick_first(["yarn:2", "linear:4"]))
 def test_scaling_of_rope_is_the_users_word(zoo, published, started, scaling):
     published("--rope-scaling", scaling)
     refused = zoo.run("serve", MODEL, "--dry-run")
@@ -129,7 +130,7 @@ def test_scaling_of_rope_is_the_users_word(zoo, published, started, scaling):
     assert "there are no rotations of someone/tiny in the folder" in other.stderr
 
 
-@pytest.mark.parametrize("fault", [503, "cut"])
+@pytest.mark.parametrize("fault", quick_first(["cut", 503]))
 def test_a_hub_that_fails_is_no_zoo_without_rotations(zoo, published, started, fault):
     published()
     zoo.hf.faults.append(Fault("GET", "/storage/", fault, 99))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.cases import quick_first
 from support.codec import assert_stored, gpu, on_cpu, on_gpu, spilled_registers
 from support.encoders import FORMATS, SHAPES, factors, sample
 
@@ -34,15 +35,13 @@ COMPILED = [
 
 
 VARIANTS = [
-    pytest.param(
-        cuda.Variant(dim, group, dtype, FORMATS[format], clips=True, rotates=rotates),
-        marks=pytest.mark.thorough,
-    )
+    cuda.Variant(dim, group, dtype, FORMATS[format], clips=True, rotates=rotates)
     for dim, group, dtype, format, rotates in COMPILED
 ]
 VARIANTS.append(cuda.Variant(64, 4, torch.float16, FORMATS["sglang"], feedback=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not shutil.which("nvcc"), reason="needs nvcc to compile for sm_80, sm_90 and sm_100"
 )
@@ -271,11 +270,7 @@ def test_a_kernel_that_differs_is_found(source, device, made, tmp_path, monkeypa
 # ---- the source on a CPU, and encoders of a cache
 
 
-# Each is compiled anew; an offset, third bits and four bits tell most.
-RUN_ON_CPU = [
-    pytest.param(*shape, marks=[pytest.mark.thorough] * (number > 2))
-    for number, shape in enumerate(SHAPES)
-]
+RUN_ON_CPU = quick_first(SHAPES)  # each is compiled anew
 
 
 @on_cpu
@@ -336,7 +331,7 @@ HEADS, DIM = 3, 32
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=gpu)]
 )
-@pytest.mark.parametrize("format", int2.FORMATS)
+@pytest.mark.parametrize("format", quick_first(int2.FORMATS))
 def test_a_simulation_encodes_with_the_kernel_of_error_feedback(
     format, device, monkeypatch, request
 ):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import quick_first
 from support.codec import (
     ONLY_COMPILE,
     CpuLauncher,
@@ -247,13 +248,7 @@ RUN_ON_CPU = [
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    ("format", "changes"),
-    [
-        pytest.param(*each, marks=[pytest.mark.thorough] * (number > 4))
-        for number, each in enumerate(RUN_ON_CPU)
-    ],
-)
+@pytest.mark.parametrize(("format", "changes"), quick_first(RUN_ON_CPU, 2))
 def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):
     inputs = scattered(Drawing(replace(SMALL, format=format, **changes), "cpu").inputs())
     output = attend_on_cpu(monkeypatch, tmp_path, *inputs.arguments(), splits=2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from support import architectures
+from support.cases import quick_first
 from support.command_line import edited_manifest, only_error
 from support.jobs import job
 from support.models import load_saved, save_family, save_tiny, small
@@ -202,7 +203,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", quick_first([True, False]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_that_peft_reads_compute_what_they_do_there(kind, tied, tmp_path):
     model = save_tiny(tmp_path / "model", tie_word_embeddings=tied)
@@ -257,7 +258,7 @@ def test_weights_on_disk_give_the_same_report(tiny, monkeypatch):
     assert spread == evaluate(job)
 
 
-@pytest.mark.parametrize("dim", [160, 512])
+@pytest.mark.parametrize("dim", quick_first([160, 512]))
 def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
     """`make check` does it with one thread, and with two."""
     model = save_tiny(tmp_path / "model", head_dim=dim, num_hidden_layers=1)
@@ -275,6 +276,7 @@ def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
 # ---- further arms of an artifact: with error feedback, and with one rotation per layer
 
 
+@pytest.mark.thorough
 def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.command_line import refused, succeeded
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
@@ -111,11 +110,3 @@ def test_a_pipe_and_a_link_are_refused(path):
     path.symlink_to(path.with_name("elsewhere"))
     with pytest.raises(RotationZooError, match="is a symbolic link and not a file"):
         SavedAnswers(path, JOB)
-
-
-@pytest.mark.hostile("link")
-def test_evaluate_does_not_wait_for_a_pipe(inside):
-    succeeded(inside("calibrate", "demo", "--recipe", "hadamard", "--output", "mine"))
-    os.mkfifo(inside.folder / "mine.answers.safetensors")
-    words = ("--tokens", "512", "--length", "512", "--tasks", "none", "--save")
-    assert "is a named pipe and not a file" in refused(inside("evaluate", "demo", "mine", *words))

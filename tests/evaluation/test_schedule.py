@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_range")
 
 @pytest.fixture(scope="module")
 def job(induction, mine):
-    tasks = TaskSettings(("needles", "quote"), questions=3 * STEP)
-    options = dict(queries=0, baselines=("identity", "hadamard", "random"), device="cpu")
+    tasks = TaskSettings(("needles", "quote"), questions=2 * STEP)
+    options = dict(queries=0, baselines=("identity", "hadamard"), device="cpu")
     return Evaluation(str(induction), [mine], Data(tokens=1024, length=512), tasks, **options)
 
 
@@ -37,13 +37,14 @@ def timed(job: Evaluation, minutes: float) -> tuple[Measured, list[tuple[str, st
     return evaluate(settings, lambda stage, *_: stages.append(stage), tell), told
 
 
+@pytest.mark.thorough
 def test_with_enough_time_everything_is_asked_in_one_look(job):
     report, ((stage, words),) = timed(job, minutes=600)
     assert stage == "finding the pace", "before anything is measured"
-    assert words.startswith("24 questions of each task, as much text as fits take about 10.0 hours")
-    assert {"identity", "hadamard", "random"} < report.window.arms.keys()
+    assert words.startswith("16 questions of each task, as much text as fits take about 10.0 hours")
+    assert {"identity", "hadamard"} < report.window.arms.keys()
     counts = {name: arm.tasks["needles"].questions for name, arm in report.window.arms.items()}
-    assert counts == dict.fromkeys(counts, STEP) | {"mine+feedback": 24}
+    assert counts == dict.fromkeys(counts, STEP) | {"mine+feedback": 16}
     assert report.text.rows == 2
     (decision,) = report.window.verdict.decisions
     assert decision.level == 0.05
@@ -57,6 +58,7 @@ def test_what_does_not_fit_is_left_out_and_said(job):
     assert (report.tasks.questions, report.text.rows) == (STEP, 1)
 
 
+@pytest.mark.thorough
 def test_short_time_goes_to_the_short_prompts(job, monkeypatch):
     monkeypatch.setattr(prompts, "SHORT", 256)
     job = replace(job, data=Data(tokens=1024, length=1024))
@@ -90,7 +92,7 @@ def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):
     (decision,) = report.window.verdict.decisions
     assert decision.action == "ask"
     assert decision.more_seconds > 0
-    assert "24 questions of each task, 2 texts take about" in told[0]
+    assert "16 questions of each task, 2 texts take about" in told[0]
     assert stages.index("evaluating") > stages.index("answering with mine+feedback")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import architectures, caches
 from support.caches import random_arm
+from support.cases import quick_first
 from support.float64 import CLOSE
 from support.hybrids import save_hybrid
 from support.naive_cache import naive_cache
@@ -45,7 +46,9 @@ def search_beams(model, ids, beams, tokens=NEW):
 
 
 # Pages are read by layers without a window, where models have such layers.
-READINGS = [*((name, "auto") for name in FAMILIES), ("llama", "pages"), ("gemma2", "pages")]
+READINGS = quick_first(
+    [*((name, "auto") for name in FAMILIES), ("llama", "pages"), ("gemma2", "pages")], 6
+)
 
 
 @pytest.mark.parametrize(("name", "reading"), READINGS)
@@ -61,7 +64,7 @@ def test_beams_are_those_of_the_simulation(name, reading):
 
 
 @pytest.mark.parametrize(("name", "reading"), READINGS)
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("chunk", quick_first([None, 4]))
 def test_a_padded_batch_is_read_row_by_row(name, reading, chunk):
     model = architectures.build(name, torch.float64)
     # All of the last row fits into its exact windows at first.

@@ -76,6 +76,7 @@ def _named(layers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
+@pytest.mark.thorough
 def test_the_table_in_the_docs_is_what_the_probe_finds(request):
     """`pytest tests/model/test_capture.py --write-docs` writes it into docs/architectures.md."""
     rows = []

@@ -1,7 +1,6 @@
 """Models in GGUF files: calibrated, evaluated and identified as their safetensors are, found in
 folders and repositories, and refused where transformers would read something else."""
 
-import json
 import shutil
 import sys
 from dataclasses import replace
@@ -11,11 +10,11 @@ import gguf
 import pytest
 import real_models
 import torch
-from safetensors.torch import load_file
+from support.cases import quick_first
 from support.command_line import only_error, succeeded
-from support.engine_readers import write_gguf
+from support.engine_readers import convert_model
 from support.jobs import job, rotation_bytes
-from support.models import DATA, load_saved, save_family, save_random
+from support.models import load_saved, save_family, save_random
 from support.published import ok, publish_folder
 
 from rotationzoo.calibration import plan
@@ -30,56 +29,6 @@ from rotationzoo.recipe import Data
 from rotationzoo.storage.gguf_reader import open_gguf
 
 
-def write_model(model: Path, target: Path, scale: float = 1.0, **fields) -> Path:
-    """A model as llama.cpp's converter writes it, with other metadata. Of a Llama, the rows of
-    queries and keys are in llama.cpp's order of RoPE. A table is of this architecture's fields."""
-    config = json.loads((model / "config.json").read_text())
-    kind = config["model_type"]
-    writer = gguf.GGUFWriter(target, kind)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    rope = config["rope_parameters"]
-    dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_rope_dimension_count(round(dim * rope.get("partial_rotary_factor", 1)))
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if kind != "llama":
-        writer.add_key_length(dim)
-        writer.add_sliding_window(config.get("sliding_window") or 0)
-        writer.add_pad_token_id(0)
-    epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps")
-    epsilon = next(config[name] for name in epsilons if name in config)
-    writer.add_layer_norm_rms_eps(epsilon)
-    writer.add_layer_norm_eps(epsilon)
-    writer.add_vocab_size(config["vocab_size"])
-    vocabulary = json.loads((DATA / "model/tokenizer.json").read_text())["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
-    writer.add_token_types([3] + [1] * (len(vocabulary["vocab"]) - 1))
-    writer.add_eos_token_id(0)
-    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
-    for name, value in fields.items():
-        if isinstance(value, int):
-            writer.add_uint32(f"{kind}.{name.replace('__', '.')}", value)
-        else:
-            writer.add_string(name.replace("__", "."), value)
-    architectures = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(architectures[kind], config["num_hidden_layers"])
-    for name, tensor in load_file(model / "model.safetensors").items():
-        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
-            if part in name and kind == "llama":
-                halves = tensor.unflatten(0, (count, 2, -1))
-                tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(own, (tensor * scale).numpy())
-    write_gguf(writer)
-    return target
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "llama"
@@ -88,7 +37,7 @@ def llama(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def file(llama) -> Path:
-    return write_model(llama, llama.parent / "llama.gguf")
+    return convert_model(llama, llama.parent / "llama.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +55,7 @@ def test_a_file_calibrates_as_its_safetensors_do(llama, file, artifact, tmp_path
 
 def test_an_artifact_belongs_to_the_file_and_to_no_other(llama, file, artifact, tmp_path):
     assert verify(artifact, str(file), None).problems == []
-    other = write_model(llama, tmp_path / "other.gguf", scale=1.01)
+    other = convert_model(llama, tmp_path / "other.gguf", scale=1.01)
     assert "made for other weights" in verify(artifact, str(other), None).problems[0]
     data = Data(tokens=400, length=400)
     of_file, of_other = (
@@ -161,7 +110,7 @@ def test_engines_that_a_file_reaches_are_named_before_anything_runs(
     else:
         model = tmp_path / "model"
         save_random("Qwen3", "Qwen3", model, **WIDE)
-    path = str(write_model(model, tmp_path / "x.gguf"))
+    path = str(convert_model(model, tmp_path / "x.gguf"))
     words = f"engines that can use this GGUF file ({architecture}): {', '.join(able)}"
     for engine in ("vllm", "sglang", "llama.cpp", "transformers"):
         job = ["calibrate", path, "--for", engine]
@@ -193,7 +142,7 @@ def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, mon
     fields = {"tokenizer__ggml__model": "gpt2", field: value}
     if field == "general__architecture":
         monkeypatch.setattr(gguf.GGUFWriter, "add_architecture", lambda *_: None)
-    path = write_model(llama, tmp_path / "odd.gguf", **fields)
+    path = convert_model(llama, tmp_path / "odd.gguf", **fields)
     with pytest.raises(RotationZooError, match=said) as refused:
         fetch(find(str(path)), weights=False)
     assert refused.value.hint == "give the model that it was converted from"
@@ -204,7 +153,7 @@ def test_a_vocabulary_is_read_with_the_tokenizer_alone(family, tmp_path, monkeyp
     """The config has its size, also where transformers takes that from the tokens."""
     monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
     save_random(family, family, tmp_path / "model", **WIDE)
-    path = write_model(tmp_path / "model", tmp_path / "model.gguf")
+    path = convert_model(tmp_path / "model", tmp_path / "model.gguf")
     reader = open_gguf(path, lists=False)
     assert reader.get_field("tokenizer.ggml.merges").data == []
     source = find(str(path))
@@ -233,12 +182,12 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", quick_first(OWN, 3))
 def test_metadata_that_transformers_leaves_out_is_taken_over(name, tmp_path):
     family, changes = OWN[name]
     model = tmp_path / "model"
     save_random(family, family, model, **WIDE, **changes)
-    path = write_model(model, tmp_path / "model.gguf")
+    path = convert_model(model, tmp_path / "model.gguf")
     ids = torch.arange(5, 69)[None]
     with torch.no_grad():
         expected, found = (load_saved(each)(ids).logits for each in (model, path))
@@ -260,7 +209,7 @@ def test_metadata_that_no_config_holds_is_refused_by_name(family, tmp_path, monk
     monkeypatch.setattr(gguf.GGUFWriter, "add_sliding_window", lambda *_: None)
     model = tmp_path / "model"
     save_random(family, family, model, **WIDE)
-    path = write_model(model, tmp_path / "model.gguf", **UNHELD[family])
+    path = convert_model(model, tmp_path / "model.gguf", **UNHELD[family])
     key, value = next(iter(UNHELD[family].items()))
     says = f"has {family.lower()}.{key.replace('__', '.')} {value}, and the config of"
     with pytest.raises(UnsupportedModel, match=says):

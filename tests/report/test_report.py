@@ -12,14 +12,11 @@ import pytest
 import typer
 from support.browser import HEIGHT, scrolls_sideways, serious_findings
 from support.reports import (
-    BASELINES,
-    OF_ARTIFACT,
     ONE,
     Made,
     make_artifact,
     make_evaluation,
     make_task,
-    store_evaluation,
 )
 
 from rotationzoo.artifact.measured import Measured
@@ -351,18 +348,3 @@ def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
     assert table.columns == ["arm", "from 512", "from 1,024", "from 2,048"]
     assert table.rows[0] == ["made", "-", "+2.0%", "+4.0%"]
     assert table.rows[1] == ["identity", "+2.0%", "+4.0%", "+8.0%"]
-
-
-@pytest.mark.hostile("malformed")
-def test_a_damaged_evaluation_is_refused_in_one_sentence(tmp_path, inside):
-    folder, evaluation = make_artifact(tmp_path / "made"), make_evaluation()
-    evaluation["windows"][0]["arms"][BASELINES[0]]["perplexity"] = "<b>"
-    of_others = json.dumps(make_evaluation()).replace(OF_ARTIFACT, "0" * 64)
-    half = make_evaluation()
-    half["windows"][0]["verdict"]["decisions"][0]["interval"] = [0.5]
-    for content in (evaluation, half, json.loads(of_others)):
-        store_evaluation(folder, content)
-        result = inside("report", folder)
-        assert result.returncode == 1
-        assert "evaluation.json is damaged" in result.stderr
-    assert not (inside.folder / "report.html").exists()

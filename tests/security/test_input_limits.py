@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import quick_first
 from support.command_line import edited_manifest, refused, succeeded
 from support.models import demo_tokenizer, save_tiny, write_jsonl
 from support.oscar_files import gguf_bytes, gguf_field
@@ -62,7 +63,7 @@ def within(monkeypatch):
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["text", "chat"])
+@pytest.mark.parametrize("chat", quick_first([[], ["--chat"]]), ids=["text", "chat"])
 def test_a_prompt_has_at_most_what_the_model_can_read(inside, chat):
     (inside.folder / "prompt").write_bytes(b"to be or not to be " * 900_000)
     assert "has more than 16 MiB" in refused(inside(*PROMPT, "--file", "prompt", *chat))

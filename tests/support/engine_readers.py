@@ -11,7 +11,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
+
+from support.models import DATA
 
 
 def read_sglang(folder: Path, environment: dict, heads: int):
@@ -182,20 +184,51 @@ def write_gguf(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def convert_model(model: Path, target: Path, **changes) -> Path:
-    """A Qwen3 as llama.cpp's converter writes it, with other numbers if `changes` says so."""
-    config = json.loads((model / "config.json").read_text("utf-8"))
-    config = {**config["rope_parameters"], **config, **changes}
-    writer = gguf.GGUFWriter(target, "qwen3")
+def convert_model(model: Path, target: Path, scale: float = 1.0, **fields) -> Path:
+    """A model as llama.cpp's converter writes it, with other metadata. Of a Llama, the rows of
+    queries and keys are in llama.cpp's order of RoPE. A table is of this architecture's fields."""
+    config = json.loads((model / "config.json").read_text())
+    kind = config["model_type"]
+    writer = gguf.GGUFWriter(target, kind)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rope = config["rope_parameters"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(round(dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if kind != "llama":
+        writer.add_key_length(dim)
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+        writer.add_pad_token_id(0)
+    epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps")
+    epsilon = next(config[name] for name in epsilons if name in config)
+    writer.add_layer_norm_rms_eps(epsilon)
+    writer.add_layer_norm_eps(epsilon)
+    writer.add_vocab_size(config["vocab_size"])
+    vocabulary = json.loads((DATA / "model/tokenizer.json").read_text())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
+    writer.add_token_types([3] + [1] * (len(vocabulary["vocab"]) - 1))
+    writer.add_eos_token_id(0)
+    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
+    for name, value in fields.items():
+        if isinstance(value, int):
+            writer.add_uint32(f"{kind}.{name.replace('__', '.')}", value)
+        else:
+            writer.add_string(name.replace("__", "."), value)
+    architectures = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[kind], config["num_hidden_layers"])
     for name, tensor in load_file(model / "model.safetensors").items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if part in name and kind == "llama":
+                halves = tensor.unflatten(0, (count, 2, -1))
+                tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(own, (tensor * scale).numpy())
     write_gguf(writer)
     return target

@@ -43,13 +43,13 @@ _MODELS = {
         block_dim=128, block_multiple_of=32, block_auto_adjust_ff_dim=False, block_ff_dim=128)),
 }  # fmt: skip
 CACHED = {
+    "falcon_h1": [0, 1, 2, 3],
+    "lfm2": [1, 3],
     "qwen3_next": [3],
     "qwen3_5": [3],
     "jamba": [3],
     "nemotron_h": [1],
-    "falcon_h1": [0, 1, 2, 3],
     "granite_h": [3],
-    "lfm2": [1, 3],
 }
 """The layers of each that hold keys and values."""
 

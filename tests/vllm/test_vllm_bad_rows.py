@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.cases import quick_first
 from support.codec import on_gpu
 from support.server_pages import DIM, HEADS, Server, draw, part_of, settings_of
 
@@ -100,11 +101,13 @@ def served(format: str, rounding: str, in_few: bool) -> tuple:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
     ("format", "rounding", "numbers"),
-    [
-        ("vllm", "nearest", [math.inf, -math.inf, math.nan, 1e30]),
-        ("sglang", "nearest", [math.inf]),
-        ("budget", "feedback", [math.inf]),
-    ],
+    quick_first(
+        [
+            ("vllm", "nearest", [math.inf, -math.inf, math.nan, 1e30]),
+            ("sglang", "nearest", [math.inf]),
+            ("budget", "feedback", [math.inf]),
+        ]
+    ),
 )
 def test_a_bad_row_ends_its_own_request(format, rounding, numbers, side, in_few):
     settings, expected = served(format, rounding, in_few)

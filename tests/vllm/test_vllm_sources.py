@@ -3,6 +3,7 @@ operations do."""
 
 import pytest
 import torch
+from support.cases import quick_first
 from support.codec import CpuLauncher, compile_for_cpu, on_cpu
 from support.server_pages import DIM, HEADS, WIDTH, Server, draw, part_of, settings_of
 
@@ -16,11 +17,7 @@ from rotationzoo.vllm.segments import Known
 
 pytestmark = on_cpu
 # Each is compiled anew; one with offsets and one with third bits tell most.
-FORMATS = [
-    "vllm",
-    "budget",
-    *(pytest.param(each, marks=pytest.mark.thorough) for each in ("wide", "sglang", "fine")),
-]
+FORMATS = quick_first(["budget", "vllm", "wide", "sglang", "fine"])
 
 
 @pytest.fixture
@@ -137,7 +134,7 @@ def test_few_tokens_are_stored_as_torch_stores_them(format, compiled, monkeypatc
 
 
 @pytest.mark.usefixtures("source_on_cpu")
-@pytest.mark.parametrize("format", ["vllm", "fine"])
+@pytest.mark.parametrize("format", quick_first(["fine", "vllm"]))
 def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch, tmp_path):
     """One value is too large, and padding is infinite."""
     monkeypatch.setattr(pages, "Launcher", CpuLauncher)

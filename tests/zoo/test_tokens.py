@@ -7,6 +7,7 @@ import time
 import huggingface_hub
 import pytest
 import requests
+from support.cases import quick_first
 from support.hubs.hub import Answer
 from support.hubs.server import answer, broken
 from support.published import ZOO, ok, point_clients, refused
@@ -138,7 +139,7 @@ WRITES = {
 
 
 @pytest.mark.hostile("hub")
-@pytest.mark.parametrize("kind", ["port", "name"])
+@pytest.mark.parametrize("kind", quick_first(["port", "name"]))
 @pytest.mark.parametrize(
     ("place", "command", "pattern"),
     [

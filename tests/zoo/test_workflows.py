@@ -18,6 +18,7 @@ import pytest
 import yaml
 from lock_requirements import FOLDER, LOCKS
 from plan_matrix import smallest_runner
+from support.cases import quick_first
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
 from support.published import CONFIG, change_weights, hub_environment, publish_folder
@@ -284,14 +285,8 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
     assert plan(runner)["any"] == "false", "it is published"
 
 
-@pytest.mark.thorough
-def test_a_fleet_has_a_runner_for_each_model(runner):
-    """The example of the documentation differs from regenerate.yml in runners and folders alone."""
+def test_the_fleet_of_the_documentation_builds_as_the_regeneration_does():
     (step,) = (step for step in jobs("fleet")["plan"]["steps"] if step.get("id") == "plan")
-    planned = outputs(runner, "fleet", "plan", **step["env"])
-    (row,) = json.loads(planned["matrix"])["include"]
-    assert (planned["any"], row.pop("runner")) == ("true", "gpu-24gb")
-    assert row.keys() == {"model", "revision", "recipe", "name"}, "as in regenerate.yml"
     (script,) = scripts("fleet", "build")
     assert [script.replace('"$OUT/$NAME"', '"out/$NAME"')] == scripts("regenerate", "build")
     assert jobs("fleet")["build"]["runs-on"][-1] == "${{ matrix.runner }}"
@@ -317,7 +312,7 @@ CHANGES = ["a file", "a file and its sum", "no file is left", "one more", "a lin
 
 
 @pytest.mark.hostile("hub")
-@pytest.mark.parametrize("name", SUMMED)
+@pytest.mark.parametrize("name", quick_first(SUMMED))
 @pytest.mark.parametrize("changes", CHANGES)
 def test_what_was_changed_on_its_way_to_the_publisher_is_not_published(tmp_path, name, changes):
     job, path = SUMMED[name]

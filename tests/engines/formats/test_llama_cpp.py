@@ -1,6 +1,7 @@
 """Rotations in a copy of a GGUF file, and which base they are copied into."""
 
 import re
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
-from support.models import save_tiny
+from support.models import edit_config, save_tiny
 
 from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
@@ -123,13 +124,14 @@ def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
         {"hidden_size": 96},
         {"num_hidden_layers": 3},
         {"num_attention_heads": 8},
-        {"rope_theta": 1e6},
+        {"rope_parameters": {"rope_theta": 1e6}},
     ],
     ids=["width", "layers", "heads", "base of RoPE"],
 )
 def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, changes):
     model, artifact = of_a_model
-    base = engines.convert_model(model, tmp_path / "base.gguf", **changes)
+    other = edit_config(shutil.copytree(model, tmp_path / "other"), **changes)
+    base = engines.convert_model(other, tmp_path / "base.gguf")
     said = f"base.gguf was not converted from {re.escape(str(model))}"
     with pytest.raises(RotationZooError, match=said):
         exported("llama.cpp", artifact, tmp_path, base=base, model=str(model))
