@@ -286,7 +286,7 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
 
 
 def test_the_fleet_of_the_documentation_builds_as_the_regeneration_does():
-    (step,) = (step for step in jobs("fleet")["plan"]["steps"] if step.get("id") == "plan")
+    (_,) = (step for step in jobs("fleet")["plan"]["steps"] if step.get("id") == "plan")
     (script,) = scripts("fleet", "build")
     assert [script.replace('"$OUT/$NAME"', '"out/$NAME"')] == scripts("regenerate", "build")
     assert jobs("fleet")["build"]["runs-on"][-1] == "${{ matrix.runner }}"
