@@ -166,7 +166,7 @@ def test_a_statement_has_one_comprehension_or_one_conditional_expression():
 
 # `owner.name` in a docstring or a comment, and the endings of files, which look like it.
 MENTION = re.compile(r"`(?:\w+\.)*(\w+)\.(\w+)(?:\(\))?`")
-ENDINGS = {"json", "jinja", "safetensors", "sig", "py", "pt", "txt"}
+ENDINGS = {"cu", "json", "jinja", "safetensors", "sig", "py", "pt", "txt"}
 
 
 def test_names_in_backticks_exist():

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.thorough
 NAME = f"rotationzoo-{__version__}"
 NEEDED = {
     "py.typed",
-    "codec/attention.cu",
-    "codec/int2.cu",
+    "codec/kernels/attention.cu",
+    "codec/kernels/int2.cu",
     "data/demo/NOTICE",
     "data/demo/calibration.jsonl",
     "data/demo/model/model.safetensors",
@@ -150,8 +150,8 @@ def clean() -> dict[str, str]:
 PROGRAM = """
 import torch, rotationzoo
 from rotationzoo.cli.app import main
-from rotationzoo.codec.cuda import Variant
-assert "__global__" in Variant(64, 64, torch.float32).source
+from rotationzoo.codec import kernels
+assert "__global__" in kernels.read("int2.cu")
 print(rotationzoo.__file__)
 main("calibrate demo --tokens 1024 --length 512 --quiet".split())
 """

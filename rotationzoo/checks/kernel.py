@@ -14,7 +14,7 @@ from torch.utils.benchmark import Timer
 
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec import cuda, cuda_rows, feedback, int2
+from rotationzoo.codec import cuda, cuda_rows, feedback, int2, kernels
 from rotationzoo.codec.cuda_encoder import clip_encoder
 from rotationzoo.codec.cuda_rows import dequantize
 from rotationzoo.errors import RotationZooError
@@ -258,9 +258,9 @@ def validate_kernel(
     dim = cached_layers(artifact.geometry)[0].key_dim
     report |= _measure_rates(dim, artifact.recipe.group_size, artifact.recipe.key_clip)
     content = json.dumps(report, indent=2) + "\n"
-    files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
+    files = {VALIDATION: content.encode(), SOURCE: kernels.source_of(SOURCE).encode()}
     if report["feedback_rows"]:
-        files[FEEDBACK_SOURCE] = cuda.FEEDBACK_SOURCE.read_bytes()
+        files[FEEDBACK_SOURCE] = kernels.source_of(FEEDBACK_SOURCE).encode()
     summary = {"device": report["device"], "rows": report["rows"]}
     add_files(artifact, files, {"validation": summary})
     return report

@@ -1,30 +1,22 @@
-"""The kernels of `int2.cu` and `feedback.cu` on an NVIDIA GPU: their variants, what they store, and
-the way back from it; and how any kernel is compiled and launched. `codec.cuda_encoder` has the way
-there.
+"""How kernels of the table in `codec.kernels` are compiled and launched on an NVIDIA GPU; and the
+variants of those of `int2.cu` and `feedback.cu`, and what they store.
 
 NVIDIA's cuda.core compiles a source with NVRTC for the GPU that it finds, keeps the result in the
 user's cache, and launches it on torch's stream. Unlike torch's extension builder, it needs no CUDA
 toolkit, host compiler or build step. The extra `cuda` has it.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from rotationzoo.codec import kernels
 from rotationzoo.codec.formats import SGLANG, Format
 from rotationzoo.codec.int2 import METADATA_TYPES, check_shape
 from rotationzoo.errors import RotationZooError
 
-SOURCE = Path(__file__).with_name("int2.cu")
-FEEDBACK_SOURCE = Path(__file__).with_name("feedback.cu")
-"""The second encoder, which continues the first file: both are compiled as one program."""
-_PARTS_SOURCE = Path(__file__).with_name("attention_parts.cu")
-ATTENTION_SOURCES = Path(__file__).with_name("attention.cu"), _PARTS_SOURCE
-"""Here, too, the second file continues the first."""
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Row types that the kernels read and write -> the number that `int2.cu` uses for each."""
 _LARGEST_DIM, _THREADS = 512, 128  # these are per block: WARPS in `int2.cu`, times 32
@@ -37,15 +29,14 @@ INSTALL = "pip install 'cuda-bindings>=13,<14' 'cuda-core>=1' 'nvidia-cuda-nvrtc
 _EARLY = "programmatic_stream_serialization"
 _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` is an instruction
 
-Argument = torch.Tensor | float | None
-"""An argument of a kernel. None is a null pointer."""
-
 
 @cache
 def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> Any:
-    """A program compiled with these macros for this GPU, or taken from the cache: cuda.core's
-    object code, whose `get_kernel` takes a name. Raises `RotationZooError` where cuda.core or NVRTC
-    is missing."""
+    """A program of `kernels.PROGRAMS` compiled with these macros for this GPU, or taken from the
+    cache: cuda.core's object code, whose `get_kernel` takes a name. Raises `RotationZooError` where
+    cuda.core or NVRTC is missing, and `TypeError` where a kernel takes what the table does not
+    say."""
+    kernels.check(source)
     # Imported here because the package is optional.
     try:
         from cuda.core import Device, Program, ProgramOptions
@@ -58,7 +49,7 @@ def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device
         gpu.set_current()
         options = ProgramOptions(arch=f"sm_{gpu.arch}", std="c++17", define_macro=[*macros])
         with FileStreamProgramCache() as programs:
-            return Program(source, "c++", options).compile("cubin", cache=programs)
+            return Program(kernels.read(source), "c++", options).compile("cubin", cache=programs)
 
 
 def run_beside(kernel: Any, device: torch.device) -> None:
@@ -81,10 +72,10 @@ class Launcher:
         kernel: Any,
         grid: tuple[int, int, int],
         threads: int,
-        arguments: Iterable[Argument],
+        arguments: tuple[Any, ...],
         early: bool = True,
     ) -> None:
-        """Launch a kernel with the arguments of the function in the source.
+        """Launch a kernel with the tuple of arguments that `kernels.PROGRAMS` says it takes.
 
         Where it is to start `early`, it may start before the kernel before it in the stream has
         ended. The contract of all sources: until it executes `griddepcontrol.wait`, such a kernel
@@ -93,7 +84,7 @@ class Launcher:
         """
         from cuda.core import launch
 
-        values = [_value(argument) for argument in arguments]
+        values = _values(arguments)
         stream = _stream(torch.cuda.current_stream(self.index).cuda_stream)
         config = _launch_config(grid, threads, early and _waits_itself(self.index))
         if torch.cuda.current_device() == self.index:
@@ -127,11 +118,20 @@ def _launch_config(grid: tuple[int, int, int], threads: int, early: bool) -> Any
     return LaunchConfig(grid=grid, block=threads, **option)
 
 
-def _value(argument: Argument) -> int | float:
-    """The number that a kernel receives: an address, a 64-bit integer or a double."""
-    if argument is None:
-        return 0
-    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+def _values(arguments: tuple[Any, ...]) -> list[int | float]:
+    """The numbers that a kernel receives: addresses, 64-bit integers and doubles."""
+    values: list[int | float] = []
+    for argument in arguments:
+        kind = type(argument)
+        if kind is int or kind is float:
+            values.append(argument)
+        elif argument is None:  # a null pointer
+            values.append(0)
+        elif isinstance(argument, tuple):
+            values += _values(argument)
+        else:
+            values.append(argument.data_ptr())
+    return values
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,8 @@ class Variant:
 
     @property
     def source(self) -> str:
-        """The program that has the variant's kernels."""
-        text = SOURCE.read_text()
-        return text + FEEDBACK_SOURCE.read_text() if self.feedback else text
+        """The source that has the variant's kernels."""
+        return "feedback.cu" if self.feedback else "int2.cu"
 
     @property
     def threads(self) -> int:
@@ -237,16 +236,12 @@ class Kernel:
     block_rows: int
     threads: int
 
-    def __call__(self, *arguments: torch.Tensor | int | None) -> None:
-        """Launch with the arguments of the function in the source. The first is a tensor
-        `[H, ...]`, the only integer is the number of rows, and None is a null pointer."""
-        first = arguments[0]
-        assert isinstance(first, torch.Tensor)
-        if not first.numel():  # CUDA refuses an empty grid
+    def __call__(self, rows: torch.Tensor, arguments: tuple[Any, ...]) -> None:
+        """Launch for rows `[H, N, ...]`, whose values or codes are among the arguments."""
+        if not rows.numel():  # CUDA refuses an empty grid
             return
-        count = next(argument for argument in arguments if isinstance(argument, int))
-        grid = -(-count // self.block_rows), first.shape[0], 1
-        Launcher(first.device)(self.function, grid, self.threads, arguments, early=False)
+        grid = -(-rows.shape[1] // self.block_rows), rows.shape[0], 1
+        Launcher(rows.device)(self.function, grid, self.threads, arguments, early=False)
 
 
 @cache

@@ -1,6 +1,5 @@
 """Attention over packed keys and values on an NVIDIA GPU, as `codec.attention` defines it: what the
-kernels of `attention.cu` and `attention_parts.cu` read, in tiles of how many tokens, and how their
-work is cut up."""
+kernels of `attention.cu` read, in tiles of how many tokens, and how their work is cut up."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -9,7 +8,8 @@ from typing import Any
 import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES, Argument, Launcher, build
+from rotationzoo.codec.cuda import TYPES, Launcher, build
+from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Strides, Window
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.errors import RotationZooError
 
@@ -62,11 +62,6 @@ class AttentionVariant:
         bits = self.key.format.bits
         chunks, planes = -(-self.key.dim * bits // 128), -(-self.key.format.fine_channels // 64)
         return (chunks * 128 // bits + planes * 64) * 2
-
-    @property
-    def source(self) -> str:
-        """The program that has the kernels."""
-        return "".join(path.read_text() for path in ATTENTION_SOURCES)
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
@@ -158,7 +153,7 @@ def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
 def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
     """The kernels of a variant, compiled for this GPU or taken from the cache. Raises
     `RotationZooError` where cuda.core or NVRTC is missing."""
-    code = build(variant.source, variant.macros(), device)
+    code = build("attention.cu", variant.macros(), device)
     attend = code.get_kernel("attend")
     threads = 32 * variant.warps
     resident = attend.occupancy.max_active_blocks_per_multiprocessor(threads, 0)
@@ -221,10 +216,11 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
 
     # All copies are made before the first kernel. Kernels start early: what they read before they
     # wait for the kernel before them must not come from that one.
-    transforms = [_transform(side) for side in packed.sides]
-    tables = [side.addresses().contiguous() for side in packed.sides]
-    counts = [_counts(each) for each in (packed.starts, packed.floors, packed.lengths)]
-    exact = [*_window(head, dtype), *_window(tail, dtype)]
+    (key_matrix, key_mean), (value_matrix, value_mean) = map(_transform, packed.sides)
+    key, value = map(_pages, packed.sides)
+    starts, floors = _counts(packed.starts), _counts(packed.floors)
+    lengths = packed.lengths.int().contiguous()
+    sink, recent = _window(head, dtype), _window(tail, dtype)
     sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
     rows = batch, layout.heads, padded
     prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
@@ -233,28 +229,63 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
     launch = Launcher(query.device)
     scale, cap = float(scores.scale), float(scores.soft_cap or 0)
-    given: list[Argument] = [query, *query.stride()[:3], columns, tokens]
-    turned = *given, *transforms[0], scale, prepared, headers
-    early = transforms[0][0] is packed.key.matrix  # no copy, which may have only just begun
-    launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, turned, early)
-
-    pages = [table.shape[1] for table in tables]
-    bases = [side.base for side in packed.sides]
-    read = *given, prepared, headers, *tables, *bases, *pages, *counts, splits, tiles
-    launch(
-        kernels.attend,
-        (parts, layout.heads * tiles, batch),
-        kernels.threads,
-        (*read, *exact, scale, cap, totals, outputs),
+    strides = Strides(*query.stride()[:3])
+    prepare = Prepare(
+        query=query,
+        strides=strides,
+        columns=columns,
+        tokens=tokens,
+        matrix=key_matrix,
+        mean=key_mean,
+        scale=scale,
+        prepared=prepared,
+        headers=headers,
     )
+    early = key_matrix is packed.key.matrix  # no copy, which may have only just begun
+    launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, prepare, early)
 
+    attend = Attend(
+        query=query,
+        strides=strides,
+        columns=columns,
+        tokens=tokens,
+        prepared=prepared,
+        headers=headers,
+        key=key,
+        value=value,
+        starts=starts,
+        floors=floors,
+        lengths=lengths,
+        splits=splits,
+        tiles=tiles,
+        sink=sink,
+        recent=recent,
+        scale=scale,
+        cap=cap,
+        totals=totals,
+        outputs=outputs,
+    )
+    launch(kernels.attend, (parts, layout.heads * tiles, batch), kernels.threads, attend)
+
+    finish = Finish(
+        totals=totals,
+        outputs=outputs,
+        columns=columns,
+        padded=padded,
+        parts=parts,
+        windows=windows,
+        tokens=tokens,
+        matrix=value_matrix,
+        mean=value_mean,
+        sinks=sinks,
+        result=result,
+        strides=Strides(*result.stride()[:3]),
+    )
     groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
     many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
-    merged = totals, outputs, columns, padded, parts, windows, tokens
-    last = *merged, *transforms[1], sinks, result, *result.stride()[:3]
     blocks = -(-columns // groups) if many else columns
-    finish = kernels.finish_many if many else kernels.finish
-    launch(finish, (blocks, layout.heads, batch), _FINISH_THREADS, last)
+    merge = kernels.finish_many if many else kernels.finish
+    launch(merge, (blocks, layout.heads, batch), _FINISH_THREADS, finish)
     return result if output is not None else result.to(result_type)
 
 
@@ -286,11 +317,21 @@ def _transform(side: PackedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
     return side.matrix.float().contiguous(), None if mean is None else mean.float().contiguous()
 
 
-def _window(window: ExactWindow, dtype: torch.dtype) -> tuple[Argument, ...]:
-    rows = window.key.to(dtype).contiguous(), window.value.to(dtype).contiguous()
-    counts = (_counts(each) for each in (window.lengths, window.starts, window.slots))
-    pieces = 1 if window.slots is None else window.slots.shape[1]
-    return *rows, *counts, window.key.shape[2], pieces
+def _pages(side: PackedSide) -> Pages:
+    table = side.addresses().contiguous()
+    return Pages(table, side.base, table.shape[1])
+
+
+def _window(window: ExactWindow, dtype: torch.dtype) -> Window:
+    return Window(
+        key=window.key.to(dtype).contiguous(),
+        value=window.value.to(dtype).contiguous(),
+        lengths=_counts(window.lengths),
+        starts=_counts(window.starts),
+        slots=_counts(window.slots),
+        room=window.key.shape[2],
+        pieces=1 if window.slots is None else window.slots.shape[1],
+    )
 
 
 def _counts(counts: torch.Tensor | None) -> torch.Tensor | None:

@@ -5,11 +5,13 @@ was refused."""
 import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
 from rotationzoo.codec import cuda, int2
 from rotationzoo.codec.clip import clip_position
+from rotationzoo.codec.kernels import Quantize, QuantizeWithFeedback
 from rotationzoo.errors import RotationZooError
 
 _OLDEST_GPU = 8, 0  # the compute capability that the kernels need
@@ -25,8 +27,8 @@ class Encoder:
 
     variant: cuda.Variant
     kernel: cuda.Kernel
-    inputs: tuple[torch.Tensor | None, ...]
-    """The tensors that the kernel reads in addition to the rows."""
+    inputs: dict[str, Any]
+    """The tensors that the kernel reads in addition to the rows, by the names of its arguments."""
     refused: torch.Tensor
     """Set on the GPU where a row was not finite, or too large."""
     few: cuda.Kernel | None = None
@@ -46,12 +48,16 @@ class Encoder:
         """Quantize and pack rows `[H, N, D]` of the variant's type. `rotated` `[H, N, D]` float32
         receives the products with the rotation, if there is one."""
         packed = cuda.empty_packed(rows, self.variant.group, self.variant.format)
-        outputs: tuple[torch.Tensor | None, ...] = packed.codes, packed.metadata
-        if not self.variant.feedback:
-            outputs = *outputs, rotated
-        few = self.few if self.is_for_few(rows.shape[:2].numel()) else None
+        rows, few = rows.contiguous(), None
+        named = self.inputs | {"codes": packed.codes, "metadata": packed.metadata}
+        named |= {"rows": rows, "length": rows.shape[1], "refused": self.refused}
+        if self.is_for_few(rows.shape[:2].numel()):
+            few = self.few
         kernel = few or self.kernel
-        kernel(rows.contiguous(), rows.shape[1], *self.inputs, *outputs, self.refused)
+        if self.variant.feedback:
+            kernel(rows, QuantizeWithFeedback(**named))
+        else:
+            kernel(rows, Quantize(**named, rotated=rotated))
         return packed
 
     def is_for_few(self, rows: int) -> bool:
@@ -81,7 +87,7 @@ def clip_encoder(
     matrix = None if rotation is None else rotation.float().contiguous()
     variant = replace(variant, clips=bool((clip < 1).any()), rotates=matrix is not None)
     kernel = cuda.compiled("quantize", variant, device)
-    inputs = matrix, entry.int().to(device), weight.to(device)
+    inputs = {"rotation": matrix, "ranks": entry.int().to(device), "weights": weight.to(device)}
     return Encoder(variant, kernel, inputs, _unset_flag(device))
 
 
@@ -97,7 +103,7 @@ def feedback_encoder(factor: torch.Tensor, variant: cuda.Variant, device: torch.
     kernel = cuda.compiled("quantize_with_feedback", variant, device)
     weights = factor.to(device, torch.float32).contiguous()
     few = cuda.compiled(cuda.FEW, variant, device)
-    return Encoder(variant, kernel, (weights,), _unset_flag(device), few)
+    return Encoder(variant, kernel, {"factors": weights}, _unset_flag(device), few)
 
 
 def supports(variant: cuda.Variant) -> bool:

@@ -7,6 +7,7 @@ from rotationzoo.codec import cuda
 from rotationzoo.codec.cuda import Packed, Variant
 from rotationzoo.codec.cuda_encoder import check_factor, clip_encoder, feedback_encoder
 from rotationzoo.codec.formats import SGLANG, Format
+from rotationzoo.codec.kernels import Dequantize
 
 
 def quantize(
@@ -56,7 +57,8 @@ def dequantize(
     matrix = None if rotation is None else rotation.float().mT.contiguous()
     variant = Variant(dim, dim // groups, dtype, packed.format, rotates=matrix is not None)
     kernel = cuda.compiled("dequantize", variant, device)
-    kernel(packed.codes, packed.metadata, count, matrix, rows)
+    codes, metadata = packed.codes, packed.metadata
+    kernel(codes, Dequantize(codes, metadata, count, rotation=matrix, rows=rows))
     return rows
 
 

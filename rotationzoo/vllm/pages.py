@@ -8,16 +8,16 @@ and a prompt fills it in parts. So a token is written as codes as soon as it is 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, overload
 
 import torch
 
 from rotationzoo.codec import attention, cuda, cuda_attention, int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.cuda import Argument, Launcher, build
+from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
 from rotationzoo.codec.formats import Format
+from rotationzoo.codec.kernels import Begin, CopiedRows, CopyRows, Store, StoredSide, StoreFew
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError
@@ -25,9 +25,6 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.sides import rows_of
 from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 
-_STORE = Path(__file__).with_name("store.cu")
-_STORE_FEW = Path(__file__).with_name("store_few.cu")
-"""Continues `codec/feedback.cu`: both are compiled as one program."""
 Rows = dict[str, torch.Tensor]
 
 
@@ -116,10 +113,11 @@ class LayerPages:
                 self.copies[side][step.slots, :, step.page_offsets] = of_side
             return
         size = self.copies["key"].element_size()
-        arguments: list[Argument] = [step.page_offsets, step.slots, self.layouts["key"].dim * size]
-        for side, of_side in rows.items():
-            arguments += of_side, of_side.stride(0) * size, self.copies[side]
-        grid = len(rows["key"]), self.heads, 2
+        key, value = (
+            CopiedRows(rows[side], rows[side].stride(0) * size, self.copies[side]) for side in SIDES
+        )
+        row_bytes, grid = self.layouts["key"].dim * size, (len(rows["key"]), self.heads, 2)
+        arguments = CopyRows(step.page_offsets, step.slots, row_bytes, key=key, value=value)
         Launcher(rows["key"].device)(self._kernel("copy_rows"), grid, 64, arguments)
 
     @torch.no_grad()
@@ -156,12 +154,20 @@ class LayerPages:
     def _store(self, step: Step, side: str, packed: cuda.Packed) -> None:
         """Write packed rows to pages, in one launch."""
         layout, memory = self.layouts[side], self.memory[side]
-        arguments: list[Argument] = [
-            *(packed.codes, packed.metadata, step.pages, step.page_offsets),
-            *(memory, memory.stride(0), layout.code_bytes, layout.third_bytes),
-            *layout.starts[1:4],  # of third bits, scales and offsets
-            *(layout.groups, packed.metadata.element_size(), self.bad[SIDES.index(side)]),
-        ]
+        arguments = Store(
+            codes=packed.codes,
+            numbers=packed.metadata,
+            pages=step.pages,
+            places=step.page_offsets,
+            memory=memory,
+            page_bytes=memory.stride(0),
+            code_bytes=layout.code_bytes,
+            third_bytes=layout.third_bytes,
+            begin=Begin(*layout.starts[1:4]),
+            groups=layout.groups,
+            number_bytes=packed.metadata.element_size(),
+            bad=self.bad[SIDES.index(side)],
+        )
         grid = len(step.pages), self.heads, 1
         Launcher(memory.device)(self._kernel("store"), grid, 64, arguments, early=False)
 
@@ -178,10 +184,16 @@ class LayerPages:
         launch, or in two where keys and values have different bits."""
         sides = []
         for side, encoder, bad in zip(SIDES, encoders, self.bad, strict=True):
-            mean = self.codec.rotations[self.layer][side].mean
-            matrix = self.codec.forward(self.layer, side)
-            kept = rows[side], rows[side].stride(0), matrix, mean, *encoder.inputs
-            sides.append((*kept, self.memory[side], bad))
+            stored = StoredSide(
+                rows=rows[side],
+                stride=rows[side].stride(0),
+                matrix=self.codec.forward(self.layer, side),
+                mean=self.codec.rotations[self.layer][side].mean,
+                factors=encoder.inputs["factors"],
+                memory=self.memory[side],
+                bad=bad,
+            )
+            sides.append(stored)
         layouts = [self.layouts[side] for side in SIDES]
         alike = layouts[0] == layouts[1]
         launches = [sides]
@@ -190,8 +202,9 @@ class LayerPages:
         device, dtype = rows["key"].device, self.copies["key"].dtype
         grid = len(rows["key"]), self.heads, 1 + alike
         tokens = step.pages, step.page_offsets, self.memory["key"].stride(0)
-        for layout, both in zip(layouts, launches, strict=False):
-            arguments = *tokens, *layout.starts[1:4], *both[0], *both[1]
+        for layout, (key, value) in zip(layouts, launches, strict=False):
+            begin = Begin(*layout.starts[1:4])
+            arguments = StoreFew(*tokens, begin=begin, key=key, value=value)
             kernel = _few_kernel(layout, dtype, device)
             Launcher(device)(kernel, grid, cuda.FEW_THREADS, arguments)
 
@@ -241,7 +254,7 @@ class LayerPages:
 def _store_kernel(name: str, tokens: int, format: Format, device: torch.device) -> Any:
     """A kernel of `store.cu`, compiled for this format and for `tokens` tokens per page."""
     macros = ("TOKENS", str(tokens)), ("NUMBERS", str(format.metadata_numbers))
-    kernel = build(_STORE.read_text(), macros, device).get_kernel(name)
+    kernel = build("store.cu", macros, device).get_kernel(name)
     cuda.run_beside(kernel, device)
     return kernel
 
@@ -252,6 +265,6 @@ def _few_kernel(layout: PageLayout, dtype: torch.dtype, device: torch.device) ->
     group = layout.dim // layout.groups
     variant = cuda.Variant(layout.dim, group, dtype, layout.format, feedback=True)
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
-    kernel = build(variant.source + _STORE_FEW.read_text(), macros, device).get_kernel("store_few")
+    kernel = build("store_few.cu", macros, device).get_kernel("store_few")
     cuda.run_beside(kernel, device)
     return kernel

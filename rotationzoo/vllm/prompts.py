@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from rotationzoo.codec.attention import Scores, attend_rows
-from rotationzoo.codec.cuda import Argument, Kernel, Launcher, Variant, build
+from rotationzoo.codec.cuda import Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.kernels import Begin, Gather, GatheredRows, RestoredRows, RestoreRows, Tokens
 from rotationzoo.codec.page_layout import PageLayout, Sections
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import LayerPages, Rows
@@ -22,12 +22,9 @@ from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
 from rotationzoo.vllm.steps import Step
 from rotationzoo.vllm.streams import find_stream
 
-_RESTORE = Path(__file__).with_name("restore.cu")
-"""Continues `codec/int2.cu`: both are compiled as one program."""
 _BEHIND = 256
 """The most tokens after the last one that may share its tile."""
 
-Arguments = list[Argument]
 Size = tuple[tuple[int, ...], torch.dtype]
 Lend = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, which holds until the next call."""
@@ -260,20 +257,22 @@ class LayerReader:
         if kernels_run_on(into[0].device):
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
             mean = None if mean is None else mean.float()
-            source: Arguments = [
-                *(table, table.stride(0)),
-                step.slot_of,
-                self.pages.memory["key"].stride(0),
-                contexts,
-                exact.bounds,
-                mean,
-                *(of_side.stride(0) for of_side in new.values()),
-                *self.pages.copies.values(),
-                *new.values(),
-                *into,
-            ]
-            size = len(into[0]), 2
-            self._launch("gather", exact.read, size, source, self.pages.layouts["key"])
+            key, value = (
+                GatheredRows(self.pages.copies[side], new[side], new[side].stride(0), target)
+                for side, target in zip(SIDES, into, strict=True)
+            )
+            arguments = Gather(
+                tokens=_tokens(exact.read, table),
+                room=len(into[0]),
+                slot_of=step.slot_of,
+                page_bytes=self.pages.memory["key"].stride(0),
+                contexts=contexts,
+                news=exact.bounds,
+                mean=mean,
+                key=key,
+                value=value,
+            )
+            self._launch("gather", exact.read, 2, arguments, self.pages.layouts["key"])
             return
         prompt, position = exact.read.positions()
         pages, at = self._places(table, prompt, position)
@@ -287,16 +286,24 @@ class LayerReader:
     def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
         layouts = [self.pages.layouts[side] for side in SIDES]
-        both = [(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)]
+        both = [
+            RestoredRows(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)
+        ]
         if kernels_run_on(into[0].device):
             alike = layouts[0] == layouts[1]  # one launch does for both
-            value = self._value_scales, layouts[1].groups
             several = zip(layouts[: 2 - alike], both, both[::-1], strict=False)
-            for number, (layout, one, other) in enumerate(several):
-                source: Arguments = [table, table.stride(0), *value, number]
-                source += *layout.starts[1:4], *one, *other
-                size = len(into[0]), 1 + alike
-                self._launch("restore_rows", segment, size, source, layout)
+            for number, (layout, first, second) in enumerate(several):
+                arguments = RestoreRows(
+                    tokens=_tokens(segment, table),
+                    room=len(into[0]),
+                    value_scales=self._value_scales,
+                    value_groups=layouts[1].groups,
+                    first_is_value=number,
+                    begin=Begin(*layout.starts[1:4]),
+                    first=first,
+                    second=second,
+                )
+                self._launch("restore_rows", segment, 1 + alike, arguments, layout)
             return
         pages, at = self._places(table, *segment.positions())
         for layout, (memory, target) in zip(layouts, both, strict=True):
@@ -316,15 +323,19 @@ class LayerReader:
         return table[prompt, number] // stride, position % tokens
 
     def _launch(
-        self, name: str, of: Segment, size: tuple[int, int], source: Arguments, layout: PageLayout
+        self,
+        name: str,
+        of: Segment,
+        sides: int,
+        arguments: Gather | RestoreRows,
+        layout: PageLayout,
     ) -> None:
-        """Launch a kernel of `restore.cu`. `size`: the room for tokens, and how many sides."""
-        device, (room, sides) = of.bounds.device, size
+        """Launch a kernel of `restore.cu` for the tokens of a segment and for so many sides."""
+        device = of.bounds.device
         kernel = _restore_kernel(name, layout, self.pages.copies["key"].dtype, device)
-        given = of.bounds, of.firsts, of.jumps, of.gaps, len(of.firsts), room, *source
-        rows = min(of.room + _BEHIND, room)
+        rows = min(of.room + _BEHIND, arguments.room)
         grid = -(-rows // kernel.block_rows), self.pages.heads, sides
-        Launcher(device)(kernel.function, grid, kernel.threads, given, early=False)
+        Launcher(device)(kernel.function, grid, kernel.threads, arguments, early=False)
 
 
 @cache
@@ -334,8 +345,14 @@ def _restore_kernel(
     """A kernel of `restore.cu`, for pages of this layout and rows of this type."""
     variant = Variant(layout.dim, layout.dim // layout.groups, dtype, layout.format)
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
-    code = build(variant.source + _RESTORE.read_text(), macros, device)
+    code = build("restore.cu", macros, device)
     return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
+
+
+def _tokens(of: Segment, table: torch.Tensor) -> Tokens:
+    """Tokens of prompts whose pages are in this table, as a kernel reads them."""
+    starts = of.bounds, of.firsts, of.jumps, of.gaps
+    return Tokens(*starts, prompts=len(of.firsts), table=table, stride=table.stride(0))
 
 
 def _allocate(device: torch.device, *sizes: Size) -> list[torch.Tensor]:

@@ -142,7 +142,7 @@ class Reads:
 
     contexts: torch.Tensor
     """`[C]`: how many tokens are before the new ones."""
-    starts: torch.Tensor
+    firsts: torch.Tensor
     """`[C]`: how many of these, the first ones, are read exact."""
     gaps: torch.Tensor
     """`[C]`: how many of them are read from codes, those that follow. The last ones are exact."""
@@ -215,13 +215,13 @@ def plan_prompts(
     `windows` of each prompt and the new ones, or is one prompt; and cut all else into segments of
     `most` tokens. Nothing waits for the device, and nothing loops over prompts."""
     groups, rooms = _cut(known, windows, most)
-    none, exact, table = torch.zeros_like(reads.starts), [], page_table[known.decodes :]
+    none, exact, table = torch.zeros_like(reads.firsts), [], page_table[known.decodes :]
     for part, tokens, longest, *room in groups:
         ends = slice(part.start, part.stop + 1)
         bounds, own = reads.exact_bounds[ends], reads.new_bounds[ends]
         if part.start:
             bounds, own = bounds - bounds[0], own - own[0]
-        read = Segment(bounds, none[part], reads.starts[part], reads.gaps[part], *room)
+        read = Segment(bounds, none[part], reads.firsts[part], reads.gaps[part], *room)
         exact.append(Exact(table[part], reads.contexts[part], tokens, own, longest, read))
     several = zip(reads.code_bounds, reads.code_firsts, rooms, strict=True)
     codes = [Segment(bounds, first, none, none, *room) for bounds, first, room in several]

@@ -4,20 +4,19 @@ have exact copies, and what the queries of each request read.
 All of it is computed on the device of the block table, and nothing waits for that device.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.kernels import Plan
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.vllm import segments
 from rotationzoo.vllm.segments import Known, Prompts, Reads, find_reads, plan_prompts
 
-_SOURCE = Path(__file__).with_name("plan.cu")
 _THREADS = 1024  # of its block
 _NEVER = 2**62
 """When slot 0 is used next: it takes copies that are never read."""
@@ -205,19 +204,44 @@ class Planner:
 
     def _plan_in_kernel(self, step: Step, reads: Reads | None, *numbers: torch.Tensor) -> None:
         """What `_plan_in_torch` computes, in one launch; what prompts read goes to `reads`."""
-        decode = step.decode  # where there are no prompts, the kernel gets null pointers
-        of_prompts = [getattr(reads, each.name, None) for each in fields(Reads)]
+        decode, recent = step.decode, step.decode.recent
         table, lengths, counts, mapping = (each.contiguous() for each in numbers)
-        recent_slots = decode.recent.slots
-        arguments = (
-            *(table, table.shape[1], lengths, counts, len(lengths), mapping, len(mapping)),
-            *(len(decode.starts), decode.new, recent_slots.shape[1]),
-            *(self.slot_of, self._page_of, self._copied_from, self._used, self._forgotten),
-            *(self.slots, self._now),
-            *(step.pages, step.page_offsets, step.slots),
-            *(decode.starts, decode.floors, decode.ends, decode.sink.slots, decode.sink.lengths),
-            *(recent_slots, decode.recent.starts, decode.recent.lengths, *of_prompts),
-            *(0 if reads is None else len(reads.code_firsts), self._segment),
+        assert recent.starts is not None
+        of_prompts, segments = {}, 0  # where there are no prompts, the kernel gets null pointers
+        if reads is not None:
+            of_prompts, segments = vars(reads), len(reads.code_firsts)
+        arguments = Plan(
+            table=table,
+            width=table.shape[1],
+            lengths=lengths,
+            counts=counts,
+            batch=len(lengths),
+            mapping=mapping,
+            tokens=len(mapping),
+            decodes=len(decode.starts),
+            few=decode.new,
+            recent_pages=recent.slots.shape[1],
+            slot_of=self.slot_of,
+            page_of=self._page_of,
+            copied_from=self._copied_from,
+            used=self._used,
+            forgotten=self._forgotten,
+            slots=self.slots,
+            now=self._now,
+            pages=step.pages,
+            places=step.page_offsets,
+            new_slots=step.slots,
+            starts=decode.starts,
+            floors=decode.floors,
+            ends=decode.ends,
+            sink_slots=decode.sink.slots,
+            sink_lengths=decode.sink.lengths,
+            recent_slots=recent.slots,
+            recent_starts=recent.starts,
+            recent_lengths=recent.lengths,
+            segments=segments,
+            most=self._segment,
+            **of_prompts,
         )
         Launcher(table.device)(self._kernel, (1, 1, 1), _THREADS, arguments, early=False)
 
@@ -231,7 +255,7 @@ class Planner:
             "RECENT_PAGES": self.recent_pages,
         }
         named = tuple((name, str(number)) for name, number in macros.items())
-        return build(_SOURCE.read_text(), named, self.slot_of.device).get_kernel("plan")
+        return build("plan.cu", named, self.slot_of.device).get_kernel("plan")
 
     def _plan_in_torch(self, step: Step, many: int, *numbers: torch.Tensor) -> Reads:
         """Write the plan; and what the prompts read, in so many segments."""

@@ -15,7 +15,7 @@ from support.encoders import FORMATS, SHAPES, factors, sample
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.kernel import draw_rows, validate_kernel
-from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, feedback, int2
+from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, feedback, int2, kernels
 from rotationzoo.codec.formats import FINE
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError
@@ -214,7 +214,7 @@ def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, b
     gpu_device.set_current()
     macros = cuda.Variant(128, 128, dtype).macros()
     options = ProgramOptions(arch=f"sm_{gpu_device.arch}", std="c++17", define_macro=macros)
-    program = Program(cuda.SOURCE.read_text() + EVERY, "c++", options)
+    program = Program(kernels.read("int2.cu") + EVERY, "c++", options)
     kernel = program.compile("cubin").get_kernel("every")
     stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
     grid = LaunchConfig(grid=(1 << 23) // 256, block=256)
@@ -235,14 +235,14 @@ def test_validation_of_an_artifact(device, made, tmp_path):
     assert report["feedback_rows"] == layers * heads * 2 * 64, "keys and values"
     card = (artifact.folder / "README.md").read_text()
     assert "`int2.cu` gave codes and values bit-equal to the definition" in card
-    for source in (cuda.SOURCE, cuda.FEEDBACK_SOURCE):
-        assert (artifact.folder / source.name).read_bytes() == source.read_bytes()
+    for source in ("int2.cu", "feedback.cu"):
+        assert (artifact.folder / source).read_text() == kernels.source_of(source)
     assert Artifact.open(artifact.folder).damaged_files() == []
 
 
 WRONG = {
-    "SOURCE": {"by.divide(x), offset), 0.5f)": "by.divide(x), offset), 0.49f)"},
-    "FEEDBACK_SOURCE": {
+    "int2.cu": {"by.divide(x), offset), 0.5f)": "by.divide(x), offset), 0.49f)"},
+    "feedback.cu": {
         "total[r] < total[0]": "total[r] <= 0.9f * total[0]",
         "totals[r] < least": "totals[r] <= 0.9f * least",
     },
@@ -252,19 +252,30 @@ WRONG = {
 @on_gpu
 @pytest.mark.parametrize("source", WRONG)
 def test_a_kernel_that_differs_is_found(source, device, made, tmp_path, monkeypatch):
-    text = getattr(cuda, source).read_text()
-    for right, wrong in WRONG[source].items():
-        text = text.replace(right, wrong)
-    (tmp_path / "wrong.cu").write_text(text)
-    monkeypatch.setattr(cuda, source, tmp_path / "wrong.cu")
-    cuda.compiled.cache_clear()
+    read = kernels.source_of
+
+    def read_wrong(name: str) -> str:
+        text = read(name)
+        for right, wrong in WRONG[source].items():
+            text = text.replace(right, wrong)
+        return text
+
+    monkeypatch.setattr(kernels, "source_of", read_wrong)
+    assert read_wrong(source) != read(source)
+    _forget_kernels()
     artifact = Artifact.open(shutil.copytree(made, tmp_path / "artifact"))
     place = r"layers\.\d\.key, head \d, row \d+"
     try:
         with pytest.raises(RotationZooError, match=f"{place}: the kernel's code is \\d and the"):
             validate_kernel(artifact, rows=256)
     finally:
-        cuda.compiled.cache_clear()
+        _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    """Let kernels be compiled anew."""
+    cuda.compiled.cache_clear()
+    cuda.build.cache_clear()
 
 
 # ---- the source on a CPU, and encoders of a cache

@@ -22,7 +22,7 @@ from support.codec import (
 from support.decode_cases import DIMS, LAYOUTS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotationzoo.codec import attention, cuda_attention
+from rotationzoo.codec import attention, cuda_attention, kernels
 from rotationzoo.codec.attention import ExactWindow, PackedTokens
 from rotationzoo.codec.bit_allocation import WIDEST
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
@@ -139,8 +139,8 @@ class Calls(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         self.names, self.early = [], []
-        kernels = Kernels("prepare", "attend", "finish", "finish_many", threads=128, blocks=1000)
-        monkeypatch.setattr(cuda_attention, "compiled", lambda variant, device: kernels)
+        names = Kernels("prepare", "attend", "finish", "finish_many", threads=128, blocks=1000)
+        monkeypatch.setattr(cuda_attention, "compiled", lambda variant, device: names)
         monkeypatch.setattr(cuda_attention, "Launcher", lambda device: self.launch)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -216,14 +216,15 @@ def _compiled(
     variant: cuda_attention.AttentionVariant,
     device: torch.device,
 ) -> cuda_attention.Kernels:
-    text = variant.source.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
+    text = kernels.read("attention.cu")
+    text = text.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
     functions = compile_for_cpu(folder, text + PAGES, KERNELS, variant.macros(), in_ptx=IN_PTX)
     blocks = [*packed.key.blocks, *packed.value.blocks]
     starts = [(block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks]
     ends = [end for pair in starts for end in pair]
     functions.set_pages((ctypes.c_ulonglong * len(ends))(*ends), len(blocks))
-    kernels = [getattr(functions, f"launch_{name}") for name in KERNELS]
-    return cuda_attention.Kernels(*kernels, threads=32 * variant.warps, blocks=8)
+    made = [getattr(functions, f"launch_{name}") for name in KERNELS]
+    return cuda_attention.Kernels(*made, threads=32 * variant.warps, blocks=8)
 
 
 # Each is compiled anew; the first ones tell most.
@@ -315,4 +316,4 @@ def list_variants():
 def test_every_variant_compiles(format, dim, tmp_path):
     for columns in {4, choose_columns(8, *layouts(format, dim))}:
         chosen = replace(variant(format, dim), columns=columns)
-        compile_kernels(chosen.source, chosen.macros(), tmp_path, ONLY_COMPILE)
+        compile_kernels(kernels.read("attention.cu"), chosen.macros(), tmp_path, ONLY_COMPILE)

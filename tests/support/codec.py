@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rotationzoo.codec import cuda, feedback, int2
+from rotationzoo.codec import cuda, feedback, int2, kernels
 from rotationzoo.codec.formats import SGLANG, Format
 from support.places import TESTS
 
@@ -68,6 +68,20 @@ def compile_for_cpu(
     return ctypes.CDLL(str(library))
 
 
+_TYPES = {
+    "int*": torch.int32,
+    "Count*": torch.int64,
+    "Address*": torch.int64,
+    "unsigned long long*": torch.int64,
+    "float*": torch.float32,
+    "Header*": torch.float32,
+    "float2*": torch.float32,
+    "signed char*": torch.int8,
+}
+"""Pointers to numbers of one type; others are compiled for what they point to, or are bytes."""
+_TAKEN = {name: taken for table in kernels.PROGRAMS.values() for name, taken in table.items()}
+
+
 class CpuLauncher:
     """Takes the place of `cuda.Launcher`. A kernel that reads or writes beyond the end of a
     tensor's memory ends the process, as it may on a GPU."""
@@ -80,14 +94,19 @@ class CpuLauncher:
         kernel: Callable[..., None],
         grid: tuple[int, int, int],
         threads: int,
-        arguments: Iterable[cuda.Argument],
+        arguments: tuple,
         early: bool = True,
     ) -> None:
+        assert type(arguments) is _TAKEN[kernel.__name__.removeprefix("launch_")]
         with ExitStack() as stack:
             moved: dict[int, int] = {}
             values = []
-            for argument in arguments:
+            for field, argument in zip(
+                kernels.fields_of(type(arguments)), flatten(arguments), strict=True
+            ):
                 if isinstance(argument, torch.Tensor):
+                    type_name = field.rpartition(" ")[0]
+                    assert argument.dtype == _TYPES.get(type_name, argument.dtype), field
                     memory = argument.untyped_storage()
                     if memory.data_ptr() not in moved:
                         moved[memory.data_ptr()] = stack.enter_context(_before_a_fence(memory))
@@ -96,6 +115,15 @@ class CpuLauncher:
                 kind = "d" if isinstance(argument, float) else "q"
                 values.append(struct.pack(kind, argument or 0))
             kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values))
+
+
+def flatten(arguments: tuple) -> Iterator:
+    """The arguments of a kernel, without groups."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from flatten(argument)
+        else:
+            yield argument
 
 
 @contextmanager
@@ -123,7 +151,7 @@ def compile_encoder(tmp_path_factory) -> Callable[[str, cuda.Variant], ctypes.CD
 
     @cache
     def compile(name: str, variant: cuda.Variant) -> ctypes.CDLL:
-        source = variant.source.replace("1.0f / 0.0f", "HUGE_VALF")
+        source = kernels.read(variant.source).replace("1.0f / 0.0f", "HUGE_VALF")
         macros = [*variant.macros(), ("SHARED", "0")]
         folder = tmp_path_factory.mktemp(name)
         return compile_for_cpu(folder, source, [name], macros, "-ffp-contract=off")
@@ -139,6 +167,7 @@ def source_on_cpu(monkeypatch, compile_encoder) -> None:
         def run(*arguments) -> None:
             getattr(compile_encoder(name, variant), f"launch_{name}")(*arguments)
 
+        run.__name__ = name
         if name == cuda.FEW:
             return cuda.Kernel(run, 1, 128)
         return cuda.Kernel(run, variant.block_rows, variant.threads)
@@ -212,8 +241,9 @@ ONLY_COMPILE = "-gencode=arch=compute_90,code=sm_90", "-Ofc=max"
 
 def spilled_registers(variant: cuda.Variant, folder: Path) -> list[str]:
     """The line on spilled registers of each kernel, and of each generation."""
-    assert "__CUDA_ARCH__" not in variant.source
-    output = compile_kernels(variant.source, variant.macros(), folder, [GENERATIONS])
+    text = kernels.read(variant.source)
+    assert "__CUDA_ARCH__" not in text
+    output = compile_kernels(text, variant.macros(), folder, [GENERATIONS])
     return [line.strip() for line in output.splitlines() if "spill stores" in line]
 
 

@@ -23,6 +23,7 @@ from support.server_pages import (
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.layer import Padding, RotatedLayer
+from rotationzoo.codec import kernels
 from rotationzoo.codec.attention import attend_rows
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.settings import CacheSettings
@@ -263,7 +264,7 @@ def test_the_plan_of_a_kernel_run_on_a_cpu_is_that_of_torch(monkeypatch, tmp_pat
         macros |= {"SINK_PAGES": planner.sink_pages, "RECENT_PAGES": planner.recent_pages}
         macros |= {"SHARED": 0}
         named = [(name, str(number)) for name, number in macros.items()]
-        library = compile_for_cpu(tmp_path, steps._SOURCE.read_text(), ["plan"], named)
+        library = compile_for_cpu(tmp_path, kernels.read("plan.cu"), ["plan"], named)
         planner.__dict__["_kernel"] = library.launch_plan
 
     assert_kernel_plans(monkeypatch, compile, "cpu")

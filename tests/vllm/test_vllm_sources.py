@@ -7,7 +7,7 @@ from support.cases import quick_first
 from support.codec import CpuLauncher, compile_for_cpu, on_cpu
 from support.server_pages import DIM, HEADS, WIDTH, Server, draw, part_of, settings_of
 
-from rotationzoo.codec import cuda, cuda_encoder
+from rotationzoo.codec import cuda, cuda_encoder, kernels
 from rotationzoo.codec.cuda import Kernel, Variant
 from rotationzoo.codec.cuda_encoder import feedback_encoder
 from rotationzoo.rotations import SIDES
@@ -25,13 +25,13 @@ def compiled(monkeypatch, tmp_path):
     """Makes the kernels of a source for pages of a layout, on the CPU."""
     made = {}
 
-    def compile(path, name, layout, dtype, feedback=False):
+    def compile(source, name, layout, dtype, feedback=False):
         group = layout.dim // layout.groups
         variant = Variant(layout.dim, group, dtype, layout.format, feedback=feedback)
         if (name, layout) not in made:
             folder = tmp_path / f"{name} {len(made)}"
             folder.mkdir()
-            text = (variant.source + path.read_text()).replace("1.0f / 0.0f", "HUGE_VALF")
+            text = kernels.read(source).replace("1.0f / 0.0f", "HUGE_VALF")
             macros = [*variant.macros(), ("TOKENS", str(layout.tokens)), ("SHARED", "0")]
             library = compile_for_cpu(folder, text, [name], macros, "-ffp-contract=off")
             made[name, layout] = getattr(library, f"launch_{name}")
@@ -62,7 +62,7 @@ def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
         monkeypatch.setattr(
             prompts,
             "_restore_kernel",
-            lambda name, layout, dtype, device: compiled(prompts._RESTORE, name, layout, dtype),
+            lambda name, layout, dtype, device: compiled("restore.cu", name, layout, dtype),
         )
         parts = []
         for group in step.prompts.exact:
@@ -111,7 +111,7 @@ def test_few_tokens_are_stored_as_torch_stores_them(format, compiled, monkeypatc
         pages,
         "_few_kernel",
         lambda layout, dtype, device: (
-            compiled(pages._STORE_FEW, "store_few", layout, dtype, feedback=True).function
+            compiled("store_few.cu", "store_few", layout, dtype, feedback=True).function
         ),
     )
     for server in servers:
@@ -146,7 +146,7 @@ def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch, tmp_pa
         if has_kernel:
             numbers = str(server.layer.format.metadata_numbers)
             macros = ("TOKENS", str(server.tokens)), ("NUMBERS", numbers), ("SHARED", "0")
-            library = compile_for_cpu(tmp_path, pages._STORE.read_text(), ["store"], macros)
+            library = compile_for_cpu(tmp_path, kernels.read("store.cu"), ["store"], macros)
             monkeypatch.setattr(server.layer, "_kernel", lambda name, of=library: of.launch_store)
         server.begin(0)
         server.layer.store(server.plan({0: 13}), rows)

@@ -1,6 +1,142 @@
-// Attention over parts of the tokens, and their merging: the kernels `attend` and `finish`.
+// Attention of one or a few query tokens over packed keys and values: three kernels, in the order `prepare`, `attend`, `finish`.
+// attention_tiles.cu has what the second does with a tile of packed tokens.
 //
-// This file continues attention.cu: both are compiled as one program with the same macros.
+// The definition is rotationzoo/codec/attention.py. Nothing is dequantized. With x = scale * code + offset,
+//     q . k = scale * (q . codes) + offset * sum(q)   and   sum_t p_t v_t = sum_t (p_t * scale_t) codes_t + sum_t p_t * offset_t,
+// so tensor cores multiply codes, and scales and offsets cost one multiplication a row. Unpacking is one AND:
+//   * Keys: a field of a byte whose other bits are masked away is the integer code * 2^(bits * field). The query is rounded to 16
+//     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
+//   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 2^(bits * field) * 2^-24. Tensor cores multiply subnormals
+//     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
+//   * Third bits count half a code. They lie apart, and are products of their own.
+//
+// Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to COLUMNS
+// columns, which are the query heads of the group times the query tokens. It writes a maximum, a sum and an output without
+// their scale; `finish` merges them. Every warp takes tiles of 32 tokens through a ring of its own in shared memory.
+//
+// All start early. Before they wait, `attend` and `finish` may also read what kernels before the previous one wrote, because each of
+// the three lets the next start only after it has waited itself.
+//
+// Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
+// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
+// float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM and SYMMETRIC (offset
+// as in `formats`), KEY_BITS and VALUE_BITS (of codes: 2, 4 or 8), KEY_FINE and VALUE_FINE (so many last channels have third bits:
+// multiples of 16, 0 unless SYMMETRIC and codes have 2 bits; groups are multiples of 16, too), STRIDED (packing).
+// Needs sm_80 or newer. No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
+
+#include "attention_tiles.cu"
+
+// ---- the query in the frame of the codes -----------------------------------------------------------------------------------
+
+// What `attend` needs of a column beside its numbers.
+struct Header {
+  float unit;               // score = unit * scale * (the integer product) + ...
+  float bias;               // of every packed score: keys are stored without their mean
+  float sums[KEY_GROUPS];   // ... + offset * sum: the query summed over a group, times the scale of scores
+};
+
+// Queries or results [B, H_q, T, D]: column c of KV head h is token c % T of query head h * group + c / T.
+struct Strides {
+  Count row, head, token;  // elements from one to the next
+
+  __device__ Count at(Count batch, int kv_head, int columns, int tokens, int column) const {
+    if (tokens == 1) return batch * row + Count(kv_head * columns + column) * head;  // saves divisions
+    return batch * row + (kv_head * (columns / tokens) + column / tokens) * head + column % tokens * token;
+  }
+};
+
+// query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
+// prepared int8 [B, H, padded, 2, PREPARED], upper and lower bytes, and headers [B, H, padded], where padded is a multiple of
+// COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 KEY_FIELDS bytes a word.
+extern "C" __global__ void __launch_bounds__(1024) prepare(
+    const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens, const float* matrix,
+    const float* mean, double scale, signed char* prepared, Header* headers) {
+  constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
+  __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
+  const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
+  const Count row = Count(batch) * heads + head;
+  const Strides strides = {strides_row, strides_head, strides_token};
+  const float* rows = matrix + Count(head) * D * D;
+  // The matrix is on its way while the query is computed.
+  float numbers[ROWS][EACH];
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    #pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int j = r * WARPS_OF_BLOCK + warp, i = e * 32 + lane;
+      numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
+    }
+  wait_for_previous();
+  // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
+  let_next_start();
+  for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
+    const int column = first + i / D;
+    given[i / D][i % D] = column < columns ? element(query[strides.at(batch, head, columns, tokens, column) + i % D]) : 0.0f;
+  }
+  __syncthreads();
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const int j = r * WARPS_OF_BLOCK + warp;
+    float sums[COLUMNS] = {};
+    #pragma unroll
+    for (int e = 0; e < EACH; e++)
+      #pragma unroll
+      for (int c = 0; c < COLUMNS; c++) sums[c] += e * 32 + lane < D ? numbers[r][e] * given[c][e * 32 + lane] : 0.0f;
+    // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % COLUMNS.
+    #pragma unroll
+    for (int step = COLUMNS / 2; step; step /= 2)
+      #pragma unroll
+      for (int c = 0; c < step; c++) {
+        const bool upper = lane & step;
+        const float sent = upper ? sums[c] : sums[c + step];
+        sums[c] = (upper ? sums[c + step] : sums[c]) + __shfl_xor_sync(ALL, sent, step);
+      }
+    #pragma unroll
+    for (int step = COLUMNS; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
+    if (lane < COLUMNS && j < D) turned[lane][j] = sums[0];
+  }
+  __syncthreads();
+  float top = 0.0f;
+  for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) top = fmaxf(top, fabsf(turned[i / D][i % D]));
+  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  if (!lane) largest[warp] = top;
+  __syncthreads();
+  for (int w = 0; w < WARPS_OF_BLOCK; w++) top = fmaxf(top, largest[w]);
+  // All columns share a unit. The upper byte is rounded, so that the lower one may have a sign.
+  const float unit = fmaxf(top, 1e-30f) / 32512.0f;
+  for (int c = warp; c < COLUMNS; c += WARPS_OF_BLOCK) {
+    const Count at = (row * tiles + tile) * COLUMNS + c;
+    signed char* to = prepared + at * COLUMN;
+    float sums[KEY_GROUPS] = {}, bias = 0.0f;
+    for (int i = lane; i < PREPARED; i += 32) {
+      const int word = i / (4 * KEY_FIELDS), unit_of = word - 4 * KEY_CHUNKS;  // of third bits
+      const bool third = KEY_FINE && unit_of >= 0, exists = third ? 16 * unit_of < KEY_FINE : word < KEY_WORDS;
+      const int ch = third ? fine_channel(unit_of, i % 4, i / 4 % 4) : key_channel(word, i % 4, i / 4 % KEY_FIELDS);
+      const int x = exists ? __float2int_rn(turned[c][ch] / unit) : 0;
+      const int high = (x + 128) >> 8;
+      to[i] = high, to[PREPARED + i] = x - 256 * high;
+      const float part = SYMMETRIC ? x * middle(KEY_BITS, ch >= FIRST_KEY_FINE) : x;
+      #pragma unroll
+      for (int g = 0; g < KEY_GROUPS; g++)
+        if (exists && !third && ch / KEY_GROUP == g) sums[g] += part;
+    }
+    if (mean)
+      for (int i = lane; i < D; i += 32) bias += given[c][i] * mean[head * D + i];
+    #pragma unroll
+    for (int step = 16; step; step /= 2) {
+      bias += __shfl_xor_sync(ALL, bias, step);
+      #pragma unroll
+      for (int g = 0; g < KEY_GROUPS; g++) sums[g] += __shfl_xor_sync(ALL, sums[g], step);
+    }
+    if (!lane) {
+      const float scaled = unit * float(scale) * LOG2E;
+      headers[at].unit = scaled / (1 << LAST_FIELD);
+      headers[at].bias = bias * float(scale) * LOG2E;
+      for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * scaled;
+    }
+  }
+}
 
 // ---- one range of tokens of one KV head ------------------------------------------------------------------------------------
 
@@ -228,10 +364,10 @@ __device__ void attend_exact(
 // null: how many of these all queries read, where later ones read as many more packed and fewer recent tokens.
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
-    const Element* query, Count row_stride, Count head_stride, Count token_stride, Count columns, Count tokens,
-    const signed char* prepared, const Header* headers, const Address* keys, const Address* values, Address key_base,
-    Address value_base, Count key_pages, Count value_pages, const int* starts, const int* floors, const int* lengths, Count splits,
-    Count tiles, const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts,
+    const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens,
+    const signed char* prepared, const Header* headers, const Address* key_table, Address key_base, Count key_pages,
+    const Address* value_table, Address value_base, Count value_pages, const int* starts, const int* floors, const int* lengths,
+    Count splits, Count tiles, const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts,
     const int* sink_slots, Count sink_room, Count sink_pieces, const Element* recent_key, const Element* recent_value,
     const int* recent_lengths, const int* recent_starts, const int* recent_slots, Count recent_room, Count recent_pieces,
     double scale, double cap, float2* totals, float* outputs) {
@@ -246,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const int sinks = (sink_room * sink_pieces + WINDOW - 1) / WINDOW, block = blockIdx.x;
     const bool early = block < sinks;
     const Rows sink = {sink_key, sink_value, sink_lengths, sink_starts, sink_slots, sink_room, sink_pieces};
-    const Strides strides = {row_stride, head_stride, token_stride};
+    const Strides strides = {strides_row, strides_head, strides_token};
     const int begin = (early ? block : block - sinks) * WINDOW, moves = early ? 0 : min(int(tokens) - 1, length - floor);
     attend_exact(job, early ? sink : recent, begin, !early, moves, query, strides, scale, capped, totals, outputs, shared);
     return;
@@ -255,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   const Range range = {starts ? starts[job.batch] : 0, floor, length, exact, int(tokens), job.tile * COLUMNS};
   const int first = range.start / TILE, end = max(first, (length + TILE - 1) / TILE), each = (end - first + splits - 1) / splits;
   const int begin = min(end, first + int(blockIdx.x - windows) * each);
-  const Tables tables = {keys, values, key_base, value_base, key_pages, value_pages};
+  const Tables tables = {key_table, value_table, key_base, value_base, key_pages, value_pages};
   attend_packed(job, tables, begin, min(end, begin + each), range, prepared, headers, capped, totals, outputs, shared);
 }
 
@@ -337,16 +473,16 @@ __device__ void merge(
 // One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.
 extern "C" __global__ void __launch_bounds__(512, 2) finish(
     const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
-    const float* matrix, const float* mean, const float* sinks, Element* result, Count row_stride, Count head_stride,
-    Count token_stride) {
-  const Strides strides = {row_stride, head_stride, token_stride};
+    const float* matrix, const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head,
+    Count strides_token) {
+  const Strides strides = {strides_row, strides_head, strides_token};
   merge<1>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result, strides);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 3) finish_many(
     const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
-    const float* matrix, const float* mean, const float* sinks, Element* result, Count row_stride, Count head_stride,
-    Count token_stride) {
-  const Strides strides = {row_stride, head_stride, token_stride};
+    const float* matrix, const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head,
+    Count strides_token) {
+  const Strides strides = {strides_row, strides_head, strides_token};
   merge<GROUPS>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result, strides);
 }

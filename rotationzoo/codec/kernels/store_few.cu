@@ -1,17 +1,10 @@
 // A few new tokens, from the model's rows to codes in pages, in one launch: what `LayerPages.store` in pages.py does with a dozen,
 // where codes are chosen by error feedback.
 //
-// This file continues codec/int2.cu and codec/feedback.cu: all three are compiled as one program with the same macros, and TOKENS
-// (of a page).
+// The macros are those of feedback.cu, and TOKENS (of a page).
 
-typedef long long Count;
-
-// An early launch: see `Launcher` in codec/cuda.py.
-__device__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+#include "feedback.cu"
+#include "launches.cu"
 
 // Bring a head's numbers [D, D] near: a multiprocessor reads them bit by bit, and each time would wait for memory.
 __device__ void prefetch(const float* numbers) {
@@ -32,16 +25,16 @@ struct Side {
 
 // Grid: x = T, y = H, z = sides; FEW_THREADS threads. A page has the sections of either side from these bytes on.
 extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
-    const Count* pages, const Count* places, Count page_bytes, Count third_start, Count scale_start, Count offset_start,
-    const Element* keys, Count key_stride, const float* key_matrix, const float* key_mean, const float* key_factors,
-    unsigned char* key_memory, unsigned long long* key_bad, const Element* values, Count value_stride, const float* value_matrix,
+    const Count* pages, const Count* places, Count page_bytes, Count begin_thirds, Count begin_scales, Count begin_offsets,
+    const Element* key_rows, Count key_stride, const float* key_matrix, const float* key_mean, const float* key_factors,
+    unsigned char* key_memory, unsigned long long* key_bad, const Element* value_rows, Count value_stride, const float* value_matrix,
     const float* value_mean, const float* value_factors, unsigned char* value_memory,
     unsigned long long* value_bad) {
   __shared__ Few few;
   __shared__ float given[D];
   const Side side = blockIdx.z
-      ? Side{values, value_stride, value_matrix, value_mean, value_factors, value_memory, value_bad}
-      : Side{keys, key_stride, key_matrix, key_mean, key_factors, key_memory, key_bad};
+      ? Side{value_rows, value_stride, value_matrix, value_mean, value_factors, value_memory, value_bad}
+      : Side{key_rows, key_stride, key_matrix, key_mean, key_factors, key_memory, key_bad};
   const Count token = blockIdx.x, head = blockIdx.y;
   const float *factor = side.factors + head * D * D, *matrix = side.matrix + head * D * D;
   if (!token) prefetch(matrix), prefetch(factor);
@@ -67,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS) store_few(
   if (!threadIdx.x && pages[token] && is_refused(few))  // page 0 belongs to nobody
     atomicAdd(side.bad, 1ull), side.bad[1] = pages[token] * TOKENS + places[token];
   unsigned char* page = side.memory + pages[token] * page_bytes;
-  Metadata* scales = reinterpret_cast<Metadata*>(page + scale_start) + at * GROUPS;
-  Metadata* offsets = reinterpret_cast<Metadata*>(page + offset_start) + at * GROUPS;
-  write(few, best, page + at * CODES, page + third_start + at * (FINE / 8), scales, offsets, 1);
+  Metadata* scales = reinterpret_cast<Metadata*>(page + begin_scales) + at * GROUPS;
+  Metadata* offsets = reinterpret_cast<Metadata*>(page + begin_offsets) + at * GROUPS;
+  write(few, best, page + at * CODES, page + begin_thirds + at * (FINE / 8), scales, offsets, 1);
 }

@@ -2,9 +2,9 @@
 //
 // Compile with -D: TOKENS (of a page), SINK and RECENT (tokens that are read exact), SINK_PAGES (that the sink touches), RECENT_PAGES
 // (that a recent window touches at most).
-// No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
+// No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
-typedef long long Count;
+#include "launches.cu"
 
 constexpr int THREADS = 1024;  // of `plan`, which is one block: what it reads is small
 
@@ -86,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
     const int* table, Count width, const int* lengths, const int* counts, Count batch, const Count* mapping, Count tokens, Count decodes,
     Count few, Count recent_pages, Count* slot_of, Count* page_of, Count* copied_from, Count* used, Count* forgotten, Count slots,
     Count now, Count* pages, Count* places, Count* new_slots, int* starts, int* floors, int* ends, int* sink_slots, int* sink_lengths,
-    int* recent_slots, int* recent_starts, int* recent_lengths, int* contexts, int* firsts, int* gaps, int* new_bounds, int* exact_bounds,
-    int* code_bounds, int* code_firsts, Count segments, Count most) {
+    int* recent_slots, int* recent_starts, int* recent_lengths, Count segments, Count most, int* contexts, int* firsts, int* gaps,
+    int* new_bounds, int* exact_bounds, int* code_bounds, int* code_firsts) {
   __shared__ int beginning[THREADS], begin_at[THREADS];  // pages that get a slot, or 0; and the first token that is copied
   __shared__ bool some[THREADS / 32];                    // of a warp's pages are such
   const Copies copies = {slot_of, page_of, copied_from, used, forgotten, int(slots), now};

@@ -7,12 +7,10 @@
 // one from each quarter of the row: whichever way codes are packed, the codes of a byte are then in one lane.
 // Codes have BITS: 2, 4 or 8.
 //
-// feedback.cu continues this file, and uses its conversions and its arithmetic.
-//
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
 // CLIP (0: off), ROTATE, and the format: BITS, INTERPOLATED, HALF (metadata in float16), MINIMUM, SYMMETRIC (no offset), FINE (so many
 // last channels have third bits: a multiple of 16, 0 unless SYMMETRIC and BITS is 2), STRIDED.
-// Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
+// Needs sm_80 or newer. No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 constexpr int QUARTER = D / 4, GROUPS = D / GROUP, WARPS = 4;
 constexpr int NUMBERS = SYMMETRIC ? 1 : 2;  // of a group: its scale, and its offset if it has one
@@ -458,13 +456,13 @@ __device__ long long first_row() {
   return (blockIdx.x * (long long)WARPS + threadIdx.x / 32) * WARP_ROWS + threadIdx.x % 32 / LANES * LANE_ROWS;
 }
 
-// Rows `[heads, count, D]` -> codes `[heads, count, ROW]` and metadata `[heads, count, D/GROUP, NUMBERS]`. Launch with a
-// grid of (count / (4 * WARP_ROWS) rounded up, heads) and 128 threads. `rotation` is `[heads, D, D]` float32; `ranks` and
+// Rows `[heads, length, D]` -> codes `[heads, length, ROW]` and metadata `[heads, length, D/GROUP, NUMBERS]`. Launch with a
+// grid of (length / (4 * WARP_ROWS) rounded up, heads) and 128 threads. `rotation` is `[heads, D, D]` float32; `ranks` and
 // `weights` `[heads]` place the clip threshold; `rotated`, if not null, receives the rotated rows in float32. Sets `refused` if
 // a row, after the rotation, is not finite or exceeds 1e18: its scales are then no numbers.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
-    const Element* rows, long long count, const float* rotation, const int* ranks, const float* weights, unsigned char* codes,
-    Metadata* metadata, float* rotated, int* refused) {
+    const Element* rows, long long length, const float* rotation, const int* ranks, const float* weights, unsigned char* codes,
+    Metadata* metadata, int* refused, float* rotated) {
   Lane lane;
   int head = blockIdx.y;
   long long first = first_row();
@@ -473,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
   for (int r = 0; r < LANE_ROWS; r++)
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      if (lane.active) load(rows + (head * count + min(first + r, count - 1)) * D + lane.channel(k), x[r][k]);
+      if (lane.active) load(rows + (head * length + min(first + r, length - 1)) * D + lane.channel(k), x[r][k]);
 #if ROTATE
   __shared__ float tiles[WARPS][WARP_ROWS * D];
   rotate(x, lane, rotation + (long long)head * D * D, tiles[threadIdx.x / 32]);
@@ -481,8 +479,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
   bool valid = true;
 #pragma unroll
   for (int r = 0; r < LANE_ROWS; r++) {
-    long long row = head * count + first + r;
-    bool exists = first + r < count;
+    long long row = head * length + first + r;
+    bool exists = first + r < length;
     if (ROTATE && rotated && exists && lane.active)
       for (int k = 0; k < 4; k++) copy<16>(rotated + row * D + lane.channel(k), x[r][k]);
     valid &= quantize_row(
@@ -526,16 +524,16 @@ __device__ void dequantize_row(
   }
 }
 
-// The inverse: codes and metadata as above -> rows `[heads, count, D]`; `rotation` is the transposed matrices.
+// The inverse: codes and metadata as above -> rows `[heads, length, D]`; `rotation` is the transposed matrices.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
-    const unsigned char* codes, const Metadata* metadata, long long count, const float* rotation, Element* rows) {
+    const unsigned char* codes, const Metadata* metadata, long long length, const float* rotation, Element* rows) {
   Lane lane;
   int head = blockIdx.y;
   long long first = first_row();
   alignas(16) float x[LANE_ROWS][4][RUN] = {};
 #pragma unroll
   for (int r = 0; r < LANE_ROWS; r++) {
-    const long long row = head * count + min(first + r, count - 1);
+    const long long row = head * length + min(first + r, length - 1);
     const unsigned char* bytes = codes + row * ROW;
     const Metadata* numbers = metadata + row * GROUPS * NUMBERS;
     dequantize_row<true>(x[r], lane, bytes, bytes + CODES, numbers, numbers + 1, NUMBERS);
@@ -548,5 +546,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
   for (int r = 0; r < LANE_ROWS; r++)
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      if (first + r < count && lane.active) save(rows + (head * count + first + r) * D + lane.channel(k), x[r][k]);
+      if (first + r < length && lane.active) save(rows + (head * length + first + r) * D + lane.channel(k), x[r][k]);
 }

@@ -1,12 +1,14 @@
 // Codes chosen by error feedback: rows -> four candidate ranges -> scale, offset and codes of the best, packed.
 //
-// The definition is rotationzoo/codec/feedback.py; codes, scales and offsets are the same bit by bit. This file continues
-// int2.cu: both are compiled as one program with the same macros, CLIP and ROTATE being 0.
+// The definition is rotationzoo/codec/feedback.py; codes, scales and offsets are the same bit by bit. The macros
+// are those of int2.cu, CLIP and ROTATE being 0.
 //
 // A channel waits for the errors of all that come before it, so that a row is one chain of D steps. Its D^2 / 2 multiplications
 // and subtractions a range are what takes time. A thread therefore has a row to itself, in all ranges at once: a weight that it
 // reads serves four sums, nothing is exchanged between threads, and the four chains hide each other's latency. The sums of WIDTH
 // channels are in registers. The errors before them are computed again from their codes, which takes less than keeping them.
+
+#include "int2.cu"
 
 constexpr int RANGES = 4, WIDTH = 16, ROWS = 32;  // rows of a block: one warp, so that few rows still reach all multiprocessors
 constexpr int RESIDENT = 8;  // that a multiprocessor should hold: registers for that many, without spilling any
@@ -42,11 +44,11 @@ __device__ unsigned spread(unsigned codes) {
   return (codes | codes << 6) & 0x03030303;
 }
 
-// Rows `[heads, count, D]` and factors `[heads, D, D]`, float32: U, and on its diagonal d -> codes `[heads, count, ROW]` and
-// metadata `[heads, count, D/GROUP, NUMBERS]`. Launch with a grid of (count / ROWS rounded up, heads) and ROWS threads. Sets
+// Rows `[heads, length, D]` and factors `[heads, D, D]`, float32: U, and on its diagonal d -> codes `[heads, length, ROW]` and
+// metadata `[heads, length, D/GROUP, NUMBERS]`. Launch with a grid of (length / ROWS rounded up, heads) and ROWS threads. Sets
 // `refused` if a row is not finite or exceeds 1e18: its scales are then no numbers.
 extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedback(
-    const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
+    const Element* rows, long long length, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
     int* refused) {
   // A column of each is one thread's. Byte r of an entry of `chosen` has the codes of OF_BYTE channels in range r, and four bits of
   // an entry of `thirds` have the third bits of four.
@@ -55,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
   __shared__ Element tile[TILED ? D : 1][ROWS];
   const int thread = threadIdx.x;
   const long long number = blockIdx.x * (long long)ROWS + thread;
-  const long long row = blockIdx.y * count + min(number, count - 1);
+  const long long row = blockIdx.y * length + min(number, length - 1);
   const float* factor = factors + blockIdx.y * (long long)D * D;
   const Element* x = rows + row * D;
   if (TILED) {
@@ -151,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
     if (total[r] < total[0]) best = r;
     total[0] = min_nan(total[0], total[r]);
   }
-  if (number < count) {
+  if (number < length) {
 #pragma unroll 1
     for (int g = 0; g < GROUPS; g++)
 #pragma unroll
@@ -318,12 +320,12 @@ __device__ void write(
   }
 }
 
-// Launch with a grid of (count, heads) and FEW_THREADS threads.
+// Launch with a grid of (length, heads) and FEW_THREADS threads.
 extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feedback(
-    const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
+    const Element* rows, long long length, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
     int* refused) {
   __shared__ Few few;
-  const long long row = blockIdx.y * count + blockIdx.x;
+  const long long row = blockIdx.y * length + blockIdx.x;
   const float* factor = factors + blockIdx.y * (long long)D * D;
   Ahead ahead;
   ahead.read(factor, 0);

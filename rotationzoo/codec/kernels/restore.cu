@@ -1,14 +1,14 @@
 // Earlier tokens of prompts, one after another as attention over rows reads them: what `LayerReader._restore` in prompts.py does
 // with torch; and what `LayerReader._gather` does. Codes are dequantized, and stay in their own frame; exact keys only lose their mean.
 //
-// This file continues codec/int2.cu, whose lanes share a row: both are compiled as one program with the same macros, and TOKENS (of
-// a page).
+// Lanes share a row as in int2.cu. The macros are those of int2.cu, and TOKENS (of a page).
 //
 // FlashAttention multiplies by 0 what a prompt does not read of a tile of values: rows of the next prompt, and those behind the last
 // one. None of these may be other than finite. So a token whose value is not has zeros in its place, and a key that is no number,
 // which reaches nobody but those who read it; and rows of values behind the last token, as far as the grid goes, are zeros.
 
-typedef long long Count;
+#include "int2.cu"
+#include "launches.cu"
 
 // Tokens of C prompts, as `Segment` in segments.py says which. table [C, stride]: where the pages of a prompt begin, in bytes after
 // page 0.
@@ -45,12 +45,13 @@ __device__ void fill(Element* to, const Lane& lane, float x) {
 // Rows [room, H, D] of dequantized codes, of each side from pages whose sections begin at these bytes. Launch with a grid of
 // (tokens / (4 * WARP_ROWS) rounded up, H, sides) and 128 threads; so below. value_scales: those of page 0, of so many groups.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
-    const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, Count room, const Count* table,
-    Count stride, const unsigned char* value_scales, Count value_groups, Count first_is_value, Count third_start, Count scale_start,
-    Count offset_start, const unsigned char* first, Element* first_rows, const unsigned char* second, Element* second_rows) {
-  const unsigned char* memory = blockIdx.z ? second : first;
+    const int* tokens_bounds, const int* tokens_firsts, const int* tokens_jumps, const int* tokens_gaps, Count tokens_prompts,
+    const Count* tokens_table, Count tokens_stride, Count room, const unsigned char* value_scales, Count value_groups,
+    Count first_is_value, Count begin_thirds, Count begin_scales, Count begin_offsets, const unsigned char* first_memory,
+    Element* first_rows, const unsigned char* second_memory, Element* second_rows) {
+  const unsigned char* memory = blockIdx.z ? second_memory : first_memory;
   Element* rows = blockIdx.z ? second_rows : first_rows;
-  const Tokens tokens = {bounds, firsts, jumps, gaps, int(prompts), table, stride};
+  const Tokens tokens = {tokens_bounds, tokens_firsts, tokens_jumps, tokens_gaps, int(tokens_prompts), tokens_table, tokens_stride};
   const Lane lane;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
   const bool is_value = blockIdx.z || first_is_value;
@@ -68,9 +69,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
     return;
   }
   const unsigned char* page = memory + at;
-  const unsigned char *codes = page + row * CODES, *thirds = page + third_start + row * (FINE / 8);
-  const Metadata* scales = reinterpret_cast<const Metadata*>(page + scale_start) + row * GROUPS;
-  const Metadata* offsets = reinterpret_cast<const Metadata*>(page + offset_start) + row * GROUPS;
+  const unsigned char *codes = page + row * CODES, *thirds = page + begin_thirds + row * (FINE / 8);
+  const Metadata* scales = reinterpret_cast<const Metadata*>(page + begin_scales) + row * GROUPS;
+  const Metadata* offsets = reinterpret_cast<const Metadata*>(page + begin_offsets) + row * GROUPS;
   alignas(16) float x[4][RUN];
   dequantize_row<false>(x, lane, codes, thirds, scales, offsets, 1);
 #pragma unroll
@@ -80,11 +81,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
 // Keys and values [room, H, D] of copies [slots, H, TOKENS, D], and from the position `contexts` [C] of their prompt on, of new rows
 // [T, H, D] from `news` [C] on; keys less mean [H, D], or null. slot_of has the slot of each page. The grid has both sides as z.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) gather(
-    const int* bounds, const int* firsts, const int* jumps, const int* gaps, Count prompts, Count room, const Count* table,
-    Count stride, const Count* slot_of, Count page_bytes, const int* contexts, const int* news, const float* mean, Count key_stride,
-    Count value_stride, const Element* key_copies, const Element* value_copies, const Element* keys, const Element* values,
-    Element* read_keys, Element* read_values) {
-  const Tokens tokens = {bounds, firsts, jumps, gaps, int(prompts), table, stride};
+    const int* tokens_bounds, const int* tokens_firsts, const int* tokens_jumps, const int* tokens_gaps, Count tokens_prompts,
+    const Count* tokens_table, Count tokens_stride, Count room, const Count* slot_of, Count page_bytes, const int* contexts,
+    const int* news, const float* mean, const Element* key_copies, const Element* key_rows, Count key_stride, Element* key_into,
+    const Element* value_copies, const Element* value_rows, Count value_stride, Element* value_into) {
+  const Tokens tokens = {tokens_bounds, tokens_firsts, tokens_jumps, tokens_gaps, int(tokens_prompts), tokens_table, tokens_stride};
   const Lane lane;
   const bool is_value = blockIdx.z;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gather(
     const int later = place - contexts[prompt];
     if (later >= 0) {
       const Count row = news[prompt] + later;
-      key = keys + row * key_stride + head * D, value = values + row * value_stride + head * D;
+      key = key_rows + row * key_stride + head * D, value = value_rows + row * value_stride + head * D;
     } else {
       const Count slot = slot_of[tokens.page(prompt, place) / page_bytes];
       const Count copy = ((slot * heads + head) * TOKENS + place % TOKENS) * D;
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gather(
     }
   }
   is_bad = reduce<Sum>(is_bad);
-  Element* to = (is_value ? read_values : read_keys) + (token * heads + head) * D;
+  Element* to = (is_value ? value_into : key_into) + (token * heads + head) * D;
   if (token >= room || !lane.active) return;
   if (!exists || is_bad) {
     if (is_value || exists) fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER);

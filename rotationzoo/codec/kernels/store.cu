@@ -1,9 +1,10 @@
 // Quantized rows of new tokens to their pages, and the rows themselves to copies: what `LayerPages.store` and `copy` in pages.py do
 // with eight operations of torch.
 //
-// Compile with -D: TOKENS (of a page), NUMBERS (of a group: 1 without an offset, or 2). No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
+// Compile with -D: TOKENS (of a page), NUMBERS (of a group: 1 without an offset, or 2). No header of CUDA is included: NVRTC compiles
+// this file on machines without a CUDA toolkit.
 
-typedef long long Count;
+#include "launches.cu"
 
 // Copy words of 4 bytes, or what is left in 2.
 __device__ void copy(unsigned char* to, const unsigned char* from, int bytes) {
@@ -18,15 +19,12 @@ __device__ void copy(unsigned char* to, const unsigned char* from, int bytes) {
 // Rows [T, H, row_bytes] of both sides, `stride` bytes from one token to the next, to copies [slots, H, TOKENS, row_bytes]. Slot 0
 // belongs to no page. Grid: x = T, y = H, z = sides.
 extern "C" __global__ void copy_rows(
-    const Count* places, const Count* slots, Count row_bytes, const unsigned char* keys, Count key_stride, unsigned char* key_copies,
-    const unsigned char* values, Count value_stride, unsigned char* value_copies) {
-  // All of it comes from kernels of this step. An early launch: see `Launcher` in codec/cuda.py.
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    const Count* places, const Count* slots, Count row_bytes, const unsigned char* key_rows, Count key_stride, unsigned char* key_copies,
+    const unsigned char* value_rows, Count value_stride, unsigned char* value_copies) {
+  wait_for_previous();  // all of it comes from kernels of this step
   const Count token = blockIdx.x, head = blockIdx.y, heads = gridDim.y, slot = slots[token];
   if (!slot) return;
-  const unsigned char* row = blockIdx.z ? values + token * value_stride : keys + token * key_stride;
+  const unsigned char* row = blockIdx.z ? value_rows + token * value_stride : key_rows + token * key_stride;
   unsigned char* copies = blockIdx.z ? value_copies : key_copies;
   copy(copies + ((slot * heads + head) * TOKENS + places[token]) * row_bytes, row + head * row_bytes, row_bytes);
 }
@@ -36,15 +34,15 @@ extern "C" __global__ void copy_rows(
 // place of the last one in tokens; page 0 belongs to nobody. Grid: x = T, y = H.
 extern "C" __global__ void store(
     const unsigned char* codes, const unsigned char* numbers, const Count* pages, const Count* places, unsigned char* memory,
-    Count page_bytes, Count code_bytes, Count third_bytes, Count third_start, Count scale_start, Count offset_start, Count groups,
+    Count page_bytes, Count code_bytes, Count third_bytes, Count begin_thirds, Count begin_scales, Count begin_offsets, Count groups,
     Count number_bytes, unsigned long long* bad) {
   const Count token = blockIdx.x, head = blockIdx.y, tokens = gridDim.x;
   const Count from = head * tokens + token, to = head * TOKENS + places[token];
   unsigned char* page = memory + pages[token] * page_bytes;
   codes += from * (code_bytes + third_bytes);
   copy(page + to * code_bytes, codes, code_bytes);
-  copy(page + third_start + to * third_bytes, codes + code_bytes, third_bytes);
-  unsigned char* targets[] = {page + scale_start, page + offset_start};
+  copy(page + begin_thirds + to * third_bytes, codes + code_bytes, third_bytes);
+  unsigned char* targets[] = {page + begin_scales, page + begin_offsets};
   for (int i = threadIdx.x; i < NUMBERS * groups; i += blockDim.x)
     for (int j = 0; j < number_bytes; j += 2)
       *reinterpret_cast<unsigned short*>(targets[i % NUMBERS] + (to * groups + i / NUMBERS) * number_bytes + j) =

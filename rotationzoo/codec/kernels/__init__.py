@@ -1,0 +1,396 @@
+"""The CUDA sources, and the one table of programs: which kernels a source has, and what each takes.
+
+Python hands a kernel one of the tuples below, whose fields have names. A field of a group is the
+parameter `group_field` of the kernel. `check` compares both sides when a program is compiled, so a
+wrong name, order or type is never launched.
+"""
+
+import re
+from importlib.resources import files
+from itertools import zip_longest
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+import torch
+
+Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
+
+# A tensor, as the pointer to its memory that a kernel takes. Where it may be None, the pointer may
+# be null. Sources define `Element` and `Metadata` by the types that they are compiled for.
+Bytes = Annotated[torch.Tensor, "unsigned char*"]
+Ints = Annotated[torch.Tensor, "int*"]
+Counts = Annotated[torch.Tensor, "Count*"]
+Addresses = Annotated[torch.Tensor, "Address*"]
+Floats = Annotated[torch.Tensor, "float*"]
+Elements = Annotated[torch.Tensor, "Element*"]
+Metadata = Annotated[torch.Tensor, "Metadata*"]
+Signed = Annotated[torch.Tensor, "signed char*"]
+Headers = Annotated[torch.Tensor, "Header*"]
+Pairs = Annotated[torch.Tensor, "float2*"]
+Tally = Annotated[torch.Tensor, "unsigned long long*"]
+
+# Each argument has 64 bits: a pointer, an integer or a double.
+_NUMBERS = {int: "Count", float: "double"}
+_INTEGERS = {"long long": "Count", "Address": "Count"}
+
+
+class Quantize(NamedTuple):
+    """`quantize` of int2.cu."""
+
+    rows: Elements
+    length: int
+    rotation: Floats | None
+    ranks: Ints
+    weights: Floats
+    codes: Bytes
+    metadata: Metadata
+    refused: Ints
+    rotated: Floats | None = None
+
+
+class Dequantize(NamedTuple):
+    """`dequantize` of int2.cu."""
+
+    codes: Bytes
+    metadata: Metadata
+    length: int
+    rotation: Floats | None
+    rows: Elements
+
+
+class QuantizeWithFeedback(NamedTuple):
+    """Both kernels of feedback.cu."""
+
+    rows: Elements
+    length: int
+    factors: Floats
+    codes: Bytes
+    metadata: Metadata
+    refused: Ints
+
+
+class Strides(NamedTuple):
+    """Elements from one to the next of queries or results `[B, H_q, T, D]`."""
+
+    row: int
+    head: int
+    token: int
+
+
+class Prepare(NamedTuple):
+    """`prepare` of attention.cu."""
+
+    query: Elements
+    strides: Strides
+    columns: int
+    tokens: int
+    matrix: Floats
+    mean: Floats | None
+    scale: float
+    prepared: Signed
+    headers: Headers
+
+
+class Pages(NamedTuple):
+    """The pages of packed keys or values: addresses `[B, pages]`, less a base."""
+
+    table: Addresses
+    base: int
+    pages: int
+
+
+class Window(NamedTuple):
+    """Exact rows, as `Rows` in attention.cu."""
+
+    key: Elements
+    value: Elements
+    lengths: Ints | None
+    starts: Ints | None
+    slots: Ints | None
+    room: int
+    pieces: int
+
+
+class Attend(NamedTuple):
+    """`attend` of attention.cu."""
+
+    query: Elements
+    strides: Strides
+    columns: int
+    tokens: int
+    prepared: Signed
+    headers: Headers
+    key: Pages
+    value: Pages
+    starts: Ints | None
+    floors: Ints | None
+    lengths: Ints
+    splits: int
+    tiles: int
+    sink: Window
+    recent: Window
+    scale: float
+    cap: float
+    totals: Pairs
+    outputs: Floats
+
+
+class Finish(NamedTuple):
+    """`finish` and `finish_many` of attention.cu."""
+
+    totals: Pairs
+    outputs: Floats
+    columns: int
+    padded: int
+    parts: int
+    windows: int
+    tokens: int
+    matrix: Floats
+    mean: Floats | None
+    sinks: Floats | None
+    result: Elements
+    strides: Strides
+
+
+class Plan(NamedTuple):
+    """`plan` of plan.cu. The last ones are those of `Reads` in vllm/segments."""
+
+    table: Ints
+    width: int
+    lengths: Ints
+    counts: Ints
+    batch: int
+    mapping: Counts
+    tokens: int
+    decodes: int
+    few: int
+    recent_pages: int
+    slot_of: Counts
+    page_of: Counts
+    copied_from: Counts
+    used: Counts
+    forgotten: Counts
+    slots: int
+    now: int
+    pages: Counts
+    places: Counts
+    new_slots: Counts
+    starts: Ints
+    floors: Ints
+    ends: Ints
+    sink_slots: Ints
+    sink_lengths: Ints
+    recent_slots: Ints
+    recent_starts: Ints
+    recent_lengths: Ints
+    segments: int
+    most: int
+    contexts: Ints | None = None
+    firsts: Ints | None = None
+    gaps: Ints | None = None
+    new_bounds: Ints | None = None
+    exact_bounds: Ints | None = None
+    code_bounds: Ints | None = None
+    code_firsts: Ints | None = None
+
+
+class CopiedRows(NamedTuple):
+    """Rows of one side, and their copies."""
+
+    rows: Bytes
+    stride: int
+    copies: Bytes
+
+
+class CopyRows(NamedTuple):
+    """`copy_rows` of store.cu."""
+
+    places: Counts
+    slots: Counts
+    row_bytes: int
+    key: CopiedRows
+    value: CopiedRows
+
+
+class Begin(NamedTuple):
+    """The bytes at which the sections of a page begin, after its codes: `PageLayout.starts`."""
+
+    thirds: int
+    scales: int
+    offsets: int
+
+
+class Store(NamedTuple):
+    """`store` of store.cu."""
+
+    codes: Bytes
+    numbers: Bytes
+    pages: Counts
+    places: Counts
+    memory: Bytes
+    page_bytes: int
+    code_bytes: int
+    third_bytes: int
+    begin: Begin
+    groups: int
+    number_bytes: int
+    bad: Tally
+
+
+class StoredSide(NamedTuple):
+    """`Side` of store_few.cu."""
+
+    rows: Elements
+    stride: int
+    matrix: Floats
+    mean: Floats | None
+    factors: Floats
+    memory: Bytes
+    bad: Tally
+
+
+class StoreFew(NamedTuple):
+    """`store_few` of store_few.cu."""
+
+    pages: Counts
+    places: Counts
+    page_bytes: int
+    begin: Begin
+    key: StoredSide
+    value: StoredSide
+
+
+class Tokens(NamedTuple):
+    """`Tokens` of restore.cu."""
+
+    bounds: Ints
+    firsts: Ints
+    jumps: Ints
+    gaps: Ints
+    prompts: int
+    table: Counts
+    stride: int
+
+
+class RestoredRows(NamedTuple):
+    """The pages of one side, and where its rows go."""
+
+    memory: Bytes
+    rows: Elements
+
+
+class RestoreRows(NamedTuple):
+    """`restore_rows` of restore.cu."""
+
+    tokens: Tokens
+    room: int
+    value_scales: Bytes
+    value_groups: int
+    first_is_value: int
+    begin: Begin
+    first: RestoredRows
+    second: RestoredRows
+
+
+class GatheredRows(NamedTuple):
+    """The copies and the new rows of one side, and where its rows go."""
+
+    copies: Elements
+    rows: Elements
+    stride: int
+    into: Elements
+
+
+class Gather(NamedTuple):
+    """`gather` of restore.cu."""
+
+    tokens: Tokens
+    room: int
+    slot_of: Counts
+    page_bytes: int
+    contexts: Ints
+    news: Ints
+    mean: Floats | None
+    key: GatheredRows
+    value: GatheredRows
+
+
+PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
+    "int2.cu": {"quantize": Quantize, "dequantize": Dequantize},
+    "feedback.cu": {
+        "quantize_with_feedback": QuantizeWithFeedback,
+        "quantize_few_with_feedback": QuantizeWithFeedback,
+    },
+    "attention.cu": {
+        "prepare": Prepare,
+        "attend": Attend,
+        "finish": Finish,
+        "finish_many": Finish,
+    },
+    "plan.cu": {"plan": Plan},
+    "store.cu": {"copy_rows": CopyRows, "store": Store},
+    "store_few.cu": {"store_few": StoreFew},
+    "restore.cu": {"restore_rows": RestoreRows, "gather": Gather},
+}
+"""What is compiled, by its source -> what the kernels take that this source adds."""
+
+_INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+_KERNEL = re.compile(
+    r'extern "C" __global__ void (?:__launch_bounds__\([^()]*\) )?(\w+)\(([^()]*)\)'
+)
+
+
+def read(source: str) -> str:
+    """The text of a program: a source, with what it includes in the place of its lines that say so,
+    once each. NVRTC then needs no folder, and its cache misses no change."""
+    seen = {source}
+
+    def include(found: re.Match[str]) -> str:
+        if found[1] in seen:
+            return ""
+        seen.add(found[1])
+        return _INCLUDE.sub(include, source_of(found[1]))
+
+    return _INCLUDE.sub(include, source_of(source))
+
+
+def source_of(name: str) -> str:
+    """The text of one source."""
+    return files(__name__).joinpath(name).read_text("utf-8")
+
+
+def check(source: str) -> None:
+    """Compare the kernels of a source with the table. Raises `TypeError`, which names both sides,
+    at the first name, order or type that differs."""
+    kernels, table = dict(_KERNEL.findall(source_of(source))), PROGRAMS[source]
+    if kernels.keys() != table.keys():
+        both = ", ".join(kernels), ", ".join(table)
+        raise TypeError(f"{source} has the kernels {both[0]}, and its table {both[1]}")
+    for name, arguments in table.items():
+        declared = [_declared(each) for each in kernels[name].split(",")]
+        for theirs, ours in zip_longest(declared, fields_of(arguments), fillvalue="nothing more"):
+            if theirs != ours:
+                raise TypeError(
+                    f"{name} in {source} takes {theirs}, where {arguments.__name__} has {ours}"
+                )
+
+
+def _declared(parameter: str) -> str:
+    """The type and name of a parameter, without what a caller need not know."""
+    *words, name = (word for word in parameter.split() if word not in ("const", "__restrict__"))
+    type = " ".join(words)
+    return f"{_INTEGERS.get(type, type)} {name}"
+
+
+def fields_of(arguments: type) -> list[str]:
+    """The types and names of the parameters that a kernel with these arguments takes."""
+    listed = []
+    for name, hint in get_type_hints(arguments, include_extras=True).items():
+        kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
+        if hasattr(kind, "_fields"):
+            parts = (each.rpartition(" ") for each in fields_of(kind))
+            listed += [f"{type} {name}_{inner}" for type, _, inner in parts]
+        else:
+            type = _NUMBERS.get(kind) or kind.__metadata__[0]
+            listed.append(f"{type} {name}")
+    return listed
