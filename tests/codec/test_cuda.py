@@ -369,3 +369,19 @@ def test_a_simulation_encodes_with_the_kernel_of_error_feedback(
     rows[1, 2, 3, 4] = torch.nan
     with pytest.raises(RotationZooError, match="is not finite or exceeds"):
         arm.fake_quantize(rows, 0, "key", int2.FORMATS[format])
+
+
+# ---- the table of programs
+
+
+@pytest.mark.parametrize("source", kernels.PROGRAMS)
+def test_kernels_take_what_their_table_says(source):
+    kernels.check(source)
+
+
+def test_a_kernel_that_takes_something_else_is_named_with_what_the_table_has(monkeypatch):
+    text = kernels.source_of("plan.cu").replace("const int* lengths", "const Count* lengths")
+    monkeypatch.setattr(kernels, "source_of", lambda name: text)
+    problem = r"plan in plan.cu takes Count\* lengths, where Plan has int\* lengths"
+    with pytest.raises(TypeError, match=problem):
+        kernels.check("plan.cu")
