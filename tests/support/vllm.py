@@ -16,6 +16,7 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import DEMO, find
+from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.vllm import command, plugin, refusals, settings
 from support.places import ROOT
 
@@ -25,6 +26,8 @@ NEEDS_VLLM = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
 ]
 CHUNK, TOKENS = 256, 24
+TEXT = "".join(json.loads(line)["text"] for line in HELD_OUT.read_text("utf-8").splitlines()[1:4])
+"""What engines read: a fixed text, because each text has other codes that are near to a half."""
 ON_GPU: dict[str, Any] = {}
 """Options of an engine there."""
 if torch.cuda.is_available():  # which several engines share

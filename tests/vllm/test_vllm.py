@@ -17,13 +17,13 @@ import pytest
 import torch
 from support.codec import on_gpu
 from support.models import save_random
-from support.places import ROOT
 from support.recipes import QUICK
 from support.vllm import (
     CHUNK,
     NEEDS_VLLM,
     ON_GPU,
     PYTHON,
+    TEXT,
     TOKENS,
     drive,
     engine_job,
@@ -52,7 +52,6 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.simulated import Simulation
 
 pytestmark = NEEDS_VLLM
-TEXT = (ROOT / "rotationzoo/cache/layer.py").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.codec import on_gpu
-from support.places import ROOT
 from support.recipes import QUICK
-from support.vllm import NEEDS_VLLM, PYTHON, TOKENS, drive, engine_job, environment, hold
+from support.vllm import NEEDS_VLLM, PYTHON, TEXT, TOKENS, drive, engine_job, environment, hold
 from support.vllm_answers import (
     FLIPPED_EARLY,
     assert_same,
@@ -43,8 +42,7 @@ FEW = {"block_size": BLOCK, "max_model_len": 768, "num_gpu_blocks_override": 1 +
 @pytest.fixture(scope="module")
 def prompts() -> tuple[list[int], list[int]]:
     """One, and another."""
-    text = (ROOT / "rotationzoo/cache/layer.py").read_text()
-    ids = AutoTokenizer.from_pretrained(DEMO)(text).input_ids
+    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
     return ids[:LENGTH], ids[LENGTH : 2 * LENGTH]
 
 

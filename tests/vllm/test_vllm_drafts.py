@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 from support.hybrids import calibrate_hybrid
 from support.models import edited_weights, save_random
-from support.places import ROOT
 from support.recipes import QUICK
-from support.vllm import NEEDS_VLLM, ON_GPU, engine_job, serve, serve_in_turn
+from support.vllm import NEEDS_VLLM, ON_GPU, TEXT, engine_job, serve, serve_in_turn
 from support.vllm_answers import (
     CLOSE,
     FLIPPED_EARLY,
@@ -50,8 +49,7 @@ DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{each}_tokens" for each in ("draft",
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """A text that repeats itself, one that does not, and four that preempt each other."""
-    text = (ROOT / "rotationzoo/cache/layer.py").read_text()
-    ids = AutoTokenizer.from_pretrained(DEMO)(text).input_ids
+    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
     starts = [ids[at : at + 235] for at in range(0, 600, 150)]
     return [ids[:90] * 3, ids[300:750], *starts]
 
@@ -201,7 +199,7 @@ def served(tmp_path_factory) -> dict[str, Served]:
     """What engines answer, one after another; on a GPU, also with vLLM's own cache. vLLM's CPU
     engine has no kernel for Jamba's layers, but makes its blocks."""
     folder = tmp_path_factory.mktemp("hybrids")
-    ids = AutoTokenizer.from_pretrained(DEMO)((ROOT / "rotationzoo/cache/layer.py").read_text())
+    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT)
     prompt = ids.input_ids[:1100]
     asked = {
         # A GPU's blocks are smaller, so that a prompt that is cached is cut into other chunks.

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from support.models import save_random
-from support.places import ROOT
 from support.recipes import QUICK
-from support.vllm import NEEDS_VLLM, ON_GPU, TOKENS, serve
+from support.vllm import NEEDS_VLLM, ON_GPU, TEXT, TOKENS, serve
 from support.vllm_answers import CLOSE, assert_same, differences, read_exact, read_in_transformers
 from transformers import AutoTokenizer
 
@@ -18,7 +17,6 @@ pytestmark = [
     *NEEDS_VLLM,
     pytest.mark.skipif(bool(ON_GPU), reason="no kernel reads latents on a GPU"),
 ]
-TEXT = (ROOT / "rotationzoo/cache/layer.py").read_text()
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
     "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 1.0,
