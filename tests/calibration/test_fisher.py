@@ -1,0 +1,88 @@
+"""The Fisher information of stored rows says what an error of them costs."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.models import load_saved
+
+from rotationzoo.calibration.fisher import Scored, collect_fisher, mix
+from rotationzoo.codec.windows import CacheLayout
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.prediction import divergence_of
+from rotationzoo.simulation.simulated import Simulation
+
+CACHE = CacheLayout(sink=4, recent=8)
+NOISE, DRAWS = 0.02, 24
+IDS = torch.randint(3, 59, (64,), generator=torch.Generator().manual_seed(5))
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """A codec that adds noise to one side of a layer."""
+
+    place: tuple[int, str]
+    seed: int
+    token_group: int = 1
+
+    def keep_exact(self, rows, layer, side):
+        return rows
+
+    def fake_quantize(self, rows, layer, side, format):
+        if (layer, side) != self.place:
+            return rows
+        generator = torch.Generator().manual_seed(self.seed)
+        return rows + NOISE * torch.randn(rows.shape, generator=generator)
+
+    def stored_bits(self, layer, side, dim, format):
+        return 16.0
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def model(request, tmp_path_factory):
+    """gemma2 has a soft cap, windows, and a cap on its logits."""
+    from support.models import save_family
+
+    folder = tmp_path_factory.mktemp(request.param)
+    save_family(request.param, folder)
+    return load_saved(folder).float()
+
+
+@torch.no_grad()
+def divergence(model, codec, positions):
+    """The mean KL of predictions at some positions."""
+    geometry = geometry_of(model)
+    exact = model(input_ids=IDS[None]).logits[0, positions]
+    layers = {layer.index for layer in geometry}
+    with Simulation(codec, CACHE, geometry, layers).running(model):
+        read = model(input_ids=IDS[None]).logits[0, positions]
+    return divergence_of(exact, read).mean().item()
+
+
+def test_it_predicts_what_noise_costs(model):
+    torch.manual_seed(0)
+    positions = list(range(CACHE.first_quantized, len(IDS)))
+    geometry, texts = geometry_of(model), [Scored(IDS, positions)]
+    fisher = collect_fisher(model, geometry, texts, CACHE, 64)
+    assert {layer for layer, _ in fisher} == {layer.index for layer in geometry}
+    for place, metric in fisher.items():
+        found = [divergence(model, Noisy(place, seed), positions) for seed in range(DRAWS)]
+        predicted = NOISE**2 / 2 * metric.diagonal(dim1=-2, dim2=-1).sum().item()
+        # Nothing is predicted of a layer whose window stays exact, and float32 itself costs 9e-9.
+        assert sum(found) / DRAWS == pytest.approx(predicted, rel=0.3, abs=5e-8)
+
+
+def test_only_rows_that_are_stored_count(model):
+    """No query reads a row of the windows from codes."""
+    geometry = geometry_of(model)
+    exact = collect_fisher(model, geometry, [Scored(IDS, [10])], CACHE, 1)
+    assert all(not metric.any() for metric in exact.values())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_metrics_are_mixed_by_what_they_lose():
+    eye, key, value = torch.eye(2)[None], (0, "key"), (0, "value")
+    metrics = [{key: eye, value: eye}, {key: 6 * eye, value: 0 * eye}]
+    mixed = mix(metrics, {key: eye, value: 3 * eye})
+    assert torch.allclose(mixed[key], eye * (1 / 8 + 6 / 12))
+    assert torch.allclose(mixed[value], eye / 8)
