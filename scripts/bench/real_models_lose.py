@@ -54,7 +54,7 @@ from rotationzoo.rotations import SIDES, Rotations
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
-from real_questions import CHAT, DEV, LENGTHS, SPLITS, TASKS, Split
+from real_questions import CHAT, LENGTHS, SPLITS, TASKS, Split
 
 Place = tuple[int, str]
 """A layer and a side."""
@@ -192,14 +192,8 @@ class Study:
             for length in options.lengths
             for task in options.tasks
         }
-        rows, kept = options.rows, options.few_rows
         self.length = min(TEXT_LENGTH, max(options.lengths))
-        later = range(options.questions, options.questions + options.few)
-        tasks = (self._write(DEV, task, self.length, later) for task in TASKS)
-        self.few_prompts = list(itertools.chain.from_iterable(tasks))
-        self.texts = self._rows(split)[:rows]
-        self.few_texts = self._rows(DEV)[rows : rows + kept]
-        assert len(self.few_texts) == kept, "DEV has too little text for so many rows"
+        self.texts = self._rows(split)[: options.rows]
 
     def _write(self, split: Split, task: str, length: int, asked: range) -> list[Prompt]:
         return split.prompts(self.tokenizer, task, length, asked, self.cache)
@@ -248,50 +242,23 @@ class Study:
     def exact_states(self) -> list[HiddenStates]:
         return self.predict(self.texts)
 
-    @cached_property
-    def few_logits(self) -> list[torch.Tensor]:
-        """The exact model's, which some hundred arms are compared with."""
-        with torch.no_grad():
-            return list(self.logits(self.predict(self.few_texts)))
-
     @torch.no_grad()
-    def divergence(self, codec: SimulatedCodec, few: bool) -> float:
+    def divergence(self, codec: SimulatedCodec) -> float:
         """`KL(exact || stored)`, in nats a token, of the queries that read anything in few bits."""
-        exact = self.few_logits if few else self.logits(self.exact_states)
+        exact = self.logits(self.exact_states)
         with self.reading(codec):
-            read = self.predict(self.few_texts if few else self.texts)
+            read = self.predict(self.texts)
         total, count = 0.0, 0
         for logits, other in zip(exact, self.logits(read), strict=True):
             total += divergence_of(logits, other).double().sum().item()
             count += logits.shape[:2].numel()
         return total / count
 
-    def answer_logits(self) -> torch.Tensor:
-        """The logits `[tokens, vocabulary]` of all answers of the few prompts."""
-        states, found = run_decoder(self.model, torch.stack([p.ids for p in self.few_prompts])), []
-        for number, prompt in enumerate(self.few_prompts):
-            row = states.row(number)
-            for question in prompt.questions:
-                at = slice(question.answer.start - 1, question.answer.stop - 1)
-                found.append(row.logits(at)[0])
-        return torch.cat(found)
-
-    @cached_property
-    def exact_answer_logits(self) -> torch.Tensor:
-        return self.answer_logits()
-
-    @torch.no_grad()
-    def divergence_of_answers(self, codec: SimulatedCodec) -> float:
-        """`KL(exact || stored)`, in nats a token, at the answers of the few prompts."""
-        exact = self.exact_answer_logits
-        with self.reading(codec):
-            return divergence_of(exact, self.answer_logits()).mean().item()
-
     def measure(self, codec: SimulatedCodec | None) -> dict[str, Any]:
         """The answers and the KL of an arm."""
         with self.reading(codec):
             tasks = self.ask()
-        return {"kl": 0.0 if codec is None else self.divergence(codec, False), "tasks": tasks}
+        return {"kl": 0.0 if codec is None else self.divergence(codec), "tasks": tasks}
 
     def bits(self, codec: SimulatedCodec) -> float:
         """Bits an element of the quantized tokens, scales counted; exact sides have 16."""
@@ -333,7 +300,7 @@ class Run:
 
     def __init__(self, study: Study, options: argparse.Namespace, begun: float):
         self.study, self.options, self.begun = study, options, begun
-        names = ("split", "questions", "lengths", "rows", "few", "few_rows")
+        names = ("split", "questions", "lengths", "rows")
         windows = {"sink": options.sink, "recent": options.recent}
         settings: dict[str, Any] = {name: getattr(options, name) for name in names} | windows
         settings |= {"model": options.model.name, "tf32": options.tf32}
@@ -360,36 +327,18 @@ class Run:
 
     def measure(self, name: str, codec: SimulatedCodec) -> None:
         """Measure and print an arm, if there is time."""
-        arm = self._measured(name, codec, lambda: self.study.measure(codec))
-        if arm is not None:
-            self.print_row(name, arm)
-
-    def measure_few(self, name: str, codec: SimulatedCodec) -> dict[str, Any] | None:
-        """The KL of an arm on the few rows, and at the few answers; None where there was no time
-        for it."""
-
-        def measure() -> dict[str, float]:
-            of_answers = self.study.divergence_of_answers(codec)
-            return {"kl": self.study.divergence(codec, True), "kl_of_answers": of_answers}
-
-        return self._measured(name, codec, measure)
-
-    def _measured(
-        self, name: str, codec: SimulatedCodec, measure: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any] | None:
         arms = self.kept["arms"]
         if name not in arms:
             if self.is_over:
-                return None
+                return
             started = time.perf_counter()
-            told = {**measure(), "bits": self.study.bits(codec)}
+            told = {**self.study.measure(codec), "bits": self.study.bits(codec)}
             if isinstance(codec, PlannedCodec):
                 told["plan"] = {f"{layer}.{side}": b for (layer, side), b in codec.bits.items()}
             told["seconds"] = round(time.perf_counter() - started, 2)
             arms[name] = told
             self.write()
-        result: dict[str, Any] = arms[name]
-        return result
+        self.print_row(name, arms[name])
 
     def print_row(self, name: str, arm: Mapping[str, Any]) -> None:
         exact = self.kept["exact"]
@@ -468,8 +417,6 @@ def make_options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tasks", nargs="+", choices=(*TASKS, CHAT), default=TASKS)
     parser.add_argument("--rows", type=int, default=8, help="texts for the KL")
-    parser.add_argument("--few", type=int, default=16, help="questions a task to share bits out by")
-    parser.add_argument("--few-rows", type=int, default=4, help="texts to share bits out by")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--recent", type=int, default=256)
     parser.add_argument(
