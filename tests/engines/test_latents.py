@@ -203,6 +203,8 @@ def test_what_sglang_does_not_take_is_said(made, tmp_path):  # noqa: F811
     assert "clip ratios 1/1 instead of the artifact's own" in lost
     assert "nearest codes instead of error feedback" in lost
     assert sum("one scale for 20 channels" in note for note in done.launch.notes) == 1
+    assert sum("stored unpacked" in note for note in done.launch.notes) == 1
+    assert "triton" not in done.launch.command[0]
     with pytest.raises(UsageError, match="sglang-mla clips nothing"):
         export(artifact, Request("sglang-mla", tmp_path / "clipped", clip=(0.9, 0.9)))
 
