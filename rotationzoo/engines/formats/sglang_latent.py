@@ -56,8 +56,8 @@ def _notes(payload: Payload, packed: bool) -> list[str]:
     ]
     if packed:
         notes.append(
-            "SGLANG_LLOYD_MAX=1 takes Lloyd-Max levels, which its makers prefer and `evaluate` does "
-            "not simulate"
+            "SGLANG_LLOYD_MAX=1 takes Lloyd-Max levels, which its makers prefer and `evaluate` "
+            "does not simulate"
         )
         notes.append(
             "triton attends to every token: a model with sparse attention (DSA, as GLM-5) keeps it "
