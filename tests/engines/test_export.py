@@ -154,6 +154,7 @@ def algorithms(folder) -> tuple[str, dict[int, str]]:
     assert content["producer"]["name"] == "modelopt"
     said = content["quantization"]
     assert (said["quant_algo"], said["kv_cache_schema_version"]) == (None, 1)
+    assert said["quantized_layers"] == {}, "of weights, which stay as they are"
     layers = {
         int(re.fullmatch(r"model\.layers\.(\d+)\.self_attn", name)[1]): each["quant_algo"]
         for name, each in said["kv_cache_quantized_layers"].items()

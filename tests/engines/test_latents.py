@@ -203,6 +203,8 @@ def test_what_sglang_does_not_take_is_said(made, tmp_path):  # noqa: F811
     assert "clip ratios 1/1 instead of the artifact's own" in lost
     assert "nearest codes instead of error feedback" in lost
     assert sum("one scale for 20 channels" in note for note in done.launch.notes) == 1
+    assert sum("stored unpacked" in note for note in done.launch.notes) == 1
+    assert "triton" not in done.launch.command[0]
     with pytest.raises(UsageError, match="sglang-mla clips nothing"):
         export(artifact, Request("sglang-mla", tmp_path / "clipped", clip=(0.9, 0.9)))
 
@@ -214,3 +216,11 @@ def test_the_launch_line_of_the_page(made, tmp_path):  # noqa: F811
     line = launch_line(done.launch).replace(str(done.path.absolute()), "FOLDER")
     assert line.replace("tiny/deepseek_v3", "MODEL") in page
     assert not [note for note in done.launch.notes if "unpacked" in note]
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"), [("kimi_linear", "sglang-mla"), ("qwen3_5", "sglang")]
+)
+def test_hybrids_get_the_buffer_that_their_prefix_cache_needs(family, engine, made, tmp_path):  # noqa: F811
+    done = export(made(family, QUICK), Request(engine, tmp_path / "out"))
+    assert done.launch.command[0].endswith("--mamba-radix-cache-strategy extra_buffer")

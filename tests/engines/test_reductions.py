@@ -78,6 +78,7 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
 def test_other_refusals(made, tmp_path):
     artifact = made(head_dim=32)
     assert "multiples of 8" in refused(exported, "sglang", artifact, tmp_path, windows=(60, 256))
+    assert "without exact tokens" in refused(exported, "sglang", artifact, tmp_path, windows=(0, 0))
     with pytest.raises(RotationZooError, match="one scale a head"):
         exported(
             "vllm-oscar",

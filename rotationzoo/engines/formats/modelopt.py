@@ -22,6 +22,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     used = {each["quant_algo"] for each in layers.values()}
     quantization = {
         "quant_algo": None,
+        "quantized_layers": {},
         "kv_cache_quant_algo": used.pop() if len(used) == 1 else "MIXED_PRECISION",
         "kv_cache_quantized_layers": layers,
         "kv_cache_schema_version": 1,
@@ -31,6 +32,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     write_new(work / FILE, strict_json.text({"producer": producer, "quantization": quantization}))
     notes = [
         f"put {FILE} next to config.json: vLLM's pull request 56116 reads it, and no release does",
+        "vLLM reads the file only beside a config.json without a quantization_config",
         "layers are named as in models of one decoder; scales are not in the file",
         "layers of fewer than 4 bits get NVFP4, the smallest format there is",
     ]

@@ -63,7 +63,9 @@ def _content(
     letter: str, side: SideMatrices, provenance: Mapping[str, Any], version: int
 ) -> dict[str, Any]:
     """A side's file, of keys (`letter` is `k`) or values (`v`), in OSCAR's own order."""
-    name, centered = ("key", "oscar2_center") if letter == "k" else ("value", "oscar2_v_pre_wo")
+    transform, centered = {"key": "center"}, "oscar2_center"
+    if letter == "v":
+        transform, centered = {"value": "pre_wo"}, "oscar2_v_pre_wo"
     content: dict[str, Any] = {"format_version": version, "objective": side.objective}
     content["source_grouping"] = "head" if version == 3 and side.per_head else "layer"
     if version == 2:
@@ -72,7 +74,7 @@ def _content(
     if version == 3:
         plain = f"{side.objective}_center"
         content["objective"] = centered if re.match(_CALIBRATED, plain) else plain
-        content["transform"] = {name: "center", "centered": bool(side.mean), "orthogonal": True}
+        content["transform"] = {**transform, "centered": bool(side.mean), "orthogonal": True}
     if provenance:
         content["calibration"] = dict(provenance)
     layers: dict[int, dict[str, Any]]

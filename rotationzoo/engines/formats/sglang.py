@@ -13,6 +13,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 
 _PAGE = 8  # tokens leave the exact window in pages of this size
+_WINDOWS = "add: --windows 64/256"
 
 
 def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
@@ -21,10 +22,12 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     cannot, group = "SGLang cannot", payload.largest_group
     if group & (group - 1):
         raise RotationZooError(f"{cannot} run quantization groups of {group}: only powers of two")
+    if not any(request.windows):
+        raise RotationZooError(f"{cannot} run 2 bits without exact tokens", hint=_WINDOWS)
     for name, tokens in zip(("sink", "recent"), request.windows, strict=True):
         if tokens % _PAGE:
             exact = f"keep {tokens} {name} tokens exact: only multiples of {_PAGE}"
-            raise RotationZooError(f"{cannot} {exact}", hint="add: --windows 64/256")
+            raise RotationZooError(f"{cannot} {exact}", hint=_WINDOWS)
     environment = {
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
         **write_pair(work, final, payload, request, "SGLANG_OSCAR"),
@@ -54,20 +57,23 @@ def _command(payload: Payload) -> str:
         words.append(f"--kv-cache-quant-group-size {payload.largest_group}")
     words.append(f"--page-size {_PAGE}")
     words.append("--prefill-attention-backend triton --decode-attention-backend triton")
-    if _is_hybrid(payload):
-        words.append("--mamba-radix-cache-strategy extra_buffer")
-    return " ".join(words)
+    return " ".join([*words, *options_of_hybrids(payload)])
 
 
-def _is_hybrid(payload: Payload) -> bool:
-    """Whether only some of the model's layers cache keys."""
+def options_of_hybrids(payload: Payload) -> list[str]:
+    """What the command of a model needs in which only some layers cache anything."""
     layers = max(layer.index for layer in payload.geometry) + 1
-    return len(cached_layers(payload.geometry)) < layers
+    is_hybrid = len(cached_layers(payload.geometry)) < layers
+    return ["--mamba-radix-cache-strategy extra_buffer"] if is_hybrid else []
 
 
 def _notes(payload: Payload) -> list[str]:
-    notes = ["needs OSCAR's SGLang, or a SGLang with pull request 32129"]
-    if _is_hybrid(payload):
+    notes = [
+        "needs OSCAR's SGLang, or a SGLang with pull request 32129",
+        "keep both files where the variables say: if one is missing, a server of October 2026 "
+        "calibrates at its start and writes a pair of its own there",
+    ]
+    if options_of_hybrids(payload):
         notes.append("only some layers of this model cache keys: their numbers count all layers")
     largest_dim = max(payload.head_dims)
     if payload.largest_group < largest_dim:
@@ -77,7 +83,7 @@ def _notes(payload: Payload) -> list[str]:
         )
     if payload.key.mean:
         notes.append(
-            "the key mean (version 3) needs the server of August 2026 or later; earlier ones "
-            "ignore it"
+            "the key mean (version 3) needs a server that reads k_mean, as OSCAR's of October "
+            "2026 (commit 0c88a3d1); others ignore it"
         )
     return notes

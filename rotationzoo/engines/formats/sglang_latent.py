@@ -12,13 +12,13 @@ from rotationzoo.artifact.reductions import Settled
 from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import Launch, Payload, SideMatrices
 from rotationzoo.engines.formats.oscar_pt import Entries, load, tensors_of, write_pt
-from rotationzoo.engines.formats.sglang import windows_of
+from rotationzoo.engines.formats.sglang import options_of_hybrids, windows_of
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError
 from rotationzoo.sides import LATENT
 
 _OF_A_LAYER = re.compile(r"layer_\d{1,9}\.pt")
-_PACKED = 512  # elements of the latents that the server's own kernels pack
+_PACKED = 512  # elements of the latents that its makers ran packed
 _GROUPS = 32, 128  # channels that share a scale, with which its makers measured
 
 
@@ -26,30 +26,45 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     """Write a file for each layer to `work`. The environment variables name the folder `final`."""
     for layer, matrix in payload.key.rotation.items():
         write_pt(work / f"layer_{layer}.pt", matrix.float().contiguous().clone())
+    packed = payload.head_dims == {_PACKED}
     environment = {
         "SGLANG_OSCAR_MLA_KV_ROTATION_PATH": str(final),
         "SGLANG_OSCAR_MLA_KV_GROUP_SIZE": str(payload.largest_group),
         "SGLANG_OSCAR_MLA_KV_BITS": "2",
         # Without it, latents go through 2 bits and are stored in the model's type.
-        "SGLANG_OSCAR_MLA_KV_PACKED": str(int(payload.head_dims == {_PACKED})),
+        "SGLANG_OSCAR_MLA_KV_PACKED": str(int(packed)),
+        # Packed latents get Lloyd-Max levels by default, which `evaluate` does not simulate.
+        "SGLANG_LLOYD_MAX": "0",
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
         **windows_of(request),
     }
     model = shlex.quote(payload.model)
     # In fp8, entries of a rotation of 512 x 512 become subnormal.
-    command = f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype bfloat16"
-    return Launch([command], environment, _notes(payload))
+    words = [f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype bfloat16"]
+    if packed:  # other backends ask the pool for rows in the model's type, which it does not have
+        words.append("--attention-backend triton")
+    command = " ".join([*words, *options_of_hybrids(payload)])
+    return Launch([command], environment, _notes(payload, packed))
 
 
-def _notes(payload: Payload) -> list[str]:
+def _notes(payload: Payload, packed: bool) -> list[str]:
     notes = [
         "needs OSCAR's SGLang; these files follow its own tools, and no server has read them here",
         "a layer without its file is served without rotation, and nothing says so",
         "requests that share a cached prefix may lose its exact tokens: --disable-radix-cache "
         "keeps them",
     ]
-    if payload.head_dims != {_PACKED}:
-        notes.append(f"the server packs latents of {_PACKED} elements, and stores others unpacked")
+    if packed:
+        notes.append(
+            "SGLANG_LLOYD_MAX=1 takes Lloyd-Max levels, which its makers prefer and `evaluate` "
+            "does not simulate"
+        )
+        notes.append(
+            "triton attends to every token: a model with sparse attention (DSA, as GLM-5) keeps it "
+            "without --attention-backend"
+        )
+    else:
+        notes.append(f"stored unpacked: its makers ran packed latents of {_PACKED} elements alone")
     if payload.largest_group not in _GROUPS:
         groups = " and ".join(map(str, _GROUPS))
         notes.append(

@@ -46,8 +46,9 @@ def test_sglang_version_3_carries_the_key_mean(made, tmp_path):
     assert keys["transform"] == {"key": "center", "centered": True, "orthogonal": True}
     mean = stored_statistics(artifact)["layers.2.key.mean"]
     assert torch.equal(keys["layers"][2]["k_mean"], mean.float())
-    values = torch.load(done.path / "v_rotation_oscar2_center.pt")["layers"].values()
-    assert not any("k_mean" in entry for entry in values)
+    values = torch.load(done.path / "v_rotation_oscar2_center.pt")
+    assert values["transform"] == {"value": "pre_wo", "centered": False, "orthogonal": True}
+    assert not any("k_mean" in entry for entry in values["layers"].values())
     check_engine("sglang", artifact, done)
     # the mean taken from all keys moves every score of a query by the same number
     layer = layers_of(artifact)[2]
