@@ -42,6 +42,7 @@ from rotationzoo.model.source import fetch_weights, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe.rope import position_count, scaling_of
 from rotationzoo.storage import strict_json
+from rotationzoo.words import finish
 from rotationzoo.writer import add_files, library_versions
 
 
@@ -62,6 +63,8 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
     """
+    if job.tasks.minutes:
+        tell(f"Loading the model, questions and texts{finish(60 * job.tasks.minutes)}.")
     ready = prepare(job, progress, tell)
     job, source = ready.job, ready.source
     fetch_weights(source, progress)
