@@ -38,9 +38,9 @@ class Noisy:
         return 16.0
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma4"])
 def model(request, tmp_path_factory):
-    """gemma2 has a soft cap, windows, and a cap on its logits."""
+    """gemma2 has a soft cap, windows, and a cap on its logits; in gemma4, layers share a cache."""
     from support.models import save_family
 
     folder = tmp_path_factory.mktemp(request.param)
@@ -64,7 +64,7 @@ def test_it_predicts_what_noise_costs(model):
     positions = list(range(CACHE.first_quantized, len(IDS)))
     geometry, texts = geometry_of(model), [Scored(IDS, positions)]
     fisher = collect_fisher(model, geometry, texts, CACHE, 64)
-    assert {layer for layer, _ in fisher} == {layer.index for layer in geometry}
+    assert {layer for layer, _ in fisher} == {layer.owner for layer in geometry}
     for place, metric in fisher.items():
         found = [divergence(model, Noisy(place, seed), positions) for seed in range(DRAWS)]
         predicted = NOISE**2 / 2 * metric.diagonal(dim1=-2, dim2=-1).sum().item()
