@@ -216,12 +216,13 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
 
     # All copies are made before the first kernel. Kernels start early: what they read before they
     # wait for the kernel before them must not come from that one.
-    (key_matrix, key_mean), (value_matrix, value_mean) = map(_transform, packed.sides)
+    key_matrix, value_matrix = (_to(side.matrix, torch.float32) for side in packed.sides)
+    key_mean, value_mean = (_to(side.mean, torch.float32) for side in packed.sides)
     key, value = map(_pages, packed.sides)
-    starts, floors = _counts(packed.starts), _counts(packed.floors)
-    lengths = packed.lengths.int().contiguous()
+    counts = packed.starts, packed.floors, packed.lengths
+    starts, floors, lengths = (_to(each, torch.int32) for each in counts)
     sink, recent = _window(head, dtype), _window(tail, dtype)
-    sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
+    sinks = _to(scores.sinks, torch.float32)
     rows = batch, layout.heads, padded
     prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
     headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
@@ -312,11 +313,6 @@ def _check(
         )
 
 
-def _transform(side: PackedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
-    mean = side.mean
-    return side.matrix.float().contiguous(), None if mean is None else mean.float().contiguous()
-
-
 def _pages(side: PackedSide) -> Pages:
     table = side.addresses().contiguous()
     return Pages(table, side.base, table.shape[1])
@@ -324,15 +320,19 @@ def _pages(side: PackedSide) -> Pages:
 
 def _window(window: ExactWindow, dtype: torch.dtype) -> Window:
     return Window(
-        key=window.key.to(dtype).contiguous(),
-        value=window.value.to(dtype).contiguous(),
-        lengths=_counts(window.lengths),
-        starts=_counts(window.starts),
-        slots=_counts(window.slots),
+        key=_to(window.key, dtype),
+        value=_to(window.value, dtype),
+        lengths=_to(window.lengths, torch.int32),
+        starts=_to(window.starts, torch.int32),
+        slots=_to(window.slots, torch.int32),
         room=window.key.shape[2],
         pieces=1 if window.slots is None else window.slots.shape[1],
     )
 
 
-def _counts(counts: torch.Tensor | None) -> torch.Tensor | None:
-    return None if counts is None else counts.int().contiguous()
+def _to(tensor: Any, dtype: torch.dtype) -> Any:
+    """This tensor, of this type and contiguous; or None."""
+    # A server has such tensors: asking them is faster than a call that does nothing.
+    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(dtype).contiguous()

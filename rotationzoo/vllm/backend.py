@@ -5,7 +5,7 @@ Layers with a sliding window keep vLLM's own backend, and the model's dtype.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -82,10 +82,14 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
     ) -> RotatedMetadata:
         """Plan a step."""
         common = common_attn_metadata
-        bounds, known = common.query_start_loc, _known_of(common, self.few, self.meets)
+        lengths = common.seq_lens_cpu_upper_bound
+        lengths = common.seq_lens if lengths is None else lengths
+        counts = common.query_start_loc_cpu.diff()
+        both = (tuple(each.tolist()) for each in (counts, lengths))
+        known = _make_known(*both, common.max_seq_len, self.few, self.meets)
         table, mapping = self._pages_of(common.block_table_tensor), common.slot_mapping
-        tokens = common.num_actual_tokens
-        step = self.planner.plan(table, common.seq_lens, bounds.diff(), mapping[:tokens], known)
+        new, tokens = common.query_start_loc.diff(), common.num_actual_tokens
+        step = self.planner.plan(table, common.seq_lens, new, mapping[:tokens], known)
         return RotatedMetadata(tokens, step)
 
     def forget(self, blocks: list[int]) -> None:
@@ -103,6 +107,10 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
 
 class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
     """The attention of one layer over pages of codes."""
+
+    builder: ClassVar[type[RotatedBuilder]] = RotatedBuilder
+    spec: ClassVar = base.FullAttentionSpec
+    """Of the layers that are served."""
 
     def __init__(  # noqa: PLR0913 (vLLM's own arguments)
         self,
@@ -127,8 +135,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         for what, asked in unserved.items():
             if asked:
                 raise UnsupportedModel(f"this backend serves no rotations with {what}", SERVE)
-        global _current
-        _current = config = base.get_current_vllm_config()
+        self.config = config = base.get_current_vllm_config()
         settings = read_settings(config)
         if settings is None:
             raise RotationZooError("no artifact is named for rotationzoo's backend", SERVE)
@@ -144,16 +151,38 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
         self.most_tokens = config.scheduler_config.max_num_batched_tokens
         self.reader: LayerReader | None = None
-        self.cache_config = config.cache_config
         self.reserved: torch.Tensor | None = None
         self.bad: torch.Tensor | None = None  # what counts rows that are not finite
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Give this layer a backend that knows the layer's number. vLLM asks a backend for the spec
-        of a cache after this call, and does not say for which layer."""
-        for name, layer in _current.compilation_config.static_forward_context.items():
-            if getattr(layer, "impl", None) is self:
-                layer.attn_backend = _for_layer(layer.attn_backend, extract_layer_index(name))
+    def make_backend(self, backend: Any, layer: int) -> Any:
+        """The backend of the layer with this number, made from the one of all layers."""
+        # Each layer has a class: vLLM calls `customize_spec` of a class, and does not say for which
+        # layer. It compares backends by name, and these have the same.
+        of_layer = partial(self.customize_spec, layer)
+        own = {"customize_spec": of_layer, "get_builder_cls": lambda: self.builder}
+        return type(backend.__name__, (backend,), own)
+
+    def customize_spec(self, layer: int, spec: Any) -> Any:
+        """The spec of this layer's cache, stored as codes. Raises `UnsupportedModel` for one of
+        another kind."""
+        if type(spec) is not self.spec:
+            problem = "rotations are served with full attention and sliding windows alone"
+            raise UnsupportedModel(problem, "read it with transformers: rotationzoo generate")
+        cell = serving.cell_bytes(self.settings, spec.head_size, layer, spec.dtype.itemsize)
+        stored = replace(spec, state_content_bytes=cell)
+        if self.settings.codec.rotations.has_budget or self.spec is not base.FullAttentionSpec:
+            # A cell may not be a whole number of the model's elements.
+            stored = replace(stored, dtype=torch.uint8)
+        layers = self.config.compilation_config.static_forward_context.values()
+        if all(getattr(each, "sliding_window", None) is None for each in layers):
+            return stored
+        # Of another dtype, so that vLLM clears blocks that change hands: what layers with a window
+        # left in one may be no numbers as scales, and codes may be none as rows.
+        stored = replace(stored, dtype=torch.uint8)
+        # Blocks of all layers take the same bytes: vLLM pads those that take fewer. So a block
+        # holds as many more tokens as make it larger than one of a layer with a window.
+        more = -(-spec.page_size_bytes // stored.page_size_bytes)
+        return replace(stored, block_size=more * spec.block_size)
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Nothing: `forward` stores new tokens. vLLM's CPU backend would write rows as they are
@@ -193,8 +222,8 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         """Take the memory that exact copies and prompts will take, so that vLLM leaves it on a
         GPU."""
         is_first = self.reserved is None and self.reader is None
-        if like.is_cuda and is_first and self.cache_config.block_size:
-            tokens = _page_tokens(self.cache_config.block_size)
+        if like.is_cuda and is_first and self.config.cache_config.block_size:
+            tokens = _page_tokens(self.config.cache_config.block_size)
             slots = count_slots(self.settings.layout, tokens, *self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
             queries = self.most_tokens, self.num_heads, self.head_size
@@ -224,8 +253,6 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     forward_includes_kv_cache_update = True
-    layer: int | None = None
-    """The number of the layer whose backend this is; None for that of all layers."""
 
     @staticmethod
     def get_name() -> str:
@@ -253,67 +280,16 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
     def supports_sink(cls) -> bool:
         return True
 
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
-        return in_two_bits(spec, cls.layer)
-
-
-_known: Known | None = None
-_current: Any = None
-"""The `VllmConfig` of this process's model: vLLM asks for specs later, and shows it no more."""
-
-
-@cache
-def _for_layer(backend: Any, layer: int) -> Any:
-    """The backend of one layer: for vLLM, which compares names, the same as the one of all."""
-    if backend.layer is not None:  # weights may be loaded again
-        return backend
-    return type(backend.__name__, (backend,), {"layer": layer, "__doc__": backend.__doc__})
-
-
-def in_two_bits(spec: Any, layer: int | None, kind: Any = base.FullAttentionSpec) -> Any:
-    """The spec of a layer's cache, stored as codes. Raises `UnsupportedModel` for one of another
-    kind."""
-    if type(spec) is not kind:
-        problem = "rotations are served with full attention and sliding windows alone"
-        raise UnsupportedModel(problem, "read it with transformers: rotationzoo generate")
-    settings: Any = read_settings(_current)
-    cell = serving.cell_bytes(settings, spec.head_size, layer, spec.dtype.itemsize)
-    stored = replace(spec, state_content_bytes=cell)
-    if settings.codec.rotations.has_budget or kind is not base.FullAttentionSpec:
-        # A cell may not be a whole number of the model's elements.
-        stored = replace(stored, dtype=torch.uint8)
-    layers = _current.compilation_config.static_forward_context.values()
-    if all(getattr(each, "sliding_window", None) is None for each in layers):
-        return stored
-    # Of another dtype, so that vLLM clears blocks that change hands: what layers with a window left
-    # in one may be no numbers as scales, and codes may be none as rows.
-    stored = replace(stored, dtype=torch.uint8)
-    # Blocks of all layers take the same bytes: vLLM pads those that take fewer. So a block holds as
-    # many more tokens as make it larger than one of a layer with a window.
-    more = -(-spec.page_size_bytes // stored.page_size_bytes)
-    return replace(stored, block_size=more * spec.block_size)
-
 
 _lend_scratch = lru_cache(1)(lambda *sizes: current_workspace_manager().get_simultaneous(*sizes))
 """Scratch memory: all layers of a step ask for the same."""
 
 
-def _known_of(common: Any, few: int, meets: bool) -> Known:
+@lru_cache(1)
+def _make_known(counts: tuple[int, ...], lengths: tuple[int, ...], *others: Any) -> Known:
     """What is known of a step: one object for the builders of pages of all sizes."""
-    global _known
-    lengths = common.seq_lens_cpu_upper_bound
-    lengths = (common.seq_lens if lengths is None else lengths).to("cpu", torch.int64, copy=True)
-    counts = common.query_start_loc_cpu.diff().long()
-    if (
-        _known is None
-        or (_known.most_tokens, _known.few, _known.meets) != (common.max_seq_len, few, meets)
-        or not torch.equal(_known.counts, counts)
-        or not torch.equal(_known.lengths, lengths)
-    ):
-        _known = Known(counts, lengths, common.max_seq_len, few, meets)
-    return _known
+    new, held = (torch.tensor(each, dtype=torch.int64) for each in (counts, lengths))
+    return Known(new, held, *others)
 
 
 def _page_tokens(block: int) -> int:
@@ -350,10 +326,12 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
                 AttentionBackendEnum[place].clear_override()
             _cached_get_attn_backend.cache_clear()  # another model of this process keeps vLLM's
         layers = config.compilation_config.static_forward_context
-        ours = (
-            name for name in layers if isinstance(getattr(layers[name], "impl", None), RotatedImpl)
-        )
-        self.stored = {extract_layer_index(name): name for name in ours}
+        self.stored = {}
+        for name, layer in layers.items():
+            if isinstance(getattr(layer, "impl", None), RotatedImpl):
+                number = extract_layer_index(name)
+                self.stored[number] = name
+                layer.attn_backend = layer.impl.make_backend(layer.attn_backend, number)
         if exact := serving.served_layers(settings, config) - set(self.stored):
             raise RotationZooError(f"vLLM gave layer {min(exact)} an exact attention backend")
         self.bad_rows = BadRows(self.stored, self.device, settings.codec.rotations.cached.names)

@@ -26,7 +26,6 @@ from rotationzoo.vllm.backend import (
     RotatedBuilder,
     RotatedImpl,
     RotatedMetadata,
-    in_two_bits,
 )
 from rotationzoo.vllm.latents import LatentPages, LatentReader
 from rotationzoo.vllm.prompts import LayerReader, TorchAttention
@@ -62,6 +61,9 @@ class LatentBuilder(RotatedBuilder):
 
 class LatentImpl(RotatedImpl):
     """The attention of one layer over pages of latents."""
+
+    builder = LatentBuilder
+    spec = base.MLAAttentionSpec
 
     def __init__(self, *given: Any, kv_lora_rank: int, **others: Any) -> None:
         own = {"q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
@@ -112,14 +114,5 @@ class LatentBackend(RotatedBackend):
         return True
 
     @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """The spec of a layer's cache, with the bytes of a token."""
-        return in_two_bits(spec, cls.layer, base.MLAAttentionSpec)
-
-    @classmethod
     def get_impl_cls(cls) -> Any:
         return LatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return LatentBuilder

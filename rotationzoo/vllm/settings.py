@@ -5,7 +5,6 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,28 +180,20 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
     return replace(settings, codec=codec)
 
 
-def cell_bytes(
-    settings: CacheSettings, head_size: int, layer: int | None = None, itemsize: int = 2
-) -> int:
+def cell_bytes(settings: CacheSettings, head_size: int, layer: int, itemsize: int = 2) -> int:
     """The bytes of one token of one KV head of a layer: codes, scale and offset of its key and its
     value; or of its latent, with what is exact beside it, in elements of so many bytes, to the head
-    size. Without a layer, those of all layers. Raises `UnsupportedModel` for another head size
-    than the rotations', and `RotationZooError` for one that the format cannot store, and where no
-    layer is given and their bytes differ."""
-    codec, format, tokens = settings.codec, settings.layout.format, 64
-    sizes = dict.fromkeys(codec.rotations if layer is None else [layer], 0)
+    size. Raises `UnsupportedModel` for another head size than the rotations', and
+    `RotationZooError` for one that the format cannot store."""
+    codec, tokens, size = settings.codec, 64, 0
     has_latents = codec.rotations.cached is LATENTS
-    for number, side in product(sizes, codec.rotations.cached.sides):
-        page = codec.page_layout(number, side, tokens, format)
+    for side in codec.rotations.cached.sides:
+        page = codec.page_layout(layer, side, tokens, settings.layout.format)
         beside = head_size - page.dim
         if beside < 0 or (beside and not has_latents):
             raise UnsupportedModel(
                 f"the model has heads of {head_size}, and the rotations are for {page.dim}"
             )
         check_shape(page.dim, codec.group_size or page.dim, page.format)
-        sizes[number] += page.bytes // (page.heads * tokens) + beside * itemsize
-    if len({*sizes.values()}) > 1:
-        problem = "layers take different bytes, and vLLM did not say which one it asks for"
-        hint = "leave the budget of bits out: --format vllm"
-        raise RotationZooError(problem, hint)
-    return max(sizes.values())
+        size += page.bytes // (page.heads * tokens) + beside * itemsize
+    return size

@@ -299,27 +299,28 @@ class Planner:
         lengths: torch.Tensor,
         recent_pages: int,
     ) -> None:
-        """Keep the copies in the windows of these requests, from that before `firsts` on, and give
-        a slot to those of their pages without one that get new tokens, from `starts` on."""
-        device = table.device
-        after = (firsts - self.recent).clamp(min=0) // self.tokens
-        before = (starts - self.recent).clamp(min=0) // self.tokens
-        sinks = torch.arange(self.sink_pages, device=device).expand(len(table), -1)
-        recent = torch.arange(recent_pages, device=device)
-        number = torch.cat([sinks, after[:, None] + recent, before[:, None] + recent], 1)
-        # No page twice: a slot would be given to it twice.
-        counts = number * self.tokens < lengths[:, None]
-        counts[:, self.sink_pages :] &= number[:, self.sink_pages :] >= self.sink_pages
-        counts[:, -recent_pages:] &= number[:, -recent_pages:] < after[:, None]
+        """Keep the copies in the windows of these requests, and give a slot to those pages of the
+        sink and of the window at `firsts` that lack one and get new tokens, from `starts` on. Three
+        masks name the pages, where few tokens are new and where many are:
+
+            |  sink   | codes |  recent   |        new        |
+            | in_sink |       |           in_recent           |
+            | in_sink |       | in_before |       | in_recent |
+        """
+        first = self._first_page(firsts)
+        sink, in_sink = self._number(torch.zeros_like(first), lengths, self.sink_pages)
+        recent, in_recent = self._number(first, lengths, recent_pages)
+        before, in_before = self._number(self._first_page(starts), lengths, recent_pages)
+        in_recent &= recent >= self.sink_pages  # a page of both would get two slots
         # Few tokens read what is before them in windows that end with themselves.
-        counts[:, -recent_pages:] &= (firsts > starts + 1)[:, None]
-        pages = self._pages(table, number, counts).flatten()
-        first = starts[:, None] - number * self.tokens  # that is copied
-        begins = first < self.tokens
-        begins[:, -recent_pages:] = False  # those between the windows
-        begins = begins.flatten() & (pages > 0) & (self.slot_of[pages] == 0)
+        in_before &= (firsts > starts + 1)[:, None]
+        number = torch.cat([sink, recent, before], 1)
+        pages = self._pages(table, number, torch.cat([in_sink, in_recent, in_before], 1))
         self._used[self.slot_of[pages]] = self._now
         self._used[0] = _NEVER
+        pages = pages[:, :-recent_pages].flatten()
+        copied_from = (starts[:, None] - number[:, :-recent_pages] * self.tokens).flatten()
+        begins = (copied_from < self.tokens) & (pages > 0) & (self.slot_of[pages] == 0)
         # The n-th page that needs a slot gets the slot that was used n-th least recently.
         order = self._used.argsort(stable=True)
         slots = order[(begins.cumsum(0) - 1).clamp(min=0, max=self.slots - 1)]
@@ -330,8 +331,19 @@ class Planner:
         self._forgotten += (former > 0).sum()
         self.slot_of[former] = 0
         self.slot_of[pages], self._page_of[slots], self._used[slots] = slots, pages, self._now
-        self._copied_from[slots] = first.clamp(min=0).flatten()
+        self._copied_from[slots] = copied_from.clamp(min=0)
         self.slot_of[0], self._used[0] = 0, _NEVER
+
+    def _first_page(self, ends: torch.Tensor) -> torch.Tensor:
+        """The first page `[B]` of the recent windows that end with these tokens `[B]`."""
+        return (ends - self.recent).clamp(min=0) // self.tokens
+
+    def _number(
+        self, first: torch.Tensor, lengths: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of pages `[B, count]` from `first` `[B]` on, and which have tokens."""
+        number = first[:, None] + torch.arange(count, device=first.device)
+        return number, number * self.tokens < lengths[:, None]
 
     def _pages(
         self, table: torch.Tensor, number: torch.Tensor, counts: torch.Tensor
@@ -345,8 +357,7 @@ class Planner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """How many of the first tokens are read exact, of those before the new ones `[B]`, all of
         the sink or none, and the slots of their copies `[B, pages of the sink]`."""
-        number = torch.arange(self.sink_pages, device=table.device).expand(len(table), -1)
-        counts = number * self.tokens < lengths[:, None]
+        number, counts = self._number(torch.zeros_like(lengths), lengths, self.sink_pages)
         slots = self.slot_of[self._pages(table, number, counts)]
         whole = ((slots > 0) & (self._copied_from[slots] == 0) | ~counts).all(1)
         return torch.where(whole, contexts.clamp(min=0, max=self.sink), 0), slots
@@ -362,9 +373,8 @@ class Planner:
         """From which token on `[B]` the last ones before `firsts` `[B]` are read exact: all of
         them have copies, and so have those up to `lengths` `[B]`. Then the slots of these
         `[B, pages]`, and how many tokens come before the first slot's `[B]`."""
-        first = (firsts - self.recent).clamp(min=0) // self.tokens
-        number = first[:, None] + torch.arange(pages, device=table.device)
-        counts = number * self.tokens < lengths[:, None]
+        first = self._first_page(firsts)
+        number, counts = self._number(first, lengths, pages)
         slots = self.slot_of[self._pages(table, number, counts)]
         # The last one that lacks its copies, or some.
         missing = torch.where(slots > 0, self._copied_from[slots], self.tokens) * counts

@@ -27,9 +27,7 @@ NAMES = {
     "vllm.v1.attention.backends.registry": "AttentionBackendEnum register_backend",
     "vllm.v1.attention.ops.merge_attn_states": "merge_attn_states",
     "vllm.v1.attention.selector": "_cached_get_attn_backend",
-    "vllm.v1.kv_cache_interface": (
-        "FullAttentionSpec KVCacheLayout MLAAttentionSpec SlidingWindowSpec"
-    ),
+    "vllm.v1.kv_cache_interface": ("FullAttentionSpec KVCacheLayout MLAAttentionSpec"),
     "vllm.v1.worker.workspace": "current_workspace_manager",
 }
 """The names that are imported, by module."""
@@ -46,7 +44,7 @@ _WORKER = "execute_model initialize_from_config load_model"
 MEMBERS = {
     "AttentionBackend": "customize_spec forward_includes_kv_cache_update supports_sink",
     "AttentionBackendEnum": "CPU_ATTN CUSTOM clear_override get_path is_overridden",
-    "AttentionImpl": "forward process_weights_after_loading",
+    "AttentionImpl": "forward",
     "AttentionMetadataBuilder": "_cudagraph_support _init_reorder_batch_threshold build",
     "CPUWorker": _WORKER,
     "CommonAttentionMetadata": "block_table_tensor seq_lens_cpu_upper_bound slot_mapping",

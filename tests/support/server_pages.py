@@ -66,7 +66,7 @@ class Server:
         kinds, heads, head_size = (LayerPages, LayerReader), HEADS, DIM
         if settings.codec.rotations.cached is LATENTS:
             kinds, heads, head_size = (LatentPages, LatentReader), 1, DIM + ROPE
-        cell = cell_bytes(settings, head_size, itemsize=dtype.itemsize)
+        cell = cell_bytes(settings, head_size, 0, dtype.itemsize)
         size = pages, heads, tokens, cell // 2
         cache = torch.zeros(size, dtype=torch.bfloat16, device=device)
         like = torch.zeros(1, heads, 1, DIM, device=device)

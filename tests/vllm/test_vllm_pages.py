@@ -409,13 +409,13 @@ def to_bfloat16(rows):
 
 
 def test_a_cell_takes_what_the_format_says():
-    assert cell_bytes(settings_of("vllm"), DIM) == 2 * (4 + 4)
-    assert cell_bytes(settings_of("sglang"), DIM) == 2 * (4 + 8)
-    assert cell_bytes(settings_of("fine"), DIM) == 2 * (4 + 2 + 2)
+    assert cell_bytes(settings_of("vllm"), DIM, 0) == 2 * (4 + 4)
+    assert cell_bytes(settings_of("sglang"), DIM, 0) == 2 * (4 + 8)
+    assert cell_bytes(settings_of("fine"), DIM, 0) == 2 * (4 + 2 + 2)
     settings = settings_of()
     short = replace(settings, layout=replace(settings.layout, format=FINE))
     with pytest.raises(RotationZooError, match="rows of 16 channels have no 48 of three bits"):
-        cell_bytes(short, DIM)
+        cell_bytes(short, DIM, 0)
 
 
 def of_layers(bits: list[dict[str, int]]) -> CacheSettings:
@@ -433,10 +433,8 @@ def test_the_cells_of_a_layer_take_what_its_budget_says():
     settings, least = of_layers(bits), 2 * (4 + 2)
     found = [cell_bytes(settings, DIM, layer) for layer in range(3)]
     assert found == [least, least + 2, least + 12]
-    with pytest.raises(RotationZooError, match="vLLM did not say which one it asks for"):
-        cell_bytes(settings, DIM)
     plain = replace(settings, layout=replace(settings.layout, format=FORMATS["vllm"]))
-    assert cell_bytes(plain, DIM) == 2 * (4 + 4), "a format with an offset takes no budget"
+    assert cell_bytes(plain, DIM, 1) == 2 * (4 + 4), "a format with an offset takes no budget"
 
 
 def test_pages_of_another_layer_are_refused():

@@ -69,8 +69,8 @@ def test_a_newer_version_that_lacks_a_name_is_refused_with_it_unless_asked_for(f
     assert plugin.choose_package() == (plugin.CPU_PACKAGE, None)
     path = "vllm.v1.attention.backend"
     del fake[path].MultipleOf
-    del fake[path].AttentionImpl.process_weights_after_loading
-    missing = [f"{path}.AttentionImpl.process_weights_after_loading", f"{path}.MultipleOf"]
+    del fake[path].AttentionImpl.forward
+    missing = [f"{path}.AttentionImpl.forward", f"{path}.MultipleOf"]
     assert upstream.missing_names() == missing
     package, error = plugin.choose_package()
     assert package == plugin.CPU_PACKAGE
@@ -79,7 +79,7 @@ def test_a_newer_version_that_lacks_a_name_is_refused_with_it_unless_asked_for(f
     with pytest.raises(ImportError, match=f"vLLM has no {path}.MultipleOf"):
         from rotationzoo.vllm.upstream import MultipleOf  # noqa: F401
     del fake["vllm.v1.kv_cache_interface"]
-    assert "and 3 more (--anyway" in str(plugin.choose_package()[1])
+    assert "and 2 more (--anyway" in str(plugin.choose_package()[1])
 
 
 def test_an_older_version_is_refused_whatever_it_has(fake, monkeypatch):

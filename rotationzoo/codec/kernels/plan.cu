@@ -97,13 +97,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
     if (const Count place = mapping[at]; place >= 0 && place % TOKENS == 0)
       if (const Count slot = slot_of[place / TOKENS]) used[slot] = 0, slot_of[place / TOKENS] = 0;
   __syncthreads();
-  // All windows stay, and so do those that end before the new tokens of prompts.
+  // The masks are those of `_copy_windows` in steps.py. All windows stay, and so do those that end before the new tokens of prompts.
   const int own = SINK_PAGES + int(recent_pages), touched = own + int(recent_pages);
   for (int i = threadIdx.x; i < batch * touched; i += THREADS) {
     const Request request = request_of(i / touched);
-    const int n = i % touched, before = Request::first_page(request.context) + n - own;
-    const bool counts = n < own || (request.is_prompt && before < request.first);
-    if (const Count slot = counts ? slot_of[request.page(n < own ? request.number(n) : before, request.length)] : 0) used[slot] = now;
+    const int n = i % touched, number = n < own ? request.number(n) : Request::first_page(request.context) + n - own;
+    const bool in_before = n >= own && request.is_prompt;
+    if (const Count slot = n < own || in_before ? slot_of[request.page(number, request.length)] : 0) used[slot] = now;
   }
   __syncthreads();
   // Pages without a slot in which windows get new tokens take the slots that were used least recently.
@@ -114,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(
       const Request request = request_of(at / own);
       const int n = at % own, number = request.number(n);
       first = max(request.context - number * TOKENS, 0);
-      const bool is_twice = n >= SINK_PAGES && number < SINK_PAGES;
-      if (first < TOKENS && !is_twice) page = request.page(number, request.length);
+      const bool in_sink = n < SINK_PAGES, in_recent = !in_sink && number >= SINK_PAGES;  // no page twice
+      if (first < TOKENS && (in_sink || in_recent)) page = request.page(number, request.length);
       if (slot_of[page]) page = 0;
     }
     beginning[threadIdx.x] = page, begin_at[threadIdx.x] = first;
