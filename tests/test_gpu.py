@@ -14,7 +14,7 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
-from rotationzoo.codec import cuda, cuda_encoder
+from rotationzoo.codec import cuda_rows
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.model.source import DEMO
 from rotationzoo.recipe import Data, Recipe
@@ -108,5 +108,5 @@ def test_a_kernel_runs_on_the_device_of_its_rows():
     rows = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0))
     expected = restore(rows, 0.9)
     for device in ("cuda:0", "cuda:1"):
-        packed = cuda_encoder.quantize(rows.to(device), 0.9)
-        assert torch.equal(cuda.dequantize(packed).cpu(), expected), device
+        packed = cuda_rows.quantize(rows.to(device), 0.9)
+        assert torch.equal(cuda_rows.dequantize(packed).cpu(), expected), device

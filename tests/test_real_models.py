@@ -11,7 +11,7 @@ import torch
 from real_models_lose import PlannedCodec, feed_back, frames_of
 from real_questions import DEV, LENGTHS, SPLITS, TASKS, TEST
 from support.jobs import RECIPE, job
-from support.models import load_saved, load_tokenizer
+from support.models import load_saved
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.codec import feedback, int2
@@ -22,11 +22,6 @@ from rotationzoo.recall.questions import QUOTE
 from rotationzoo.text.documents import BUNDLED
 
 KEY = re.compile(r"[a-z]+_[a-z]+(?= is \d{6}|\": \d{6}|\"\] == \d{6})")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("demo")
 
 
 def asked(split, tokenizer, task) -> set[str]:

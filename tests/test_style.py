@@ -15,52 +15,17 @@ PACKAGE = ROOT / "rotationzoo"
 # A package or a top-level module imports only from those before it; inside a package, modules
 # import without a cycle. docs/architecture.md is written from this order: `make docs`.
 ORDER = [
-    "errors",
-    "progress",
-    "words",
-    "options",
-    "sides",
-    "budget",
-    "storage",
-    "network",
-    "linalg",
-    "rotations",
-    "geometry",
-    "recipe",
-    "codec",
-    "artifact",
-    "vllm",
-    "model",
-    "cache",
-    "text",
-    "recall",
-    "settings",
-    "simulation",
-    "report",
-    "writer",
-    "calibration",
-    "evaluation",
-    "checks",
-    "engines",
-    "zoo",
-    "capacity",
-    "generation",
-    "api",
-    "cli",
-    "__main__",
-]
+    "errors", "progress", "words", "options", "sides", "budget",
+    "storage", "network", "linalg", "rotations", "geometry", "recipe",
+    "codec", "artifact", "vllm", "model", "cache", "text", "recall", "settings",
+    "simulation", "report", "writer", "calibration", "evaluation", "checks",
+    "engines", "zoo", "capacity", "generation", "api", "cli", "__main__",
+]  # fmt: skip
 # The mathematics knows no files, no models and no other library than torch and scipy.
 IMPURE = {
-    "transformers",
-    "datasets",
-    "accelerate",
-    "huggingface_hub",
-    "safetensors",
-    "typer",
-    "rich",
-    "pathlib",
-    "os",
-}
+    "transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich",
+    "pathlib", "os",
+}  # fmt: skip
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 

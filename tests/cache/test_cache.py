@@ -76,11 +76,8 @@ def test_a_cache_of_a_model_s_own_class_is_of_that_class():
 
 
 def test_rotations_of_other_layers_are_refused():
-    llama, hybrid = (
-        architectures.build("llama", torch.float64),
-        architectures.build("qwen3_next", torch.float64),
-    )
-    four = random_arm(llama)
+    hybrid = architectures.build("qwen3_next", torch.float64)
+    four = random_arm(architectures.build("llama", torch.float64))
     with pytest.raises(RotationZooError, match="layer 0 of Qwen3NextForCausalLM stores no keys"):
         cache_for(hybrid, four, CacheLayout())
     two = architectures.build("llama", torch.float64, num_hidden_layers=2)

@@ -143,18 +143,6 @@ def test_oscar_v1_reproduces_the_published_formulas(kv_heads):
 WINDOWED = Recipe(sink=4, recent=6)
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Call it to have rows of every type but float64 added in runs."""
-
-    def switch() -> None:
-        monkeypatch.setattr(
-            f"{collect.__module__}.on_tensor_cores", lambda rows: rows.dtype != torch.float64
-        )
-
-    return switch
-
-
 def differences(statistics, expected):
     """The relative differences of all second moments, means and weights."""
     for layer, moments in expected.items():
@@ -168,12 +156,14 @@ def differences(statistics, expected):
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "mimo_v2_flash"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", ["oscar-v1", "oscar"])
-def test_runs_of_whole_batches_give_the_definition(name, dtype, recipe, as_on_a_gpu):
+def test_runs_of_whole_batches_give_the_definition(name, dtype, recipe, monkeypatch):
+    """As on a GPU, where rows of every type but float64 are added in runs."""
     model = architectures.build(name).to(dtype)
     geometry = geometry_of(model)
     chosen = PRESETS[recipe].model_copy(update={"sink": 4, "recent": 6})
     expected = collect(model, geometry, BATCHES, chosen)
-    as_on_a_gpu()
+    as_on_a_gpu = lambda rows: rows.dtype != torch.float64  # noqa: E731
+    monkeypatch.setattr(f"{collect.__module__}.on_tensor_cores", as_on_a_gpu)
     statistics = collect(model, geometry, BATCHES, chosen)
     largest = max(differences(statistics, expected))
     assert 0 < largest < 1e-6  # measured 2e-7

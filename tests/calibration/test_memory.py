@@ -26,15 +26,9 @@ from rotationzoo.recipe import Data, Recipe
 def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
     """The peak of the process itself, libraries and the allocator's holes included."""
     model = save_tiny(
-        tmp_path / "model",
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=2048,
-        num_hidden_layers=1,
-    )
+        tmp_path / "model", hidden_size=256, intermediate_size=512, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, num_hidden_layers=1,
+    )  # fmt: skip
     (command.folder / "mine.yaml").write_text(
         "sink: 16\nrecent: 64\ndata: {tokens: 8192, length: 2048}\n"
     )

@@ -145,8 +145,7 @@ def test_code_of_a_model_is_never_run(copied_tiny, tmp_path, monkeypatch):
         "config.json": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.C"},
         "tokenizer_config.json": {"AutoTokenizer": ["code.C", None]},
     }.items():
-        content = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps({**content, "auto_map": classes}))
+        edit_config(model, name, auto_map=classes)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
     calibrate(job(model, tmp_path))

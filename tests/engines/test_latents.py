@@ -8,7 +8,7 @@ import transformers
 from engines_table import PAGE
 from support import architectures
 from support.engine_artifacts import OSCAR, WRITTEN, made  # noqa: F401
-from support.models import save_family
+from support.models import randomize, save_family
 from support.oscar_files import refused
 from support.recipes import QUICK
 
@@ -39,10 +39,7 @@ def models(tmp_path_factory):
         save_family("deepseek_v3", folder / name, kv_lora_rank=RANK)
     other = transformers.AutoModelForCausalLM.from_pretrained(folder / "other")
     torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=0.25)
+    randomize(other, 0.25)
     other.save_pretrained(folder / "other")
     save_family("llama", folder / "heads")
     return folder

@@ -16,7 +16,7 @@ from support import architectures
 from support.cases import quick_first
 from support.command_line import edited_manifest, only_error
 from support.jobs import job
-from support.models import load_saved, save_family, save_tiny, small
+from support.models import edit_config, load_saved, save_family, save_tiny, small
 from support.published import ok
 from support.recipes import QUICK
 from support.reports import evaluate
@@ -224,9 +224,7 @@ def test_adapters_that_cannot_be_measured_are_refused(inside, calibrated, tiny, 
     words = ["evaluate", tiny, calibrated.folder, "--tasks", "none", "--adapter"]
     assert "holds no adapter" in inside(*words, tmp_path).stderr
     assert "leave out --save" in inside(*words, adapter, "--save").stderr
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    other = settings | {"target_modules": ["nothing"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(other))
+    edit_config(adapter, "adapter_config.json", target_modules=["nothing"])
     assert "does not fit the model" in inside(*words, adapter).stderr
 
 
@@ -326,6 +324,12 @@ def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, 
     assert [each.about.rounding for each in arms[:6]] == ["nearest"] * 3 + ["feedback"] * 3
 
 
+def drop_statistics(folder: Path) -> None:
+    (folder / "statistics.safetensors").unlink()
+    with edited_manifest(folder) as manifest:
+        del manifest["files"]["statistics.safetensors"]
+
+
 def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
     artifact = Artifact.open(mine)
     arms = build_arms([artifact], artifact.geometry, ["hadamard"], uncentered=["value"])
@@ -339,9 +343,7 @@ def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
         assert changed.whitening.equal(first.whitening), "which is made before the rotation"
         assert not changed.feedback.equal(first.feedback)
     bare = shutil.copytree(mine, tmp_path / "bare")
-    (bare / "statistics.safetensors").unlink()
-    with edited_manifest(bare) as manifest:
-        del manifest["files"]["statistics.safetensors"]
+    drop_statistics(bare)
     names = [arm.name for arm in build_arms([Artifact.open(bare)], artifact.geometry)]
     assert ALL_ELSE not in names
 
@@ -390,9 +392,7 @@ def test_an_export_that_pools_names_the_command_that_measures_it(inside, copied)
 
 
 def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, copied):
-    (copied / "statistics.safetensors").unlink()
-    with edited_manifest(copied) as manifest:
-        del manifest["files"]["statistics.safetensors"]
+    drop_statistics(copied)
     error = only_error(inside("evaluate", "no-such-model", copied, "--pooled"))
     assert "cannot be pooled: it has no statistics" in error
     error = only_error(inside("evaluate", "no-such-model", "--pooled"), 2)

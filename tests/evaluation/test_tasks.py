@@ -76,12 +76,8 @@ def test_arms_are_asked_what_the_exact_model_can_do(report):
 
 def test_the_caches_are_a_stage_of_their_own(report, told):
     """A real cache is slower than the exact one, whose speed says nothing about the time left."""
-    for stage in (
-        "answering with the exact cache",
-        "answering with mine",
-        "answering with identity",
-    ):
-        steps = [(done, total) for name, done, total in told if name == stage]
+    for cache in ("the exact cache", "mine", "identity"):
+        steps = [(done, total) for name, done, total in told if name == f"answering with {cache}"]
         total = steps[0][1]
         assert steps == sorted(steps)
         assert (steps[0], steps[-1]) == ((0, total), (total, total))

@@ -3,6 +3,7 @@ with the exact model's, written token by token, and ended by whoever reads it.""
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -79,8 +80,7 @@ def test_a_reader_may_leave(made):
 
 
 def test_a_chat_ends_where_the_answer_begins(demo, made, tmp_path):
-    folder = tmp_path / "chat"
-    shutil.copytree(DEMO, folder)
+    folder = Path(shutil.copytree(DEMO, tmp_path / "chat"))
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}<answer>{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
@@ -90,8 +90,7 @@ def test_a_chat_ends_where_the_answer_begins(demo, made, tmp_path):
 
 def test_a_model_ends_its_text_itself(demo, made, tmp_path):
     """With every token an end token, the first one ends the text."""
-    folder = tmp_path / "short"
-    shutil.copytree(DEMO, folder)
+    folder = Path(shutil.copytree(DEMO, tmp_path / "short"))
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": {list(range(2048))}}}')
     report = generate(str(folder), TEXT, rotations=str(made), **SMALL)
     assert (report["stop"], report["tokens"]) == ("end", 1)
@@ -124,8 +123,7 @@ def test_mistakes_are_found_before_the_weights_are_read(options, words, monkeypa
 
 
 def test_a_note_on_other_weights_comes_before_the_text(made, tmp_path):
-    folder, shown = tmp_path / "other", []
-    shutil.copytree(DEMO, folder)
+    shown, folder = [], Path(shutil.copytree(DEMO, tmp_path / "other"))
     edit_config(folder, rope_theta=12345.0)
     options = {"max_new_tokens": 4, "sink": 4, "recent": 8}
     job = GenerationSettings(str(folder), TEXT, rotations=str(made), **options)

@@ -160,22 +160,6 @@ def test_a_capture_that_changes_the_model_is_refused():
         check_transparent(model, IDS)
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "says"),
-    [
-        # Differential attention reads its values in two halves, neither of which is stored.
-        ("DiffLlama", architectures.BASE, "more than once in a layer"),
-        ("Mamba", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64), "code of its own"),
-        ("Bert", dict(architectures.BASE, is_decoder=False), "encoder"),
-        ("ViT", {}, "not a causal language model"),
-    ],
-)
-def test_what_has_no_cache_that_a_rotation_fits_is_refused(family, options, says):
-    config = getattr(transformers, f"{family}Config")(**options)
-    with pytest.raises(UnsupportedModel, match=says):
-        geometry_on_meta(loading.on_meta(config, family))
-
-
 MAMBA = dict(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=6,
     num_attention_heads=4, num_key_value_heads=4, mamba_d_state=8,
@@ -184,19 +168,26 @@ TYPES = ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"]
 ZAMBA2 = dict(
     MAMBA, layer_types=TYPES, hybrid_layer_ids=[2, 4], mamba_headdim=16, n_mamba_heads=8
 )  # fmt: skip
+ZAMBA = MAMBA | {"attn_layer_period": 3, "attn_layer_offset": 2, "n_mamba_heads": 2}
+SHARES = "^{}ForCausalLM shares attention among"
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "options", "says"),
     [
-        ("Zamba2", ZAMBA2 | {"num_mem_blocks": 1}),
-        ("Zamba2", ZAMBA2 | {"num_mem_blocks": 2}),
-        ("Zamba", MAMBA | {"attn_layer_period": 3, "attn_layer_offset": 2, "n_mamba_heads": 2}),
+        # Differential attention reads its values in two halves, neither of which is stored.
+        ("DiffLlama", architectures.BASE, "more than once in a layer"),
+        ("Mamba", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64), "code of its own"),
+        ("Bert", dict(architectures.BASE, is_decoder=False), "encoder"),
+        ("ViT", {}, "not a causal language model"),
+        ("Zamba2", ZAMBA2 | {"num_mem_blocks": 1}, SHARES),
+        ("Zamba2", ZAMBA2 | {"num_mem_blocks": 2}, SHARES),
+        ("Zamba", ZAMBA, SHARES),
     ],
 )
-def test_shared_attention_is_refused_as_what_it_is(family, options):
+def test_what_has_no_cache_that_a_rotation_fits_is_refused(family, options, says):
     config = getattr(transformers, f"{family}Config")(**options)
-    with pytest.raises(UnsupportedModel, match=f"^{family}ForCausalLM shares attention among"):
+    with pytest.raises(UnsupportedModel, match=says.format(family)):
         geometry_on_meta(loading.on_meta(config, family))
 
 

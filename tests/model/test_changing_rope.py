@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from support import architectures
-from support.models import add_tokenizer
+from support.models import add_tokenizer, randomize
 
 from rotationzoo import RotatedCache, generate
 from rotationzoo.artifact.fit import fit
@@ -45,10 +45,7 @@ def build(kind: str, **options) -> transformers.PreTrainedModel:
     config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(SIZES | KINDS[kind] | options))
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
+    randomize(model, 0.3)
     if kind == "Phimoe":
         model.set_experts_implementation("eager")  # the others have no float64
     return model.double()

@@ -1,8 +1,5 @@
 """Batches that run out of memory midway, which end the run with a smaller number to give."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from support import architectures
@@ -18,38 +15,18 @@ RECIPE = Recipe(sink=4)
 IDS = torch.randint(3, 59, (7, 32), generator=torch.Generator().manual_seed(2))
 
 
-@contextmanager
-def room_for(model, rows: int, layer: int = 1) -> Iterator[list[int]]:
-    """Inside the block, this layer of the model raises what a full GPU raises where a forward pass
-    has more rows. Yields the rows of every pass that has got so far."""
-    passes: list[int] = []
-
-    def fail(module, args, kwargs) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        passes.append(len(hidden))
-        if len(hidden) > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    module = model.model.layers[layer].mlp  # after its attention, whose rows count already
-    hook = module.register_forward_pre_hook(fail, with_kwargs=True)
-    try:
-        yield passes
-    finally:
-        hook.remove()
-
-
-@pytest.fixture
-def model():
-    return architectures.build("qwen3", num_hidden_layers=3)
-
-
 @pytest.mark.parametrize(
     ("rows", "hint"), [(7, "add: --batch 3"), (1, "add: --device-map auto, or a shorter --length")]
 )
-def test_a_batch_that_does_not_fit_ends_the_run(model, rows, hint):
+def test_a_batch_that_does_not_fit_ends_the_run(rows, hint):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = architectures.build("qwen3", num_hidden_layers=3)
     geometry = geometry_of(model)
+    # After the attention of the layer, whose rows count already.
+    model.model.layers[1].mlp.register_forward_pre_hook(fail)
     with (
-        room_for(model, 0),
         pytest.raises(RotationZooError, match=f"a batch of {rows} rows? of 32 tokens") as caught,
         forward_errors("the model", rows, 32),
     ):

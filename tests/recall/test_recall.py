@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rotationzoo.model import loading
-from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt, PromptSettings, Question, write_prompts
@@ -16,11 +15,6 @@ from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 
 LENGTH = 1024
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(find("demo", None))
 
 
 @pytest.fixture(scope="module")

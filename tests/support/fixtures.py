@@ -20,7 +20,7 @@ from support.browser import Browser, running_browser
 from support.cases import quick_first
 from support.induction import save_induction
 from support.jobs import job
-from support.models import save_tiny
+from support.models import demo_tokenizer, save_tiny
 from support.oscar_files import pair  # noqa: F401
 from support.places import TESTS
 from support.published import keys, listed, made, signed, zoo  # noqa: F401
@@ -75,6 +75,12 @@ def stream_order(request, monkeypatch) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> transformers.PreTrainedTokenizerBase:
+    """That of the demo model, which no test may change."""
+    return demo_tokenizer()
 
 
 @pytest.fixture

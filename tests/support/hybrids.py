@@ -12,13 +12,9 @@ from support.recipes import QUICK
 
 _MOSTLY_STATES = ["linear_attention"] * 3 + ["full_attention"]
 _DELTA = dict(
-    head_dim=32,
-    layer_types=_MOSTLY_STATES,
-    linear_num_value_heads=4,
-    linear_num_key_heads=2,
-    linear_key_head_dim=64,
-    linear_value_head_dim=64,
-)
+    head_dim=32, layer_types=_MOSTLY_STATES, linear_num_value_heads=4, linear_num_key_heads=2,
+    linear_key_head_dim=64, linear_value_head_dim=64,
+)  # fmt: skip
 _MAMBA = dict(
     mamba_n_heads=8, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=32, mamba_chunk_size=64
 )

@@ -14,7 +14,7 @@ import transformers
 
 from rotationzoo.model.source import DEMO
 from support.architectures import BASE, MOSTLY_SLIDING, MROPE, WINDOW
-from support.models import write_jsonl
+from support.models import randomize, write_jsonl
 
 needs_pillow = pytest.mark.skipif(
     not find_spec("PIL"), reason="the extra media is not installed: pip install pillow"
@@ -130,10 +130,7 @@ def build(name: str) -> tuple[Any, Any]:
         model, processor = FAMILIES[name]()
     except ModuleNotFoundError:
         pytest.skip(f"the processor of {name} needs torchvision in this transformers")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=0.2)
+    randomize(model, 0.2)
     for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         is_weight = tensor.is_floating_point() and "inv_freq" not in tensor_name
         if is_weight and name != "gemma4":

@@ -30,13 +30,18 @@ def save_random(
     torch.manual_seed(seed)
     made = getattr(transformers, f"{config}Config")(**options)
     model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=std)
+    randomize(model, std)
     model.save_pretrained(folder)
     add_tokenizer(folder)
     return model
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, std: float) -> None:
+    """Draw every matrix of a model anew."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=std)
 
 
 def save_tiny(folder: Path, seed: int = 0, **changes) -> Path:

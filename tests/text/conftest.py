@@ -1,10 +1,5 @@
 import pytest
-from support.models import TEXTS, demo_tokenizer, write_jsonl
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return demo_tokenizer()
+from support.models import TEXTS, write_jsonl
 
 
 @pytest.fixture

@@ -63,21 +63,6 @@ def test_batches_hold_rows_of_equal_length(jsonl, tokenizer):
     assert torch.equal(torch.cat(corpus.batches(3)), torch.stack(corpus.rows))
 
 
-# ---- what becomes token ids
-
-
-def test_messages_need_a_chat_template(tmp_path, tokenizer):
-    chat = {"messages": [{"role": "user", "content": "words"}]}
-    with pytest.raises(RotationZooError, match="no chat template"):
-        read_corpus(small(write_jsonl(tmp_path / "chat.jsonl", [chat])), tokenizer)
-
-
-def test_text_that_cannot_be_tokenized(tmp_path, tokenizer):
-    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
-    with pytest.raises(RotationZooError, match="cannot be tokenized"):
-        read_corpus(small(tmp_path / "half.jsonl"), tokenizer)
-
-
 # ---- files and data sets of text: what is read, and what is refused
 
 
@@ -131,27 +116,29 @@ def test_a_table_needs_no_cache(tmp_path):
     assert ran.stdout.split() == [str(len(TEXTS))], ran.stderr
 
 
-def test_bad_sources(tmp_path, tokenizer):
-    def mistake(name, content):
-        path = tmp_path / name
-        path.write_text(content)
-        with pytest.raises(RotationZooError) as caught:
-            read_corpus(small(path), tokenizer)
-        return str(caught.value)
+BAD = [
+    ("empty.jsonl", b"", "holds no text"),
+    ("blank.jsonl", b'{"text": ""}\n', "holds no text"),
+    ("empty.txt", b"", "holds no text"),
+    ("short.txt", b"a few words", r"^short.txt has \d+ tokens, too few for a row of 64$"),
+    ("table.csv", b"text\nhello\n", "not a file that ends with .jsonl, .txt, .parquet"),
+    ("texts", None, "texts is not a file that ends with"),
+    ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2 of"),
+    ("half.jsonl", b'{"text": "\\ud800"}\n', "cannot be tokenized"),
+    ("latin.txt", b"na\xefve", "no UTF-8 text"),
+    ("chat.jsonl", b'{"messages": [{"role": "user", "content": "words"}]}\n', "no chat template"),
+]
 
-    assert "holds no text" in mistake("empty.jsonl", "")
-    assert "holds no text" in mistake("blank.jsonl", '{"text": ""}\n')
-    assert "holds no text" in mistake("empty.txt", "")
-    assert re.fullmatch(
-        r"short.txt has \d+ tokens, too few for a row of 64", mistake("short.txt", "a few words")
-    )
-    assert "not a file that ends with .jsonl, .txt, .parquet" in mistake(
-        "table.csv", "text\nhello\n"
-    )
-    (tmp_path / "texts").mkdir()
-    with pytest.raises(RotationZooError, match="texts is not a file that ends with"):
-        read_corpus(small(tmp_path / "texts"), tokenizer)
-    assert "line 2 of" in mistake("broken.jsonl", '{"text": "fine"}\n{"text": \n')
+
+@pytest.mark.parametrize(("name", "content", "says"), BAD)
+def test_bad_sources(name, content, says, tmp_path, tokenizer):
+    path = tmp_path / name
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(RotationZooError, match=says):
+        read_corpus(small(path), tokenizer)
+
+
+def test_a_data_set_that_no_hub_has(tokenizer):
     with pytest.raises(RotationZooError, match="nobody/nothing could not be read"):
         read_corpus(small("nobody/nothing"), tokenizer)
 
@@ -163,12 +150,6 @@ def test_content_that_is_no_text(content, tmp_path, tokenizer):
     says = re.escape(f"has {shown!r} where a text or a list of chat messages should be")
     with pytest.raises(RotationZooError, match=says):
         read_corpus(small(path), tokenizer)
-
-
-def test_text_that_is_not_utf_8(tmp_path, tokenizer):
-    (tmp_path / "latin.txt").write_bytes("na\xefve".encode("latin-1"))
-    with pytest.raises(RotationZooError, match="no UTF-8 text"):
-        read_corpus(small(tmp_path / "latin.txt"), tokenizer)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])

@@ -7,6 +7,7 @@ import pytest
 from support.jobs import SMALL, job
 from support.models import (
     demo_tokenizer,
+    edit_config,
     edited_weights,
     save_tiny,
     small,
@@ -71,8 +72,7 @@ def test_what_the_tokenizer_adds_itself_comes_first(jsonl):
 def gemma_like(tmp_path_factory):
     """A model whose tokenizer adds no start token, and whose template writes one."""
     folder = save_tiny(tmp_path_factory.mktemp("models") / "like-gemma")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "<|end|>"}))
+    edit_config(folder, "tokenizer_config.json", bos_token="<|end|>")
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     return folder
