@@ -68,18 +68,6 @@ def test_a_model_alone_is_served_with_what_is_here_or_made_now(inside, started, 
     assert json.loads(second[-1]) == config
 
 
-def test_a_model_alone_is_served_with_what_is_published(zoo, tiny, started):
-    publish_folder(zoo.hf, "someone/tiny", tiny)
-    made = ok(zoo.run("calibrate", "someone/tiny", *SMALL, "--json"))["artifact"]
-    ok(zoo.run("push", made, lookup.ZOO, "--json"))
-    shutil.rmtree("rotations")
-    done = succeeded(zoo.run("serve", "someone/tiny"))
-    assert "Rotations: pulled to " in done.stderr
-    (words,) = started
-    artifact = Path(json.loads(words[-1])[KEY]["artifact"])
-    assert Artifact.open(artifact).recipe.bits == 3.0
-
-
 @pytest.fixture
 def published(zoo, tiny):
     """Publishes rotations of a model on a hub, which are no longer in the folder afterwards."""
@@ -114,7 +102,8 @@ def test_scaling_of_rope_is_the_users_word(zoo, published, started, scaling):
     assert f"do not fit: oscar-{scaling.replace(':', '-')} for revision" in refused.stderr
     done = succeeded(zoo.run("serve", MODEL))
     assert "none here and none published; calibrating to" in done.stderr
-    succeeded(zoo.run("serve", MODEL, "--rope-scaling", scaling))
+    pulled = succeeded(zoo.run("serve", MODEL, "--rope-scaling", scaling))
+    assert "Rotations: pulled to " in pulled.stderr
     plain, scaled = started
     assert "--hf-overrides" not in plain
     assert served_artifact(plain).recipe.rope_scaling is None

@@ -162,25 +162,21 @@ def test_files_that_do_not_fit_are_refused(write, models, tmp_path):
     assert "has no mean for layer 0" in refused(read, folder, models)
 
 
+PAIR = {"rotation": torch.eye(RANK), "q_rotation": 2 * torch.eye(RANK)}
+REFUSED = {
+    "cannot be opened as plain tensors": {"rotation": torch.nn.Linear(2, 2)},
+    "its tensors ask for": torch.zeros(1).expand(1 << 20, 1 << 20),
+    "rotations that are not orthogonal": {**PAIR, "transform": {"orthogonal": False}},
+}
+
+
 @pytest.mark.hostile("malformed")
-def test_a_file_that_runs_code_is_refused(write, models):
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_file_that_is_no_rotation_is_refused(write, models, words):
+    """Among others one that runs code, and one that asks for more memory than it has bytes."""
     folder = write()
-    torch.save({"rotation": torch.nn.Linear(2, 2)}, folder / "layer_0.pt")
-    assert "cannot be opened as plain tensors" in refused(read, folder, models)
-
-
-@pytest.mark.hostile("size")
-def test_a_file_that_asks_for_more_than_it_has_is_refused(write, models):
-    folder = write()
-    torch.save(torch.zeros(1).expand(1 << 20, 1 << 20), folder / "layer_0.pt")
-    assert "its tensors ask for" in refused(read, folder, models)
-
-
-def test_non_orthogonal_pairs_are_refused(write, models):
-    def table(layer, matrix, values):
-        return {"rotation": matrix, "q_rotation": 2 * matrix, "transform": {"orthogonal": False}}
-
-    assert "rotations that are not orthogonal" in refused(read, write(entry=table), models)
+    torch.save(REFUSED[words], folder / "layer_0.pt")
+    assert words in refused(read, folder, models)
 
 
 def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):  # noqa: F811

@@ -110,25 +110,26 @@ def test_files_whose_names_tell_the_side(pair):
 
 def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     folder, model = pair.write(), model_of(tmp_path / "model")
+
+    def read(*paths, to: str = "imported", **options):
+        return import_(Import([*paths], tmp_path / to, model, **options))
+
     pending = folder / ".oscar_0123456789abcdef.pending.json"
     pending.write_text("{}")
-    assert "left half-written" in refused(import_, Import([folder], tmp_path / "imported", model))
+    assert "left half-written" in refused(read, folder)
     pending.unlink()
     (folder / "k_rotation_perhead.pt").write_bytes((folder / KEY).read_bytes())
-    assert "holds several pairs" in refused(import_, Import([folder], tmp_path / "imported", model))
-    artifact = import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported", model))
+    assert "holds several pairs" in refused(read, folder)
+    artifact = read(folder / VALUE, folder / KEY)
     assert artifact.content["imported"]["format"] == "V1"
     before = (tmp_path / "imported" / "manifest.json").stat().st_ino
-    import_(Import([folder / KEY, folder / VALUE], tmp_path / "imported", model))
-    assert (tmp_path / "imported" / "manifest.json").stat().st_ino == before, (
-        "the same import is not done twice"
-    )
+    read(folder / KEY, folder / VALUE)
+    again = (tmp_path / "imported" / "manifest.json").stat().st_ino
+    assert again == before, "the same import is not done twice"
     with pytest.raises(RotationZooError, match="holds the work of another job"):
-        import_(
-            Import([folder / VALUE, folder / KEY], tmp_path / "imported", model, clip=(1.0, 1.0))
-        )
+        read(folder / VALUE, folder / KEY, clip=(1.0, 1.0))
     with pytest.raises(RotationZooError, match="there is no file for the values"):
-        import_(Import([folder / KEY], tmp_path / "two", model))
+        read(folder / KEY, to="two")
 
 
 class Dangerous:

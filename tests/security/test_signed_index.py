@@ -21,6 +21,12 @@ def words(keys) -> list:
 
 
 @pytest.fixture
+def push(made, keys) -> list:
+    """The words that publish and sign with one's own key."""
+    return ["push", made, ZOO, "--sign", keys.ours, "--json"]
+
+
+@pytest.fixture
 def later(monkeypatch):
     """Moves the day that the program sees."""
 
@@ -73,13 +79,11 @@ def test_nor_does_that_of_another_hub(zoo, signed, words):
 
 @pytest.mark.hostile("hub")
 @pytest.mark.parametrize("required", [True, False])
-def test_an_older_state_is_refused_by_whoever_has_seen_a_newer_one(
-    zoo, made, keys, words, required
-):
+def test_an_older_state_is_refused_by_whoever_has_seen_a_newer_one(zoo, push, words, required):
     asked = words if required else words[:2]
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    ok(zoo.run(*push))
     older = zoo.hf.files(ZOO)
-    ok(zoo.run("push", made, ZOO, "--no-statistics", "--sign", keys.ours, "--json"))
+    ok(zoo.run(*push, "--no-statistics"))
     newer = zoo.hf.files(ZOO)
     ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
     zoo.forget()
@@ -102,9 +106,8 @@ def test_whoever_names_no_signer_can_be_given_no_counter_to_remember(zoo, made, 
 
 
 @pytest.mark.hostile("hub")
-def test_an_older_state_is_not_signed_again(zoo, made, keys):
+def test_an_older_state_is_not_signed_again(zoo, push):
     """It would become the newest, with all that has been withdrawn since."""
-    push = ["push", made, ZOO, "--sign", keys.ours, "--json"]
     ok(zoo.run(*push))
     older = zoo.hf.files(ZOO)
     ok(zoo.run(*push, "--no-statistics"))
@@ -133,32 +136,29 @@ def test_a_signature_ends(zoo, signed, words, later):
 
 
 @pytest.mark.hostile("hub")
-def test_what_has_ended_is_not_signed_again_unseen(zoo, made, keys, words, later):
+def test_what_has_ended_is_not_signed_again_unseen(zoo, push, words, later):
     """A job that remembers nothing would sign a state of any age as the newest."""
-    push = ["push", made, ZOO, "--sign", keys.ours]
-    ok(zoo.run(*push, "--json"))
+    ok(zoo.run(*push))
     later(181)
     text = refused(zoo.run(*push))
     assert "ended on" in text
     assert "--adopt-index" in text
-    ok(zoo.run(*push, "--adopt-index", "--json"))
+    ok(zoo.run(*push, "--adopt-index"))
     ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
 
 
-def test_each_push_counts_up_and_says_when_it_ends(zoo, made, keys):
-    push = ["push", made, ZOO, "--sign", keys.ours, "--json"]
+def test_each_push_counts_up_and_says_when_it_ends(zoo, push):
     ok(zoo.run(*push))
     first = statement_of(zoo)
     day = datetime.datetime.now(datetime.UTC).date() + signed_index.LIFETIME
     assert (first.hub, first.repo) == ("huggingface", ZOO)
     assert abs(datetime.date.fromisoformat(first.expires) - day).days <= 1, "midnight may pass"
-    ok(zoo.run("push", made, ZOO, "--no-statistics", "--sign", keys.ours, "--json"))
+    ok(zoo.run(*push, "--no-statistics"))
     assert statement_of(zoo).counter > first.counter
 
 
-def test_the_counter_rises_where_the_clock_is_behind(zoo, made, keys):
+def test_the_counter_rises_where_the_clock_is_behind(zoo, push, keys):
     """A statement that was made by a clock in the future is followed by a higher one."""
-    push = ["push", made, ZOO, "--sign", keys.ours, "--json"]
     ok(zoo.run(*push))
     content = json.loads(zoo.hf.files(ZOO)[index.NAME])
     content["statement"]["counter"] = 2**52
@@ -168,28 +168,26 @@ def test_the_counter_rises_where_the_clock_is_behind(zoo, made, keys):
 
 
 @pytest.mark.hostile("hub")
-def test_a_statement_that_nobody_signed_does_not_use_up_the_counters(zoo, made, keys, words):
+def test_a_statement_that_nobody_signed_does_not_use_up_the_counters(zoo, made, push, words):
     ok(zoo.run("push", made, ZOO, "--json"))
     content = json.loads(zoo.hf.files(ZOO)[index.NAME])
     planted = {"hub": "huggingface", "repo": ZOO, "counter": 2**53 - 1, "expires": "9999-12-31"}
     data = json.dumps({**content, "statement": planted}).encode()
     zoo.hf.commit(ZOO, {index.NAME: data})
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--adopt-index", "--json"))
+    ok(zoo.run(*push, "--adopt-index"))
     ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
     assert statement_of(zoo).counter < 2**52
     assert statement_of(zoo).expires < "9999"
 
 
 @pytest.mark.hostile("hub")
-def test_an_index_signed_without_a_statement_is_refused_in_a_sentence(zoo, made, keys, words):
+def test_an_index_signed_without_a_statement_is_refused_in_a_sentence(zoo, made, keys, push, words):
     ok(zoo.run("push", made, ZOO, "--json"))
     sign_as_before(zoo, keys.ours, json.loads(zoo.hf.files(ZOO)[index.NAME]))
     text = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
     assert f"the signature of the index of {ZOO} does not say which repository it is for" in text
-    assert "does not say which repository" in refused(
-        zoo.run("push", made, ZOO, "--sign", keys.ours)
-    )
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--adopt-index", "--json"))
+    assert "does not say which repository" in refused(zoo.run(*push))
+    ok(zoo.run(*push, "--adopt-index"))
     ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
 
 
