@@ -98,7 +98,7 @@ def test_rows_of_exact_layers_and_sides_come_back_as_they_are(whitened):
 def test_the_script_runs_and_goes_on_where_it_was_cut_short(
     tmp_path, tiny, whitened, monkeypatch, capsys
 ):
-    settings = "--questions 2 --lengths 400 --rows 1 --few 2 --few-rows 1 --sink 8 --recent 32"
+    settings = "--questions 2 --lengths 400 --rows 1 --sink 8 --recent 32"
     words = [tiny, whitened.folder, *settings.split(), "--json", tmp_path / "kept.json"]
     for seconds in (0, 100):
         command = ["real_models_lose", *words, "--seconds", seconds]

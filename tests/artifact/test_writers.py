@@ -29,7 +29,7 @@ from rotationzoo.writer import add_files, check_writable, write_artifact
 
 def another(small: Path, folder: Path, name: str) -> Path:
     """Another artifact of the same model."""
-    changed = PRESETS[name].model_copy(update={"sink": 0, "recent": 0, "pooling": "layer"})
+    changed = PRESETS[name].model_copy(update={"pooling": "layer"})
     return calibrate(Job(str(small.parent / "tiny"), changed, folder, device="cpu")).folder
 
 
