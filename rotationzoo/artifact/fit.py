@@ -16,7 +16,6 @@ from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
-from rotationzoo.sides import cost_kinds
 
 LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
 """Kind -> moment of one layer, as sums or as averages."""
@@ -31,11 +30,12 @@ _CLOSE, _NOTHING = 1e-4, 1e-6
 def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
     """The metric `[KV heads, D, D]`, float64, in which errors of rotated rows count.
 
-    `moment` is C, the second moment `[KV heads, D, D]`: `C_Q` of the queries for keys, `C_S` of the
-    attention outputs for values. Stored rows are `y = (x - mean) @ T`, so an error e of y is the
-    error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; without whitening, T is the rotation. For
-    keys, `e M e^T` is the mean squared change of a score. For values, OSCAR weights errors by C_S;
-    docs/history.md compares it with the metric of the output projection.
+    `moment` is C `[KV heads, D, D]`: the second moment `C_Q` of the queries for keys and `C_S` of
+    the attention outputs for values, or the Fisher information of the rows. Stored rows are
+    `y = (x - mean) @ T`, so an error e of y is the error `e @ T^-1` of x, and
+    `M = T^-1 @ C @ T^-T`; without whitening, T is the rotation. With `C_Q`, `e M e^T` is the mean
+    squared change of a score. For values, OSCAR weights errors by C_S; docs/history.md compares
+    these metrics.
     """
     inverse = rotation.inverse.double()
     return inverse @ moment.double().cpu() @ inverse.mT
@@ -50,7 +50,7 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
         raise RotationZooError(f"the recipe {recipe.name} has error feedback and needs statistics")
 
     def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
-        moment = sum_moments(statistics[layer], cost_kinds(side))
+        moment = sum_moments(statistics[layer], recipe.cost_kinds(side))
         whitened = replace(rotation, whitening=whiten(statistics, recipe, layer, side))
         return replace(whitened, feedback=factorize(error_metric(whitened, moment)))
 

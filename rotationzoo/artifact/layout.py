@@ -20,7 +20,7 @@ from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.linalg.orthogonality import is_orthogonal
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
-from rotationzoo.sides import rows_of
+from rotationzoo.sides import fisher_kind, rows_of
 
 OPTIONAL = ("eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels")
 """The fields of a rotation, and tensors of the same names, that may be missing."""
@@ -184,6 +184,10 @@ def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Lay
                 fields["count"] = torch.int64, ()
             for field, shape in fields.items():
                 shapes[_statistic_name(layer.index, kind, field)] = shape
+        for side in layer.sides if recipe.metric else ():
+            moment = torch.float64, (layer.kv_heads, layer.dims[side], layer.dims[side])
+            for field, shape in {"second_moment": moment, "count": (torch.int64, ())}.items():
+                shapes[tensor_name(layer.index, fisher_kind(side), field)] = shape
     return Layout(shapes)
 
 

@@ -19,9 +19,15 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.checkpoint import Checkpoint, Identity, asked_recipe, finished_artifact
 from rotationzoo.calibration.collect import collect, read_row
+from rotationzoo.calibration.fisher import add_fisher, choose_texts, count_passes
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan, settle_centering
-from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
+from rotationzoo.calibration.sensitivity import (
+    Text,
+    check_cache,
+    measure_sensitivities,
+    write_texts,
+)
 from rotationzoo.calibration.soundness import FETCH_AGAIN, check_recipe, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
@@ -188,7 +194,8 @@ def run_model(
     with place_weights(job.device_map, job.max_memory, planned.pass_bytes) as placement:
         progress("loading the model", 0, 0)
         # Only its decoder runs, unless predictions are compared.
-        how = job.torch_device, job.torch_dtype, placement, bool(job.recipe.budget)
+        predicts = bool(job.recipe.budget or job.recipe.metric)
+        how = job.torch_device, job.torch_dtype, placement, predicts
         model = loading.load(planned.source, planned.config, *how)
         # The first few tokens of the text, or zeros if there is none.
         row = torch.zeros(_CHECKED_TOKENS, dtype=torch.long) if text is None else text.rows[0]
@@ -220,13 +227,16 @@ def run_model(
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])
         texts = []
-        if recipe.budget:
+        if recipe.budget or recipe.metric:
             texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        tokens = text.tokens + sum(each.count_passes(layers) for each in texts)
+        tokens = text.tokens + _count_passes(recipe, text, texts, layers)
         _tell_time(model, job, text.rows[0], tokens, note)
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
+        if recipe.metric:
+            scored = choose_texts(text.rows, texts, recipe)
+            add_fisher(statistics, model, geometry, scored, recipe, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         if recipe.budget:
@@ -235,6 +245,16 @@ def run_model(
             rotations = spend_bits(rotations, recipe.budget, group)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
+
+
+def _count_passes(recipe: Recipe, text: Corpus, texts: Sequence[Text], layers: int) -> int:
+    """How many tokens the model reads in the time that measuring costs takes."""
+    tokens = 0
+    if recipe.budget:
+        tokens += sum(each.count_passes(layers) for each in texts)
+    if recipe.metric:
+        tokens += count_passes(choose_texts(text.rows, texts, recipe))
+    return tokens
 
 
 @torch.no_grad()

@@ -7,24 +7,33 @@ one metric holds what each layer, KV head and channel is worth, and nothing else
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.calibration.sensitivity import Text, windows_of
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.windows import CacheLayout
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry
-from rotationzoo.linalg.moments import Moment
+from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import HiddenStates, run_decoder
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress
+from rotationzoo.recipe import Recipe
+from rotationzoo.sides import fisher_kind
 from rotationzoo.simulation.simulated import Simulation
 
 Place = tuple[int, str]
 """A layer and a side."""
 BLOCK = 256
 """Predictions whose logits are held at a time."""
+TOKENS, LONGEST = 16384, 4096
+"""Tokens of text, and of a row of it, at most: all layers' activations are held to go back."""
+DRAWS = {"text": 2, "answers": 4}
+"""How often tokens are drawn. Going back takes twice as long as a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +69,29 @@ class _Probe:
 def collect_fisher(
     model: PreTrainedModel,
     geometry: Geometry,
-    texts: Sequence[Scored],
+    texts: Iterable[Scored],
     cache: CacheLayout,
     draws: int,
-    progress: Progress = silent,
+    seed: int = 0,
 ) -> dict[Place, torch.Tensor]:
     """The Fisher information `[KV heads, D, D]`, float64 on the CPU, of a predicted token: tokens
     are drawn `draws` times at all positions of each text. Parameters get no gradients."""
     grads = [parameter.requires_grad for parameter in model.parameters()]
     model.requires_grad_(False)
     sums: dict[Place, Moment] = {}
+    generator, count = torch.Generator(input_device(model)).manual_seed(seed), 0
+    layers = {layer.index for layer in geometry}
     try:
-        for number, text in enumerate(texts):
-            progress("measuring what errors cost", number, len(texts))
-            _add_text(model, geometry, text, cache, draws, sums)
+        for text in texts:
+            probe = _Probe()
+            with torch.enable_grad():
+                with Simulation(probe, cache, geometry, layers).running(model):
+                    states = run_decoder(model, text.ids[None])
+                _add_draws(states, text, probe, [generator] * draws, sums)
+            count += draws * len(text.positions)
     finally:
         for parameter, grad in zip(model.parameters(), grads, strict=True):
             parameter.requires_grad_(grad)
-    count = draws * sum(len(text.positions) for text in texts)
     found = {}
     for place, its in sums.items():
         moment = its.second.cpu() / count
@@ -85,31 +99,27 @@ def collect_fisher(
     return found
 
 
-@torch.enable_grad()
-def _add_text(
-    model: PreTrainedModel,
-    geometry: Geometry,
+def _add_draws(
+    states: HiddenStates,
     text: Scored,
-    cache: CacheLayout,
-    draws: int,
+    probe: _Probe,
+    draws: Sequence[torch.Generator],
     sums: dict[Place, Moment],
 ) -> None:
-    """Add the gradients of one text to the sums."""
-    probe, layers = _Probe(), {layer.index for layer in geometry}
-    with Simulation(probe, cache, geometry, layers).running(model):
-        states = run_decoder(model, text.ids[None])
-    last = states.output.last_hidden_state
-    for draw in range(draws):
-        wanted = _gradient_of_draw(states, text.positions)
-        zeros = [*probe.zeros.values()]
-        found = torch.autograd.grad(last, zeros, wanted, retain_graph=draw + 1 < draws)
+    """Add the gradients of a text to the sums, once for each draw."""
+    last, zeros = states.output.last_hidden_state, [*probe.zeros.values()]
+    for number, generator in enumerate(draws, start=1):
+        wanted = _gradient_of_draw(states, text.positions, generator)
+        found = torch.autograd.grad(last, zeros, wanted, retain_graph=number < len(draws))
         for place, gradient in zip(probe.zeros, found, strict=True):
             if place not in sums:
                 sums[place] = Moment.zeros(gradient.shape[1], gradient.shape[3], gradient.device)
             sums[place].add(gradient[0])
 
 
-def _gradient_of_draw(states: HiddenStates, positions: Sequence[int]) -> torch.Tensor:
+def _gradient_of_draw(
+    states: HiddenStates, positions: Sequence[int], generator: torch.Generator
+) -> torch.Tensor:
     """The gradient, at the last hidden states, of the log probability of tokens that are drawn at
     these positions."""
     output = copy.copy(states.output)
@@ -118,7 +128,8 @@ def _gradient_of_draw(states: HiddenStates, positions: Sequence[int]) -> torch.T
     for first in range(0, len(positions), BLOCK):
         logits = copied.logits(list(positions[first : first + BLOCK]))[0]
         logs = logits.float().log_softmax(-1)
-        drawn = torch.multinomial(logs.detach().exp(), 1)
+        shares = logs.detach().exp().to(generator.device)
+        drawn = torch.multinomial(shares, 1, generator=generator).to(logs.device)
         logs.gather(1, drawn).sum().backward()
     gradient: torch.Tensor | None = leaf.grad
     assert gradient is not None, "a text without positions has no gradient"
@@ -136,3 +147,58 @@ def mix(
         for place in covariances:
             mixed[place] = mixed.get(place, 0) + its[place] / lost
     return mixed
+
+
+def choose_texts(
+    rows: Sequence[torch.Tensor], asked: Sequence[Text], recipe: Recipe
+) -> dict[str, list[Scored]]:
+    """What the Fisher information is that of: `text`, from rows of token ids `[T]` that are as long
+    as the longest, and the `answers` that are asked for."""
+    length = min(LONGEST, max(map(len, rows)))
+    whole = [row[:length] for row in rows if len(row) >= length]
+    positions = range(sum(windows_of(recipe, length)), length - 1)
+    text = [Scored(row, positions) for row in whole[: max(1, TOKENS // length)]]
+    return {"text": text, "answers": [Scored(its.ids, its.positions) for its in asked]}
+
+
+def count_passes(texts: Mapping[str, Sequence[Scored]]) -> int:
+    """How many tokens the model reads in the time that `add_fisher` takes."""
+    counts = {name: sum(len(each.ids) for each in its) for name, its in texts.items()}
+    return sum((1 + 2 * DRAWS[name]) * count for name, count in counts.items())
+
+
+def add_fisher(
+    statistics: Statistics,
+    model: PreTrainedModel,
+    geometry: Geometry,
+    texts: Mapping[str, Sequence[Scored]],
+    recipe: Recipe,
+    progress: Progress,
+) -> None:
+    """Add the Fisher information of each side to the statistics: that of text and that of answers,
+    which count alike. Raises `UnsupportedModel` for a model whose weights are not all in memory."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        problem = "Fisher information needs all weights in memory, and some are not"
+        raise UnsupportedModel(problem, hint="give --recipe oscar")
+    sink, recent = windows_of(recipe, len(texts["text"][0].ids))
+    cache, total = CacheLayout(sink=sink, recent=recent), sum(map(len, texts.values()))
+    found, covariances, done, count = [], {}, 0, 0
+
+    def told(its: Sequence[Scored], before: int) -> Iterator[Scored]:
+        for number, text in enumerate(its):
+            progress("measuring what errors cost", before + number, total)
+            yield text
+
+    for name, its in texts.items():
+        found.append(
+            collect_fisher(model, geometry, told(its, done), cache, DRAWS[name], recipe.seed)
+        )
+        done, count = done + len(its), count + sum(len(each.positions) for each in its)
+    for layer, side in found[0]:
+        rows = statistics[layer][side]
+        mean = rows.mean
+        covariances[layer, side] = (rows.second_moment - mean[:, :, None] * mean[:, None]).cpu()
+    for (layer, side), metric in mix(found, covariances).items():
+        weight = metric.new_full((len(metric),), count)
+        moment = Moment(metric * count, metric.new_zeros(metric.shape[:2]), weight)
+        statistics[layer][fisher_kind(side)] = moment

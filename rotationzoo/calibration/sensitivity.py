@@ -117,7 +117,7 @@ def write_texts(
     compared at their last tokens. Windows are the recipe's, or a quarter of a shorter row."""
     longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)]
     length, filler = len(longest[0]), torch.cat([*rows]).tolist()
-    sink, recent = _windows(recipe, length)
+    sink, recent = windows_of(recipe, length)
     asked = []
     for task in ASKED:
         count = QUESTIONS // TASKS[task]
@@ -135,12 +135,13 @@ def write_texts(
         compared.append((row, [*range(len(row) - last, len(row))]))
     texts = []
     for ids, positions in compared:
-        sink, recent = _windows(recipe, len(ids))
+        sink, recent = windows_of(recipe, len(ids))
         texts.append(Text(ids, positions, slice(sink, positions[0] - recent)))
     return texts
 
 
-def _windows(recipe: Recipe, length: int) -> tuple[int, int]:
+def windows_of(recipe: Recipe, length: int) -> tuple[int, int]:
+    """The recipe's sink and recent tokens, or a quarter of a shorter row each."""
     return min(recipe.sink, length // 4), min(recipe.recent, length // 4)
 
 

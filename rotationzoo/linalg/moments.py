@@ -10,9 +10,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn.functional import pad
 
+from rotationzoo.sides import is_fisher
+
 Statistics = dict[int, dict[str, "Moment"]]
 """Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`, and for
-two-pass recipes `key_energy`, whose weight is no row count and differs from head to head."""
+two-pass recipes `key_energy`, whose weight is no row count and differs from head to head. With the
+metric `fisher`, each side has its Fisher information, whose weight counts predicted tokens."""
 
 
 @dataclass
@@ -119,7 +122,8 @@ def _average(kind: str, moment: Moment) -> Average:
     if kind == "key_energy":
         return Average(second, None, moment.weight.cpu().contiguous())
     # All heads have seen the same rows, so one head's weight is the count.
-    return Average(second, moment.mean.cpu().contiguous(), moment.weight[0].round().long().cpu())
+    count = moment.weight[0].round().long().cpu()
+    return Average(second, None if is_fisher(kind) else moment.mean.cpu().contiguous(), count)
 
 
 def sums(averages: Averages) -> Statistics:

@@ -26,6 +26,15 @@ _RECIPES = (
         bits=_BITS,
         data=Data(length=_LENGTH),
     ),
+    Recipe(
+        name="fisher",
+        center_keys=True,
+        feedback=True,
+        whiten=True,
+        metric="fisher",
+        bits=_BITS,
+        data=Data(length=_LENGTH),
+    ),
     Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
     Recipe(name="hadamard", composition="hadamard"),
     Recipe(name="random", composition="random"),
@@ -77,6 +86,8 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     own_budget = asdict(EQUAL).keys() & content or changes.keys() & _MEDIA
     if own_budget or content.get("feedback") is False:
         preset |= asdict(EQUAL)
+    if changes.keys() & _MEDIA or content.get("feedback") is False:
+        preset |= {"metric": None}
     content["data"] = {**preset["data"], **changes}
     try:
         return Recipe(**{**preset, **content})
@@ -90,7 +101,9 @@ def override(recipe: Recipe, **data: Any) -> Recipe:
     also its own seed. With media, it has no budget of bits. Raises `UsageError`."""
     # The recipe is built anew, because pydantic's `model_copy` does not validate.
     changes = {key: value for key, value in data.items() if value is not None}
-    base = without_budget(recipe) if changes.keys() & _MEDIA else recipe
+    base = recipe
+    if changes.keys() & _MEDIA:
+        base = without_budget(recipe).model_copy(update={"metric": None})
     content = {**base.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
     if "seed" in changes and not recipe.has_eigenbasis:
         content["seed"] = changes["seed"]
@@ -111,7 +124,8 @@ def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
         return recipe
     suffix = "feedback" if feedback else "nearest"
     base = recipe if feedback else without_budget(recipe)
-    changes = {"feedback": feedback, "name": f"{recipe.name}-{suffix}"}
+    metric = recipe.metric if feedback else None
+    changes = {"feedback": feedback, "metric": metric, "name": f"{recipe.name}-{suffix}"}
     return _from_options({**base.model_dump(), **changes})
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rotationzoo.budget import Budget
 from rotationzoo.errors import UsageError
 from rotationzoo.linalg.composition_table import COMPOSITIONS, GIVEN, needs_statistics
-from rotationzoo.sides import cost_kinds, read_as
+from rotationzoo.sides import cost_kinds, fisher_kind, read_as
 from rotationzoo.words import nearest
 
 KINDS = ("yarn", "linear")
@@ -167,6 +167,9 @@ class Recipe(Section):
     whiten: bool = False
     """With `feedback`, also store matrices that even out the channels before the rotation. Queries
     and outputs are then multiplied by other matrices than the rotations."""
+    metric: Annotated[Literal["fisher"] | None, _LATER] = None
+    """How errors of keys and values count, with `feedback`: by the moments of queries and outputs,
+    or by the `fisher` information of what is stored, for which the model runs backward, too."""
     bits: float | None = None
     """Bits an element of quantized rows, with scales, averaged over layers and sides. With
     `feedback`, layers that lose more get more, in the format `fine`. None: the same bits for
@@ -207,6 +210,8 @@ class Recipe(Section):
             raise ValueError(str(error)) from error
         if has_budget and not self.feedback:
             raise ValueError("a budget of bits needs a recipe with error feedback")
+        if self.metric and (not self.feedback or self.data.media):
+            raise ValueError("the metric fisher needs error feedback, and text alone")
         if has_budget and self.data.media:
             raise ValueError("a budget of bits is measured on text alone, not on images or audio")
         return self
@@ -259,6 +264,10 @@ class Recipe(Section):
         if kinds == parts:
             return (side,)
         return kinds if len(kinds) == 1 or kinds == cost_kinds(side) else ()
+
+    def cost_kinds(self, side: str) -> tuple[str, ...]:
+        """The statistics whose second moments weight the errors of a side's rows."""
+        return (fisher_kind(side),) if self.metric else cost_kinds(side)
 
     def group(self, dim: int) -> int:
         """The quantization group size for a head dimension."""
