@@ -13,7 +13,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.error_feedback import factorize, whitening
-from rotationzoo.linalg.moments import Average, Moment, Statistics
+from rotationzoo.linalg.moments import Average, Moment, Statistics, covariance
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
@@ -135,7 +135,7 @@ def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.
     moment, mean = average.second_moment.double().cpu(), average.mean
     if recipe.centers(side):
         assert mean is not None
-        moment = moment - torch.einsum("hi,hj->hij", mean.double().cpu(), mean.double().cpu())
+        moment = covariance(moment, mean.double().cpu())
     return whitening(moment)
 
 

@@ -22,12 +22,7 @@ from rotationzoo.calibration.collect import collect, read_row
 from rotationzoo.calibration.fisher import add_fisher, choose_texts, count_passes
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan, settle_centering
-from rotationzoo.calibration.sensitivity import (
-    Text,
-    check_cache,
-    measure_sensitivities,
-    write_texts,
-)
+from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
 from rotationzoo.calibration.soundness import FETCH_AGAIN, check_recipe, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
@@ -230,12 +225,14 @@ def run_model(
         if recipe.budget or recipe.metric:
             texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        tokens = text.tokens + _count_passes(recipe, text, texts, layers)
+        scored = choose_texts(text.rows, texts, recipe)
+        tokens = text.tokens + count_passes(scored)
+        if recipe.budget:
+            tokens += sum(each.count_passes(layers) for each in texts)
         _tell_time(model, job, text.rows[0], tokens, note)
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
-        if recipe.metric:
-            scored = choose_texts(text.rows, texts, recipe)
+        if scored:
             add_fisher(statistics, model, geometry, scored, recipe, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
@@ -245,16 +242,6 @@ def run_model(
             rotations = spend_bits(rotations, recipe.budget, group)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
-
-
-def _count_passes(recipe: Recipe, text: Corpus, texts: Sequence[Text], layers: int) -> int:
-    """How many tokens the model reads in the time that measuring costs takes."""
-    tokens = 0
-    if recipe.budget:
-        tokens += sum(each.count_passes(layers) for each in texts)
-    if recipe.metric:
-        tokens += count_passes(choose_texts(text.rows, texts, recipe))
-    return tokens
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry
-from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.linalg.moments import Moment, Statistics, covariance
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import HiddenStates, run_decoder
 from rotationzoo.progress import Progress
@@ -153,7 +153,9 @@ def choose_texts(
     rows: Sequence[torch.Tensor], asked: Sequence[Text], recipe: Recipe
 ) -> dict[str, list[Scored]]:
     """What the Fisher information is that of: `text`, from rows of token ids `[T]` that are as long
-    as the longest, and the `answers` that are asked for."""
+    as the longest, and the `answers` that are asked for. Nothing if the recipe needs none."""
+    if not recipe.metric:
+        return {}
     length = min(LONGEST, max(map(len, rows)))
     whole = [row[:length] for row in rows if len(row) >= length]
     positions = range(sum(windows_of(recipe, length)), length - 1)
@@ -198,8 +200,7 @@ def add_fisher(
         done, count = done + len(its), count + sum(len(each.positions) for each in its)
     for layer, side in found[0]:
         rows = statistics[layer][side]
-        mean = rows.mean
-        covariances[layer, side] = (rows.second_moment - mean[:, :, None] * mean[:, None]).cpu()
+        covariances[layer, side] = covariance(rows.second_moment, rows.mean).cpu()
     for (layer, side), metric in mix(found, covariances).items():
         weight = metric.new_full((len(metric),), count)
         moment = Moment(metric * count, metric.new_zeros(metric.shape[:2]), weight)

@@ -142,6 +142,11 @@ def _sums(average: Average) -> Moment:
     return Moment(second * weight[:, None, None], first, weight)
 
 
+def covariance(second_moment: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """The second moments `[H, D, D]` about the means `[H, D]`."""
+    return second_moment - mean[:, :, None] * mean[:, None]
+
+
 # ---- on tensor cores
 
 

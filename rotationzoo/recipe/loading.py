@@ -17,24 +17,17 @@ _BITS = 3.0
 """Two real models kept 93 % and 95 % of their answers with them (docs/results.md)."""
 _LENGTH = 8192
 """The mean of keys moves with RoPE, so that of short rows is not that of long contexts."""
+_OSCAR = Recipe(
+    name="oscar",
+    center_keys=True,
+    feedback=True,
+    whiten=True,
+    bits=_BITS,
+    data=Data(length=_LENGTH),
+)
 _RECIPES = (
-    Recipe(
-        name="oscar",
-        center_keys=True,
-        feedback=True,
-        whiten=True,
-        bits=_BITS,
-        data=Data(length=_LENGTH),
-    ),
-    Recipe(
-        name="fisher",
-        center_keys=True,
-        feedback=True,
-        whiten=True,
-        metric="fisher",
-        bits=_BITS,
-        data=Data(length=_LENGTH),
-    ),
+    _OSCAR,
+    _OSCAR.model_copy(update={"name": "fisher", "metric": "fisher"}),
     Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
     Recipe(name="hadamard", composition="hadamard"),
     Recipe(name="random", composition="random"),

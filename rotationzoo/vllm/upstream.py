@@ -27,7 +27,7 @@ NAMES = {
     "vllm.v1.attention.backends.registry": "AttentionBackendEnum register_backend",
     "vllm.v1.attention.ops.merge_attn_states": "merge_attn_states",
     "vllm.v1.attention.selector": "_cached_get_attn_backend",
-    "vllm.v1.kv_cache_interface": ("FullAttentionSpec KVCacheLayout MLAAttentionSpec"),
+    "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheLayout MLAAttentionSpec",
     "vllm.v1.worker.workspace": "current_workspace_manager",
 }
 """The names that are imported, by module."""

@@ -38,6 +38,7 @@ from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.transform import CodedSide, TransformCodec
 from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.linalg.moments import covariance
 from rotationzoo.linalg.transform_coding import DAMPING, decorrelate, share_bits
 from rotationzoo.rotations import Rotation
 from rotationzoo.simulation.simulated import SimulatedCodec
@@ -64,7 +65,7 @@ class Arms:
             for side in ("key", "value"):
                 mean, second = kinds[side].mean, kinds[side].second_moment
                 assert mean is not None
-                found[layer, side] = mean, second - mean[:, :, None] * mean[:, None]
+                found[layer, side] = mean, covariance(second, mean)
         return found
 
     def metric(self, name: str) -> Metrics:
@@ -92,8 +93,8 @@ class Arms:
     def by_channel(self, bits: float, name: str, damping: float = DAMPING) -> SimulatedCodec:
         """Bits by channel, in the basis and by the costs of a metric."""
         made = {
-            place: decorrelate(covariance, self.metric(name)[place], damping)
-            for place, (_, covariance) in self.averages.items()
+            place: decorrelate(spread, self.metric(name)[place], damping)
+            for place, (_, spread) in self.averages.items()
         }
         widths = share_bits([its.costs for its in made.values()], bits)
         sides = {
