@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.linalg.orthogonality import invert, orthogonality_error
+from rotationzoo.linalg.transform_coding import SEGMENT, STEPS
 from rotationzoo.sides import HEADS, CachedRows, rows_of
 from rotationzoo.words import counted
 
@@ -42,6 +43,16 @@ class Rotation:
     fine_channels: torch.Tensor | None = None
     """Bits of a row beyond 2 a channel, in a format without an offset: int64 `[]`. Up to one a
     channel they are `Format.fine_channels`; beyond, channels get as many. None: the format's."""
+    transform: torch.Tensor | None = None
+    """The matrix `[KV heads, D, D]`, float32, that turns centered rows into the channels of
+    transform coding, the strongest first (`linalg.transform_coding`). It is not orthogonal. None
+    without transform coding, as for the next three."""
+    deviations: torch.Tensor | None = None
+    """Of these channels, float32 `[KV heads, D]`."""
+    costs: torch.Tensor | None = None
+    """What each of them costs without bits, in nats a token, float64 `[KV heads, D]`."""
+    widths: torch.Tensor | None = None
+    """Their bits, the same for each `SEGMENT` channels, int64 `[KV heads, D / SEGMENT]`."""
 
     @property
     def forward(self) -> torch.Tensor:
@@ -56,6 +67,30 @@ class Rotation:
         if self.whitening is None:
             return self.matrix.mT
         return self.matrix.mT @ invert(self.whitening).to(self.matrix)
+
+    @property
+    def steps(self) -> torch.Tensor:
+        """The steps of the channels of transform coding, `[KV heads, D]`; 0 for those without
+        bits."""
+        assert self.widths is not None
+        assert self.deviations is not None
+        steps = torch.tensor(STEPS)[self.widths.cpu()].repeat_interleave(SEGMENT, dim=-1)
+        return steps.to(self.deviations) * self.deviations
+
+    @property
+    def to_steps(self) -> torch.Tensor:
+        """`[KV heads, D, D]`: what centered rows are multiplied by to be channels in steps."""
+        assert self.transform is not None
+        steps = self.steps[:, None]
+        in_steps = self.transform / steps.where(steps > 0, torch.inf)
+        return in_steps.to(self.matrix)
+
+    @property
+    def from_steps(self) -> torch.Tensor:
+        """`[KV heads, D, D]`: what channels in steps are multiplied by. Raises as `invert`."""
+        assert self.transform is not None
+        inverse = invert(self.transform)
+        return (inverse * self.steps[..., None].to(inverse)).to(self.matrix)
 
     @property
     def dim(self) -> int:
@@ -143,9 +178,15 @@ class Rotations(Mapping[int, LayerRotations]):
         return all(rotation.feedback is not None for _, _, rotation in self.each())
 
     @property
+    def has_transform(self) -> bool:
+        """Whether both sides of every layer have the matrix that transform coding needs."""
+        return all(rotation.transform is not None for _, _, rotation in self.each())
+
+    @property
     def has_budget(self) -> bool:
         """Whether layers and sides have different bits."""
-        return any(rotation.fine_channels is not None for _, _, rotation in self.each())
+        budgets = [(each.fine_channels, each.widths) for _, _, each in self.each()]
+        return any(each is not None for budget in budgets for each in budget)
 
     @property
     def orthogonality_error(self) -> float:

@@ -2,17 +2,18 @@
 last block is full, another is made."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rotationzoo.codec import attention, cuda_attention, int2
+from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.page_layout import PageLayout, Sections
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import read_as, rows_of
 
@@ -254,28 +255,28 @@ class Blocks:
     copied to append one token, and a page can be read by its address alone.
     """
 
-    def __init__(self, layout: PageLayout):
+    def __init__(self, layout: PageLayout | SegmentLayout):
         self.layout = layout
         self.length = 0
         """Tokens that were appended or left out so far; the next one gets this number."""
         self.table: dict[int, torch.Tensor] = {}
         """The block of each number: block b holds the tokens from `b * layout.tokens` on."""
-        self._last: tuple[int, Sections] | None = None
+        self._last: tuple[int, Sequence[torch.Tensor]] | None = None
         """The number and the sections of the block that is being filled."""
         self._addresses: torch.Tensor | None = None
         self._addressed = 0
 
-    def append(self, rows: int2.Quantized) -> None:
-        """Write rows with packed codes `[B, H, T, row bytes]` after those that are stored."""
-        done, count = 0, rows.codes.shape[2]
+    def append(self, rows: Sequence[torch.Tensor]) -> None:
+        """Write the sections `[B, H or 1, T, ...]` of rows after those that are stored."""
+        done, count = 0, rows[0].shape[2]
         while done < count:
             number, start = divmod(self.length, self.layout.tokens)
             step = min(self.layout.tokens - start, count - done)
             if number not in self.table:
-                self.allocate(number, len(rows.codes), rows.codes.device)
+                self.allocate(number, len(rows[0]), rows[0].device)
             if self._last is None or self._last[0] != number:
                 self._last = number, self.layout.view(self.table[number])
-            for target, source in zip(self._last[1], self.layout.split(rows), strict=True):
+            for target, source in zip(self._last[1], rows, strict=True):
                 target[:, :, start : start + step] = source[:, :, done : done + step]
             self.length += step
             done += step
@@ -289,7 +290,9 @@ class Blocks:
         for number in [n for n in self.table if (n + 1) * tokens <= token]:
             del self.table[number]
 
-    def read(self, start: int, end: int, together: int) -> Iterator[tuple[int, Sections]]:
+    def read(
+        self, start: int, end: int, together: int
+    ) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
         """Yield `(first token, sections)` for the blocks with a token from `start` on, in order and
         `together` blocks at a time, up to token `end`.
 
@@ -307,7 +310,7 @@ class Blocks:
             for section in self.layout.view(blocks.flatten(0, 1)):
                 by_row = section.unflatten(0, (-1, len(read))).transpose(1, 2).flatten(2, 3)
                 parts.append(by_row[:, :, :filled])
-            yield first, Sections(*parts)
+            yield first, parts
 
     def addresses(self) -> torch.Tensor:
         """The address of every page, int64 `[B, blocks or more]` on their device. No block may have

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.codec.page_layout import PageLayout
+from rotationzoo.codec.transform import SegmentLayout
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class PackedSide:
     blocks: Sequence[torch.Tensor]
     """At least one, uint8 `[B, bytes of a page]` each, contiguous, in the order of tokens. Pages
     are filled one after the other."""
-    layout: PageLayout
+    layout: PageLayout | SegmentLayout
     matrix: torch.Tensor
     """float32 `[H, D, D]`: what dequantized rows are multiplied by to be in the model's frame."""
     mean: torch.Tensor | None = None

@@ -1,5 +1,6 @@
 """Pages of packed rows: codes, scales and offsets of some tokens in one piece of memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -82,13 +83,13 @@ class PageLayout:
         codes, thirds = stored.codes.split([self.code_bytes, self.third_bytes], dim=-1)
         return Sections(codes, thirds, stored.scale, stored.offset)
 
-    def dequantize(self, stored: Sections) -> torch.Tensor:
-        """Rows `[B, H, T, D]`, float32, of sections of any number of tokens."""
-        packed = stored.codes
+    def dequantize(self, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows `[B, H, T, D]`, float32, of the four sections of any number of tokens."""
+        packed, thirds, scale, offset = stored
         if self.third_bytes:
-            packed = torch.cat([packed, stored.thirds], dim=-1)
+            packed = torch.cat([packed, thirds], dim=-1)
         codes = int2.unpack(packed, self.format)
-        return int2.dequantize(int2.Quantized(codes, stored.scale, stored.offset), self.format)
+        return int2.dequantize(int2.Quantized(codes, scale, offset), self.format)
 
     @property
     def _shapes(self) -> list[tuple[int, torch.dtype]]:

@@ -11,10 +11,14 @@ from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.codec.page_layout import PageLayout
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
 _HINT = "give the rotations of this model"
+
+
+Rounding = Literal["nearest", "feedback", "transform"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,10 @@ class RotatedCodec:
     rotations: Rotations
     group_size: int | None = None
     """Channels that share a scale; None is the whole head."""
-    rounding: Literal["nearest", "feedback"] = "nearest"
+    rounding: Rounding = "nearest"
     """How rows get their codes: each channel the nearest one, as engines write today, or together
-    by error feedback (`codec.feedback`). Both are stored in the same bytes."""
+    by error feedback (`codec.feedback`), both in the bytes of a format; or by transform coding, in
+    bytes of its own."""
     _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | None] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -44,6 +49,10 @@ class RotatedCodec:
             problem = "the rotations have no factors to choose codes by error feedback with"
             hint = "calibrate with --feedback"
             raise RotationZooError(problem, hint)
+        if self.rounding == "transform" and not self.rotations.has_transform:
+            problem = "the rotations have no matrices for transform coding"
+            hint = "calibrate with --recipe transform"
+            raise RotationZooError(problem, hint)
 
     @property
     def token_group(self) -> int:
@@ -53,6 +62,9 @@ class RotatedCodec:
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """Bits per quantized element of a side with `dim` channels, including its share of scales
         and offsets."""
+        if self.rounding == "transform":
+            layout = self.segments(layer, side)
+            return 8 * sum(layout.row_bytes) / (layout.heads * dim)
         stored = self.stored_format(layer, side, format)
         return int2.bits_per_element(dim, self.group_size, stored)
 
@@ -76,8 +88,14 @@ class RotatedCodec:
         Centered keys come back without their mean. Centered values come back with it, because a
         server adds it to the attention output.
         """
-        quantized = self.quantize(self.rotate(rows, layer, side), layer, side, format)
-        stored = int2.dequantize(quantized, self.stored_format(layer, side, format))
+        rotated = self.rotate(rows, layer, side)
+        if self.rounding == "transform":
+            int2.check_values(rotated)
+            layout = self.segments(layer, side)
+            stored = layout.levels(*layout.quantize(rotated.float(), self._steps(layer, side)))
+        else:
+            quantized = self.quantize(rotated, layer, side, format)
+            stored = int2.dequantize(quantized, self.stored_format(layer, side, format))
         return self.restore(stored, layer, side).to(rows.dtype)
 
     def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
@@ -111,18 +129,33 @@ class RotatedCodec:
 
     def pack(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, apart: bool = False
-    ) -> int2.Quantized:
-        """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]` of the model, with their
-        scales and offsets. On a GPU with a kernel, nothing waits for the result, and rows that
-        cannot be quantized are reported by `check_packed`. `apart`: as each token alone is rotated,
-        to the last bit."""
+    ) -> Sequence[torch.Tensor]:
+        """The sections `[B, H or 1, T, ...]` of rows `[B, H, T, D]` of the model, as pages have
+        them. On a GPU with a kernel, nothing waits for the result, and rows that cannot be
+        quantized are reported by `check_packed`. `apart`: as each token alone is rotated, to the
+        last bit."""
         parts = rows.split(1 if apart else rows.shape[2] or 1, dim=2)
         rotated = torch.cat([self.rotate(part, layer, side) for part in parts], dim=2)
         if encoder := self.encoder(layer, side, format, rows.device):
-            return encoder(rotated)
-        quantized = self.quantize(rotated, layer, side, format)
-        stored = self.stored_format(layer, side, format)
-        return replace(quantized, codes=int2.pack(quantized.codes, stored))
+            return self._page_layout(layer, side, 0, format).split(encoder(rotated))
+        int2.check_values(rotated)
+        return self.encode(rotated, layer, side, format)[0]
+
+    def encode(
+        self, rotated: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """The sections of rotated rows `[B, H, T, D]`, by definition, and which of them are not
+        finite or too large, `[B, H, T]`: these read back as no number."""
+        is_bad = int2.find_refused(rotated)
+        if self.rounding == "transform":
+            layout, steps = self.segments(layer, side), self._steps(layer, side)
+            return layout.pack(*layout.quantize(rotated.float(), steps)), is_bad
+        good = rotated.masked_fill(is_bad[..., None], 0)
+        quantized = self.quantize(good, layer, side, format)
+        codes = int2.pack(quantized.codes, self.stored_format(layer, side, format))
+        scale = quantized.scale.masked_fill(is_bad[..., None], torch.nan)
+        stored = int2.Quantized(codes, scale, quantized.offset)
+        return self._page_layout(layer, side, 0, format).split(stored), is_bad
 
     def stored_format(self, layer: int, side: str, format: int2.Format) -> int2.Format:
         """The format of the stored rows, given the format of the cache: with the bits that the
@@ -146,6 +179,8 @@ class RotatedCodec:
     ) -> Encoder | None:
         """A kernel that does what `quantize` does; None where there is none for this device."""
         place, rotation = (layer, side, format, device), self.rotations[layer][side]
+        if self.rounding == "transform":
+            return None
         if place in self._encoders:
             return self._encoders[place]
         group = self.group_size or rotation.dim
@@ -159,15 +194,32 @@ class RotatedCodec:
         self._encoders[place] = made
         return made
 
-    def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
-        """How a page of `tokens` tokens holds what `quantize` returns."""
+    def page_layout(
+        self, layer: int, side: str, tokens: int, format: int2.Format
+    ) -> PageLayout | SegmentLayout:
+        """How a page of `tokens` tokens holds what `pack` returns."""
+        if self.rounding == "transform":
+            return self.segments(layer, side, tokens)
+        return self._page_layout(layer, side, tokens, format)
+
+    def segments(self, layer: int, side: str, tokens: int = 0) -> SegmentLayout:
+        """How a page holds the rows of transform coding."""
+        widths = self.rotations[layer][side].widths
+        assert widths is not None
+        return SegmentLayout(tuple(map(tuple, widths.tolist())), tokens)
+
+    def _page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
         rotation = self.rotations[layer][side]
         groups = rotation.dim // (self.group_size or rotation.dim)
         stored = self.stored_format(layer, side, format)
         return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, stored)
 
     def packed_side(
-        self, layer: int, side: str, layout: PageLayout, blocks: Sequence[torch.Tensor]
+        self,
+        layer: int,
+        side: str,
+        layout: PageLayout | SegmentLayout,
+        blocks: Sequence[torch.Tensor],
     ) -> PackedSide:
         """Pages of packed rows as attention reads them."""
         mean = self.rotations[layer][side].mean
@@ -195,10 +247,19 @@ class RotatedCodec:
             rotation = self.rotations[layer][side]
             if self.rounding == "nearest":  # such codes are of rows that are not whitened
                 rotation = replace(rotation, whitening=None)
-            matrix: torch.Tensor = getattr(rotation, way)
+            name = way
+            if self.rounding == "transform":
+                name = {"forward": "to_steps", "inverse": "from_steps"}[way]
+            matrix: torch.Tensor = getattr(rotation, name)
             every = matrix.expand(len(rotation.clip), -1, -1).contiguous()
             self._matrices[layer, side, way] = every
         return self._matrices[layer, side, way]
+
+    def _steps(self, layer: int, side: str) -> torch.Tensor:
+        """The steps `[H, D]` of transform coding, made once."""
+        if (layer, side, "steps") not in self._matrices:
+            self._matrices[layer, side, "steps"] = self.rotations[layer][side].steps.contiguous()
+        return self._matrices[layer, side, "steps"]
 
     def for_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Self:
         """The same codec with the rotations of one layer, on the device of its keys and values
@@ -227,7 +288,7 @@ class RotatedCodec:
 def move(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
-    names = "matrix", "mean", "feedback", "whitening"
+    names = "matrix", "mean", "feedback", "whitening", "transform", "deviations"
     tensors = [(name, getattr(rotation, name)) for name in names]
     return replace(
         rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}

@@ -11,6 +11,7 @@ from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions, Reading, Rounding
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe
@@ -39,7 +40,7 @@ class CacheSettings:
                 hint="evaluate it in a simulation: rotationzoo evaluate",
             )
 
-    def page_layout(self, layer: int, side: str) -> PageLayout:
+    def page_layout(self, layer: int, side: str) -> PageLayout | SegmentLayout:
         """How a page holds the codes of a side."""
         return self.codec.page_layout(layer, side, self.block, self.layout.format)
 
@@ -59,6 +60,8 @@ def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOption
     assert known.format is not None
     assert known.prefill_layout is not None
     default: Rounding = "feedback" if rotations.has_feedback else "nearest"
+    if rotations.has_transform:
+        default = "transform"
     group_size = known.group_size or recipe.group_size
     sink, recent = known.windows(recipe)
     layout = CacheLayout(

@@ -1,172 +1,185 @@
 """Rows whose channels have 0 to 8 bits each: from rows to bytes, and back, in plain torch.
 
-A row of one KV head is turned into channels (`linalg.transform_coding`), the widest first. Every
-channel has a step of its own, and the row has one of eight scales, which multiplies all steps: the
-one that leaves the smallest squared error. Its number takes the first three bits of the row, and
-the codes follow, one after another, lowest bits first, without gaps. The level of a code of w bits
-is `(code + 1/2 - 2^(w-1)) * step * scale`: there is no offset.
+A row of one KV head is turned into channels (`linalg.transform_coding`), the widest first, each in
+steps of its own. `SEGMENT` channels have equal bits. The row has one of fifteen scales, which
+multiplies all steps: the one that leaves the smallest squared error. Its number takes the first
+four bits of the row, and the codes follow, one after another, lowest bits first, without gaps, up
+to a whole word of 32 bits. The level of a code of w bits is `(code + 1/2 - 2^(w-1)) * scale`: there
+is no offset. A row that cannot be stored has the number 15, and reads back as no number.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
-from rotationzoo.codec.int2 import check_values
-from rotationzoo.linalg.transform_coding import SCALE_BITS, STEPS, UNIT, Transform
+from rotationzoo.codec.int2 import find_refused
+from rotationzoo.linalg.transform_coding import SEGMENT, WORD
 
-SCALES = tuple(0.5 * 5.6 ** (number / 7) for number in range(1 << SCALE_BITS))
+SCALE_BITS = 4
+SCALES = tuple(0.5 * 5.6 ** (number / 14) for number in range(15))
 """From 0.5 to 2.8, in equal ratios."""
+NO_NUMBER = 15
+
+
+class Tables(NamedTuple):
+    """What is computed of widths once, on a device."""
+
+    halves: torch.Tensor
+    """Half of the number of codes of each channel, float32 `[H, 1, D]`."""
+    widths: torch.Tensor
+    """int64 `[H, D / SEGMENT]`."""
+    starts: torch.Tensor
+    """The first bit of each segment in its row, int64 `[H, D / SEGMENT]`."""
+    scales: torch.Tensor
+    """float32 `[16]`."""
 
 
 @dataclass(frozen=True)
-class CodedSide:
-    """How one side of a layer is stored."""
+class SegmentLayout:
+    """How one side of a layer is stored, and how the rows of successive tokens lie in a page.
 
-    forward: torch.Tensor
-    """`[H, D, D]`, float32: centered rows times this are channels."""
-    inverse: torch.Tensor
-    """`[H, D, D]`, float32."""
-    mean: torch.Tensor
-    """`[H, D]`, float32."""
-    steps: torch.Tensor
-    """`[H, D]`, float32; 0 for channels without bits."""
-    widths: torch.Tensor
-    """Bits of the channels, int64 `[H, D]`, descending."""
+    A page holds the rows of one head after those of another, each head's from a multiple of 16
+    bytes on. It has the methods of `page_layout.PageLayout`.
+    """
 
-    @classmethod
-    def of(cls, transform: Transform, mean: torch.Tensor, widths: torch.Tensor) -> "CodedSide":
-        """The side of a transform whose channels have these bits."""
-        steps = torch.tensor(STEPS, dtype=torch.float64)[widths] * transform.deviations
-        tensors = transform.forward, transform.inverse, mean, steps
-        forward, inverse, mean, steps = (each.float().contiguous() for each in tensors)
-        return cls(forward, inverse, mean, steps, widths)
+    widths: tuple[tuple[int, ...], ...]
+    """Bits of the channels of each segment, descending, of each KV head."""
+    tokens: int
+    """Tokens of a page."""
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return len(self.widths)
+
+    @property
+    def dim(self) -> int:
+        """Channels of a row."""
+        return SEGMENT * len(self.widths[0])
 
     @cached_property
     def row_bytes(self) -> list[int]:
         """Bytes of a row of each head: none where no channel has bits."""
-        taken = self.widths.sum(-1)
-        units = (taken + SCALE_BITS + UNIT - 1) // UNIT * (taken > 0)
-        sizes: list[int] = (units * (UNIT // 8)).tolist()
-        return sizes
+        taken = [SEGMENT * sum(its) for its in self.widths]
+        return [-(-(bits + SCALE_BITS) // WORD) * (WORD // 8) * (bits > 0) for bits in taken]
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """The bytes `[B, T, bytes]` of rows `[B, H, T, D]`, head after head. Raises
-        `RotationZooError` for rows that are not finite or above 1e18."""
-        check_values(rows)
-        codes, scale = self._choose(self._channels(rows))
-        return pack(codes, scale, self)
-
-    def decode(self, data: torch.Tensor) -> torch.Tensor:
-        """The rows `[B, H, T, D]`, float32, of bytes `[B, T, bytes]`."""
-        codes, scale = unpack(data, self)
-        return self._levels(codes, scale) @ self.inverse + self.mean[:, None]
-
-    def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """What `decode` returns for what `encode` stores, without the bytes."""
-        check_values(rows)
-        stored = self._levels(*self._choose(self._channels(rows)))
-        return stored @ self.inverse + self.mean[:, None]
-
-    def to(self, device: torch.device) -> "CodedSide":
-        """The same on a device."""
-        return CodedSide(
-            **{each.name: getattr(self, each.name).to(device) for each in fields(self)}
-        )
-
-    def _channels(self, rows: torch.Tensor) -> torch.Tensor:
-        return (rows.float() - self.mean[:, None]) @ self.forward
-
-    def _choose(self, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes `[B, H, T, D]` and the numbers of scales `[B, H, T]`, both uint8."""
-        losses = []
-        for number in range(len(SCALES)):
-            scale = channels.new_full(channels.shape[:3], number)
-            read = self._levels(self._codes(channels, scale), scale)
-            losses.append((read - channels).square().sum(-1))
-        best = torch.stack(losses).argmin(0)
-        return self._codes(channels, best).to(torch.uint8), best.to(torch.uint8)
-
-    def _codes(self, channels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        half, steps = self._half, self._scaled_steps(scale)
-        places = (channels / steps.where(steps > 0, 1)).floor()
-        return (places.maximum(-half).minimum(half - 1) + half) * (self.widths > 0)[:, None]
-
-    def _levels(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (codes.float() + 0.5 - self._half) * self._scaled_steps(scale)
+    @cached_property
+    def starts(self) -> list[int]:
+        """The bytes at which the rows of each head begin, and the bytes of a page."""
+        sizes = (-(-self.tokens * size // 16) * 16 for size in self.row_bytes)
+        return [*accumulate(sizes, initial=0)]
 
     @property
-    def _half(self) -> torch.Tensor:
-        """Half of the number of codes of each channel, `[H, 1, D]`."""
-        return (1 << self.widths).float()[:, None] / 2
+    def bytes(self) -> int:
+        """The bytes of a page."""
+        return self.starts[-1]
 
-    def _scaled_steps(self, scale: torch.Tensor) -> torch.Tensor:
-        """The steps `[B, H, T, D]` of rows with these numbers of scales `[B, H, T]`."""
-        scales = torch.tensor(SCALES, device=scale.device)[scale.long()]
-        return self.steps[:, None] * scales[..., None]
+    def empty(self, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A block of zeros, uint8 `[batch, bytes]`."""
+        return torch.zeros(batch, self.bytes, dtype=torch.uint8, device=device)
 
+    def view(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of a block, which share its memory: uint8 `[B, 1, tokens, row bytes]` of each
+        head."""
+        sections = []
+        for start, size in zip(self.starts, self.row_bytes, strict=False):
+            section = block[:, start : start + self.tokens * size]
+            sections.append(section.unflatten(1, (1, self.tokens, size)))
+        return sections
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, side: CodedSide) -> torch.Tensor:
-    """The bytes `[B, T, bytes]` of codes `[B, H, T, D]` and numbers of scales `[B, H, T]`."""
-    parts = [codes.new_empty(len(codes), codes.shape[2], 0)]
-    for head, size in enumerate(side.row_bytes):
-        if size:
-            fields = torch.cat([scale[:, head, :, None], codes[:, head]], dim=-1)
-            field, place = _bit_places(side.widths[head])
-            bits = fields[..., field] >> place & 1
-            missing = bits.new_zeros(*bits.shape[:2], 8 * size - len(field))
-            octets = torch.cat([bits, missing], dim=-1).unflatten(-1, (-1, 8))
-            powers = 1 << torch.arange(8, device=codes.device)
-            parts.append((octets * powers).sum(-1).to(torch.uint8))
-    return torch.cat(parts, dim=-1)
+    def dequantize(self, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Channels in steps `[B, H, T, D]`, float32, of the rows of each head."""
+        return self.levels(*self.unpack(stored))
 
+    def quantize(
+        self, channels: torch.Tensor, steps: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes `[B, H, T, D]` and the numbers of scales `[B, H, T]`, both uint8, of channels
+        in steps `[B, H, T, D]`, whose steps are `[H, D]`. Every operation is rounded on its own."""
+        tables = _tables(self.widths, channels.device)
+        best = torch.zeros_like(channels[..., 0])
+        smallest = torch.full_like(best, torch.inf)
+        for number, scale in enumerate(tables.scales[:NO_NUMBER]):
+            read = (self._places(channels, scale, tables.halves) + 0.5) * scale
+            loss = sum_in_halves(((read - channels) * steps[:, None]).square())
+            best = torch.where(loss < smallest, number, best)
+            smallest = torch.minimum(loss, smallest)
+        is_bad = find_refused(channels)
+        scale = tables.scales[best.long()][..., None]
+        codes = self._places(channels, scale, tables.halves) + tables.halves
+        codes = codes.masked_fill(is_bad[..., None], 0)
+        return codes.to(torch.uint8), best.masked_fill(is_bad, NO_NUMBER).to(torch.uint8)
 
-def unpack(data: torch.Tensor, side: CodedSide) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes `[B, H, T, D]` and numbers of scales `[B, H, T]` of bytes `[B, T, bytes]`."""
-    batch, tokens = data.shape[:2]
-    heads, dim = side.widths.shape
-    found = torch.zeros(batch, heads, tokens, dim + 1, dtype=torch.int64, device=data.device)
-    for head, row in enumerate(data.split(side.row_bytes, dim=-1)):
-        if row.shape[-1]:
-            field, place = _bit_places(side.widths[head])
-            bits = (row[..., None] >> torch.arange(8, device=data.device) & 1).flatten(-2)
-            found[:, head].index_add_(-1, field, bits[..., : len(field)].long() << place)
-    return found[..., 1:].to(torch.uint8), found[..., 0].to(torch.uint8)
+    def levels(self, codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Channels in steps `[B, H, T, D]`, float32, of codes and numbers of scales."""
+        tables = _tables(self.widths, codes.device)
+        return (codes.float() + 0.5 - tables.halves) * tables.scales[numbers.long()][..., None]
 
-
-def _bit_places(widths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each bit of a row with channels of these widths `[D]`: the number of its field, of which
-    the first is the scale, and its place in that field."""
-    sizes = torch.cat([widths.new_tensor([SCALE_BITS]), widths])
-    field = torch.arange(len(sizes), device=widths.device).repeat_interleave(sizes)
-    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    return field, torch.arange(len(field), device=widths.device) - starts
-
-
-@dataclass(frozen=True)
-class TransformCodec:
-    """The codec of a cache whose sides are stored so: what a simulation asks of one."""
-
-    sides: Mapping[tuple[int, str], CodedSide]
-    """By layer and side. Others stay exact."""
-    token_group: int = 1
-
-    def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Keys or values `[B, H, T, D]` as the exact windows store them: as they are."""
+    def pack(self, codes: torch.Tensor, numbers: torch.Tensor) -> list[torch.Tensor]:
+        """The rows `[B, 1, T, row bytes]` of each head."""
+        tables, rows = _tables(self.widths, codes.device), []
+        places = torch.arange(SEGMENT, device=codes.device)
+        for head, size in enumerate(self.row_bytes):
+            shifts = tables.widths[head][:, None] * places
+            segments = codes[:, head].long().unflatten(-1, (-1, SEGMENT))
+            values = (segments << shifts).sum(-1)
+            word, bit = tables.starts[head] // WORD, tables.starts[head] % WORD
+            # A segment has up to 32 bits, which may reach into the next word.
+            pair = values << bit
+            words = values.new_zeros(*values.shape[:2], size // 4 + 2)
+            words[..., 0] = numbers[:, head]
+            words.index_add_(-1, word, pair & 0xFFFFFFFF)
+            words.index_add_(-1, word + 1, pair >> WORD & 0xFFFFFFFF)
+            data = words[..., : size // 4].to(torch.int32).contiguous().view(torch.uint8)
+            rows.append(data[:, None])
         return rows
 
-    def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: object = None
-    ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as the cache returns them, in their dtype."""
-        if (layer, side) not in self.sides:
-            return rows
-        return self.sides[layer, side].to(rows.device).read(rows).to(rows.dtype)
+    def unpack(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes `[B, H, T, D]` and numbers of scales `[B, H, T]`, uint8, of the rows of each
+        head."""
+        tables = _tables(self.widths, stored[0].device)
+        places = torch.arange(SEGMENT, device=stored[0].device)
+        codes, numbers = [], []
+        for head, rows in enumerate(stored):
+            batch, _, tokens, size = rows.shape
+            flat = rows.flatten().view(torch.int32).long() & 0xFFFFFFFF
+            words = flat.view(batch, tokens, size // 4)
+            words = torch.nn.functional.pad(words, (0, 2))
+            word, bit = tables.starts[head] // WORD, tables.starts[head] % WORD
+            values = (words[..., word] | words[..., word + 1] << WORD) >> bit
+            width = tables.widths[head][:, None]
+            each = values[..., None] >> width * places & (1 << width) - 1
+            codes.append(each.flatten(-2))
+            numbers.append(words[..., 0] & 15)
+        return torch.stack(codes, 1).to(torch.uint8), torch.stack(numbers, 1).to(torch.uint8)
 
-    def stored_bits(self, layer: int, side: str, dim: int, format: object = None) -> float:
-        """Bits an element of a side, with scales and what fills up a row's last bytes."""
-        if (layer, side) not in self.sides:
-            return 16.0
-        sizes = self.sides[layer, side].row_bytes
-        return 8 * sum(sizes) / (len(sizes) * dim)
+    @staticmethod
+    def _places(
+        channels: torch.Tensor, scale: torch.Tensor, halves: torch.Tensor
+    ) -> torch.Tensor:
+        """The codes, less their halves."""
+        return (channels / scale).floor().maximum(-halves).minimum(halves - 1)
+
+
+def sum_in_halves(numbers: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension, which adds the second half to the first until one is left:
+    an order that a kernel can follow."""
+    count = 1 << math.ceil(math.log2(numbers.shape[-1]))
+    numbers = torch.nn.functional.pad(numbers, (0, count - numbers.shape[-1]))
+    while count > 1:
+        count //= 2
+        numbers = numbers[..., :count] + numbers[..., count:]
+    return numbers[..., 0]
+
+
+@cache
+def _tables(widths: tuple[tuple[int, ...], ...], device: torch.device) -> Tables:
+    bits = torch.tensor(widths, device=device)
+    starts = SCALE_BITS + SEGMENT * (bits.cumsum(-1) - bits)
+    halves = (1 << bits).float().repeat_interleave(SEGMENT, dim=-1)[:, None] / 2
+    return Tables(halves, bits, starts, torch.tensor([*SCALES, torch.nan], device=device))

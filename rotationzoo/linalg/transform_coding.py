@@ -19,10 +19,11 @@ STEPS = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 """The best step for a Gaussian of deviation 1 in codes of 0 to 8 bits (Max 1960, table II)."""
 REMAINING = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.000087)
 """What these codes leave of its variance: each bit saves less than the one before it."""
-SCALE_BITS = 3
-"""Bits of a row's scale."""
-UNIT = 16
-"""The bits that a head's row takes, with its scale, are a multiple of this."""
+SEGMENT = 4
+"""Channels in a row that have equal bits."""
+WORD = 32
+"""The bits that a row of a head takes are a multiple of this: `WORD / SEGMENT` segments of one bit,
+of which the scale takes the place of the first."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,6 @@ class Transform:
     the strongest first."""
 
     forward: torch.Tensor
-    """`[H, D, D]`"""
-    inverse: torch.Tensor
     """`[H, D, D]`"""
     deviations: torch.Tensor
     """Of the channels, `[H, D]`."""
@@ -51,34 +50,35 @@ def decorrelate(
     scaled = metric / size[..., None].clamp(min=torch.finfo(torch.float64).tiny)
     eye = torch.eye(metric.shape[-1], dtype=torch.float64)
     values, vectors = eigenbasis(scaled + damping * eye)
-    roots = values.clamp(min=damping / 2).sqrt()[:, None]
-    root, inverse_root = (vectors * each @ vectors.mT for each in (roots, 1 / roots))
+    root = vectors * values.clamp(min=damping / 2).sqrt()[:, None] @ vectors.mT
     variances, basis = map(strongest_first, eigenbasis(root @ covariance @ root))
     variances = variances.clamp(min=0)
-    return Transform(root @ basis, basis.mT @ inverse_root, variances.sqrt(), size * variances)
+    return Transform(root @ basis, variances.sqrt(), size * variances)
 
 
 def share_bits(costs: Sequence[torch.Tensor], bits: float) -> list[torch.Tensor]:
-    """The bits 0 to 8 of all channels, int64 `[H, D]` each, from their costs `[H, D]`, so that rows
-    take `bits` an element on average, with their scales. A row that gets no bits stores nothing."""
-    losses = torch.tensor(REMAINING, dtype=torch.float64)
-    saved = losses[:-1] - losses[1:]
-    savings = [(its.double().cpu()[..., None] * saved).flatten(1) for its in costs]
-    rows = [len(its) for its in savings]
-    left = bits * sum(its.numel() for its in costs)
-    # Equal slopes: the bits that save most, wherever they are.
-    every = torch.cat([its.flatten() for its in savings])
-    count = min(max(0, int(left - SCALE_BITS * sum(rows))), len(every))
-    least = every.topk(count).values[-1] if count else every.new_tensor(torch.inf)
-    wanted = torch.cat([(its >= least).sum(-1) + SCALE_BITS for its in savings])
-    sizes = wanted // UNIT * UNIT
-    # What rounding down leaves goes to the rows that miss most of a unit.
-    units = max(0, int(left - sizes.sum().item()) // UNIT)
-    missing = (wanted % UNIT).argsort(descending=True, stable=True)[:units]
-    sizes[missing] += UNIT
+    """The bits 0 to 8 of each segment, int64 `[H, D / SEGMENT]`, from the costs `[H, D]` of each
+    side, so that rows take `bits` an element on average, with their scales. A row that gets no bits
+    stores nothing."""
+    left = torch.tensor(REMAINING, dtype=torch.float64)
+    savings, words = [], []
+    for its in costs:
+        segments = its.double().cpu().unflatten(1, (-1, SEGMENT)).sum(-1)
+        saved = (segments[..., None] * (left[:-1] - left[1:])).flatten(1)
+        ordered = saved.sort(descending=True).values
+        # The scale comes first, and the end of the last word is empty.
+        filled = torch.nn.functional.pad(ordered, (1, WORD // SEGMENT - 1))
+        savings.append(saved)
+        words.append(filled.unflatten(1, (-1, WORD // SEGMENT)).sum(-1))
+    # Equal slopes: the words that save most, wherever they are.
+    every = torch.cat([its.flatten() for its in words])
+    budget = int(bits * sum(its.numel() for its in costs)) // WORD
+    count = min(budget, int((every > 0).sum()))
+    taken = torch.zeros_like(every, dtype=torch.int64)
+    taken[every.argsort(descending=True, stable=True)[:count]] = 1
     shares = []
-    for its, size, cost in zip(savings, sizes.split(rows), costs, strict=True):
+    for its, chosen in zip(savings, taken.split([its.numel() for its in words]), strict=True):
+        size = chosen.view(len(its), -1).sum(-1, keepdim=True) * (WORD // SEGMENT) - 1
         ranks = its.argsort(descending=True, stable=True).argsort(stable=True)
-        taken = ranks < (size - SCALE_BITS)[:, None]
-        shares.append(taken.unflatten(1, (cost.shape[1], -1)).sum(-1))
+        shares.append((ranks < size).unflatten(1, (-1, len(left) - 1)).sum(-1))
     return shares

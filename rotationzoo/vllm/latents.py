@@ -14,7 +14,6 @@ import torch
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda_encoder import Encoder
-from rotationzoo.codec.page_layout import Sections
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows
@@ -120,6 +119,6 @@ class LatentReader(LayerReader):
         places = self._places(table, *segment.positions())
         layout, count = pages.layouts[LATENT], len(places[0])
         sections = (each[places[0], :, places[1]] for each in layout.view(pages.memory[LATENT]))
-        values[:count] = layout.dequantize(Sections(*sections))
+        values[:count] = layout.dequantize([*sections])
         keys[:count, :, : layout.dim] = values[:count]
         keys[:count, 0, layout.dim :] = pages.rope(pages.memory[ROPE])[places]

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import torch
 
-from rotationzoo.codec import attention, cuda, cuda_attention, int2
+from rotationzoo.codec import attention, cuda, cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
@@ -20,6 +20,7 @@ from rotationzoo.codec.formats import Format
 from rotationzoo.codec.kernels import Begin, CopiedRows, CopyRows, Store, StoredSide, StoreFew
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import rows_of
@@ -78,7 +79,7 @@ class LayerPages:
         self.counted = rows_of(self.codec.rotations[layer].sides).names
         self.bad = torch.zeros(2, 2, dtype=torch.int64, device=cache.device) if bad is None else bad
         memory = cache.view(torch.uint8).flatten(1)
-        self.layouts: dict[str, PageLayout] = {}
+        self.layouts: dict[str, PageLayout | SegmentLayout] = {}
         self.memory: dict[str, torch.Tensor] = {}
         self.copies: dict[str, torch.Tensor] = {}
         taken = self._lay_out(memory, slots, dtype)
@@ -133,14 +134,10 @@ class LayerPages:
             if encoder is not None:
                 self._store(step, side, encoder.store(rotated[0]))
                 continue
-            layout, is_bad = self.layouts[side], int2.find_refused(rotated)
-            good = rotated.masked_fill(is_bad[..., None], 0)
-            stored = self.codec.quantize(good, self.layer, side, self.format)
-            scale = stored.scale.masked_fill(is_bad[..., None], torch.nan)
-            stored = int2.Quantized(int2.pack(stored.codes, layout.format), scale, stored.offset)
+            stored, is_bad = self.codec.encode(rotated, self.layer, side, self.format)
             self._count(step, side, is_bad[0])
-            sections = layout.view(self.memory[side])
-            for section, value in zip(sections, layout.split(stored), strict=True):
+            sections = self.layouts[side].view(self.memory[side])
+            for section, value in zip(sections, stored, strict=True):
                 by_token = value[0].transpose(0, 1).to(section.dtype)
                 section[step.pages, :, step.page_offsets] = by_token
 

@@ -15,7 +15,7 @@ from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.cuda import Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.kernels import Begin, Gather, GatheredRows, RestoredRows, RestoreRows, Tokens
-from rotationzoo.codec.page_layout import PageLayout, Sections
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import LayerPages, Rows
 from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
@@ -308,7 +308,7 @@ class LayerReader:
         pages, at = self._places(table, *segment.positions())
         for layout, (memory, target) in zip(layouts, both, strict=True):
             sections = (section[pages, :, at] for section in layout.view(memory))
-            target[: len(pages)] = layout.dequantize(Sections(*sections))
+            target[: len(pages)] = layout.dequantize([*sections])
 
     @cached_property
     def _value_scales(self) -> torch.Tensor:

@@ -3,91 +3,115 @@
 import pytest
 import torch
 
-from rotationzoo.codec.transform import SCALES, CodedSide, TransformCodec, pack, unpack
-from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.transform_coding import SCALE_BITS, STEPS
+from rotationzoo.codec.transform import (
+    NO_NUMBER,
+    SCALE_BITS,
+    SCALES,
+    SegmentLayout,
+    sum_in_halves,
+)
+from rotationzoo.linalg.transform_coding import SEGMENT
 
-HEADS, DIM = 3, 32
+HEADS, DIM, TOKENS = 3, 48, 16
 
 
-def random_side(seed=0):
-    """A side with an orthogonal basis, whose last head stores nothing."""
+def random_layout(seed=0):
+    """Random widths; the last head stores nothing."""
     generator = torch.Generator().manual_seed(seed)
-    basis = torch.linalg.qr(torch.randn(HEADS, DIM, DIM, generator=generator))[0]
-    widths = torch.randint(0, 9, (HEADS, DIM), generator=generator).sort(descending=True)[0]
+    widths = torch.randint(0, 9, (HEADS, DIM // SEGMENT), generator=generator)
+    widths = widths.sort(descending=True)[0]
     widths[-1] = 0
-    deviations = torch.rand(HEADS, DIM, generator=generator) + 0.1
-    mean = torch.randn(HEADS, DIM, generator=generator)
-    steps = torch.tensor(STEPS)[widths] * deviations
-    return CodedSide(basis, basis.mT.contiguous(), mean, steps, widths)
+    return SegmentLayout(tuple(map(tuple, widths.tolist())), TOKENS)
 
 
-def random_rows(seed=1, tokens=5):
+def widths_of(layout):
+    return torch.tensor(layout.widths).repeat_interleave(SEGMENT, -1)
+
+
+def random_channels(layout, seed=1, tokens=5):
+    """In steps: as many as codes reach, and a little more."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, HEADS, tokens, DIM, generator=generator)
+    channels = torch.randn(2, HEADS, tokens, DIM, generator=generator)
+    return channels * 0.4 * (1 << widths_of(layout))[:, None] * (widths_of(layout) > 0)[:, None]
+
+
+def random_steps(seed=2):
+    return torch.rand(HEADS, DIM, generator=torch.Generator().manual_seed(seed)) + 0.1
 
 
 def test_codes_are_packed_without_gaps():
-    side, generator = random_side(), torch.Generator().manual_seed(3)
-    most = (1 << side.widths)[None, :, None]
+    layout, generator = random_layout(), torch.Generator().manual_seed(3)
+    widths = widths_of(layout)
+    most = (1 << widths)[None, :, None]
     codes = (torch.rand(2, HEADS, 5, DIM, generator=generator) * most).to(torch.uint8)
-    scale = torch.randint(0, 8, (2, HEADS, 5), generator=generator).to(torch.uint8)
-    scale[:, -1] = 0  # of a row that stores nothing
-    data = pack(codes, scale, side)
-    assert data.shape == (2, 5, sum(side.row_bytes))
-    back, scales = unpack(data, side)
+    codes[0, :, 0] = most[0, :, 0] - 1  # all bits of a row
+    numbers = torch.randint(0, 16, (2, HEADS, 5), generator=generator).to(torch.uint8)
+    numbers[:, -1] = 0  # of rows that store nothing
+    stored = layout.pack(codes, numbers)
+    assert [part.shape for part in stored] == [(2, 1, 5, size) for size in layout.row_bytes]
+    assert [size % 4 for size in layout.row_bytes] == [0] * HEADS
+    assert layout.row_bytes[-1] == 0
+    back, of_rows = layout.unpack(stored)
     assert torch.equal(back, codes)
-    assert torch.equal(scales, scale)
-    # By hand: the number that the bytes of the first row spell.
-    spelled = int.from_bytes(bytes(data[0, 0, : side.row_bytes[0]].tolist()), "little")
-    assert spelled % 8 == scale[0, 0, 0]
-    spelled >>= SCALE_BITS
-    for code, width in zip(codes[0, 0, 0].tolist(), side.widths[0].tolist(), strict=True):
-        assert spelled % (1 << width) == code
-        spelled >>= width
-
-
-def test_bytes_hold_what_is_read():
-    side, rows = random_side(), random_rows()
-    assert torch.equal(side.decode(side.encode(rows)), side.read(rows))
+    assert torch.equal(of_rows, numbers)
+    # By hand: the number that the bytes of a row spell.
+    for token in range(5):
+        spelled = int.from_bytes(bytes(stored[0][0, 0, token].tolist()), "little")
+        assert spelled % (1 << SCALE_BITS) == numbers[0, 0, token]
+        spelled >>= SCALE_BITS
+        for code, width in zip(codes[0, 0, token].tolist(), widths[0].tolist(), strict=True):
+            assert spelled % (1 << width) == code
+            spelled >>= width
+        assert spelled == 0
 
 
 def test_codes_are_the_nearest_of_the_best_scale():
-    side, rows = random_side(), random_rows()
-    channels = (rows - side.mean[:, None]) @ side.forward
-    found = (side.read(rows) - side.mean[:, None]) @ side.forward
-    best = torch.full(rows.shape[:3], torch.inf)
+    layout, steps = random_layout(), random_steps()
+    channels, widths = random_channels(layout), widths_of(layout)
+    found = layout.levels(*layout.quantize(channels, steps))
+    best = torch.full(channels.shape[:3], torch.inf)
     for scale in SCALES:
         read = torch.zeros_like(channels)
         for head in range(HEADS):
-            for channel, width in enumerate(side.widths[head].tolist()):
-                if width:
-                    levels = torch.arange(1 << width) + 0.5 - 2 ** (width - 1)
-                    levels = levels * side.steps[head, channel] * scale
-                    gaps = (channels[:, head, :, channel, None] - levels).abs()
-                    read[:, head, :, channel] = levels[gaps.argmin(-1)]
-        best = torch.minimum(best, (read - channels).square().sum(-1))
-    assert torch.allclose((found - channels).square().sum(-1), best, rtol=1e-4)
+            for channel, width in enumerate(widths[head].tolist()):
+                levels = (torch.arange(1 << width) + 0.5 - 2**width / 2) * scale
+                gaps = (channels[:, head, :, channel, None] - levels).abs()
+                read[:, head, :, channel] = levels[gaps.argmin(-1)]
+        error = (read - channels) * steps[:, None]
+        best = torch.minimum(best, error.square().sum(-1))
+    error = (found - channels) * steps[:, None]
+    assert torch.allclose(error.square().sum(-1), best, rtol=1e-4)
 
 
-def test_a_channel_without_bits_reads_its_mean():
-    side = random_side()
-    read = side.read(random_rows())[:, -1]
-    assert torch.allclose(read, side.mean[-1].expand_as(read), atol=1e-6)
+def test_a_page_holds_the_rows_of_head_after_head():
+    layout = random_layout()
+    channels, steps = random_channels(layout, tokens=TOKENS), random_steps()
+    stored = layout.pack(*layout.quantize(channels, steps))
+    page = layout.empty(2)
+    for section, rows in zip(layout.view(page), stored, strict=True):
+        section[:] = rows
+    expected = layout.levels(*layout.quantize(channels, steps))
+    assert torch.equal(layout.dequantize(layout.view(page)), expected)
+    rows = [each[:, 0].flatten(1) for each in stored]
+    assert torch.equal(page, torch.cat(rows, dim=1))
 
 
-def test_a_codec_counts_its_bytes_and_leaves_other_sides_exact():
-    side, rows = random_side(), random_rows().bfloat16()
-    codec = TransformCodec({(0, "key"): side})
-    assert torch.equal(codec.fake_quantize(rows, 0, "key"), side.read(rows).bfloat16())
-    assert codec.fake_quantize(rows, 0, "value") is rows
-    assert codec.stored_bits(0, "value", DIM) == 16
-    stored = side.encode(rows)
-    assert codec.stored_bits(0, "key", DIM) == 8 * stored.shape[-1] / (HEADS * DIM)
+def test_rows_that_are_no_numbers_read_so():
+    layout, steps = random_layout(), random_steps()
+    channels = random_channels(layout)
+    channels[0, 0, 1, 5], channels[1, 1, 0, 3] = torch.inf, 1e19
+    codes, numbers = layout.quantize(channels, steps)
+    assert (numbers == NO_NUMBER).nonzero().tolist() == [[0, 0, 1], [1, 1, 0]]
+    read = layout.levels(codes, numbers)
+    assert read[0, 0, 1].isnan().all()
+    assert read.isnan().any(-1).sum() == 2
 
 
-def test_rows_that_are_not_finite_are_refused():
-    rows = random_rows()
-    rows[0, 0, 0, 0] = torch.nan
-    with pytest.raises(RotationZooError, match="not finite"):
-        random_side().encode(rows)
+@pytest.mark.parametrize("count", [1, 32, 48, 80])
+def test_sums_are_made_in_halves(count):
+    numbers = torch.rand(3, count, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(sum_in_halves(numbers), numbers.sum(-1))
+    halves = torch.nn.functional.pad(numbers, (0, 128 - count))
+    for half in (64, 32, 16, 8, 4, 2, 1):
+        halves = halves[:, :half] + halves[:, half:]
+    assert torch.equal(sum_in_halves(numbers), halves[:, 0]), "zeros change nothing"

@@ -7,8 +7,8 @@ import torch
 
 from rotationzoo.linalg.transform_coding import (
     REMAINING,
-    SCALE_BITS,
-    UNIT,
+    SEGMENT,
+    WORD,
     decorrelate,
     share_bits,
 )
@@ -29,7 +29,8 @@ def test_channels_do_not_correlate_and_errors_count_alike():
     assert torch.allclose(channels, torch.diag_embed(made.deviations.square()), atol=1e-12)
     assert (made.deviations.diff() <= 0).all()
     size = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    errors = made.inverse @ (metric / size) @ made.inverse.mT
+    inverse = torch.linalg.inv(made.forward)
+    errors = inverse @ (metric / size) @ inverse.mT
     assert torch.allclose(errors, torch.eye(12, dtype=torch.float64).expand(2, -1, -1), atol=1e-6)
     # What is lost without any bits does not depend on the basis.
     lost = (metric * covariance).sum((-2, -1))
@@ -40,36 +41,39 @@ def test_a_head_that_nothing_reads_costs_nothing():
     metric = random_moments(2, 8, 1) * torch.tensor([1.0, 0.0])[:, None, None]
     made = decorrelate(random_moments(2, 8, 0), metric)
     assert made.forward.isfinite().all()
-    assert made.inverse.isfinite().all()
     first, second = share_bits([made.costs], 4.0)[0].sum(-1).tolist()
     assert second == 0 < first
 
 
 def test_bits_are_spent_where_they_save_most():
-    costs = torch.tensor([[9.0, 2.0, 0.5, 0.1]], dtype=torch.float64)
-    # 16 bits of a row are 13 of codes.
+    costs = torch.tensor([[9.0, 2.0, 0.5, 0.1]], dtype=torch.float64).repeat_interleave(4, -1)
+    # A word of a row has seven segments of a bit; two have fifteen.
     (found,) = share_bits([costs], 4.0)
 
     def lost(widths):
-        return sum(c * REMAINING[w] for c, w in zip(costs[0].tolist(), widths, strict=True))
+        return sum(c * REMAINING[w] for c, w in zip(costs[0, ::4].tolist(), widths, strict=True))
 
     every = itertools.product(range(9), repeat=4)
-    best = min((widths for widths in every if sum(widths) == 13), key=lost)
+    best = min((widths for widths in every if sum(widths) == 15), key=lost)
     assert tuple(found[0].tolist()) == best
 
 
 @pytest.mark.parametrize("bits", [0.5, 1.75, 2.25, 3.0])
-def test_a_budget_is_kept_in_whole_units(bits):
+def test_a_budget_is_kept_in_whole_words(bits):
     generator = torch.Generator().manual_seed(2)
-    costs = [torch.rand(heads, 64, generator=generator).pow(8) for heads in (1, 2, 4)]
+    costs = []
+    for heads, dim in ((1, 64), (2, 64), (4, 128)):
+        each = torch.rand(heads, dim, generator=generator).pow(8)
+        costs.append(each.sort(descending=True).values)
     shares = share_bits(costs, bits)
-    codes = torch.cat([share.sum(-1) for share in shares])
-    rows = torch.where(codes > 0, codes + SCALE_BITS, 0)
-    assert not (rows % UNIT).any()
+    taken = torch.cat([SEGMENT * share.sum(-1) for share in shares])
+    rows = torch.where(taken > 0, taken + SEGMENT, 0)
+    assert not (rows % WORD).any()
     most = bits * sum(cost.numel() for cost in costs)
-    assert most - UNIT * len(rows) / 2 < rows.sum().item() <= most
-    assert [share.shape for share in shares] == [cost.shape for cost in costs]
+    assert most - WORD < rows.sum().item() <= most
+    assert [share.shape[1] for share in shares] == [16, 16, 32]
     assert max(share.max().item() for share in shares) <= 8
+    assert all((share.diff() <= 0).all() for share in shares), "the widest come first"
 
 
 def test_no_channel_gets_more_than_eight_bits():
