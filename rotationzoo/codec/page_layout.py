@@ -53,6 +53,11 @@ class PageLayout:
         """Bytes of a row's third bits."""
         return self.format.fine_channels // 8
 
+    @property
+    def row_bytes(self) -> list[int]:
+        """Bytes of a row of each head, with its scales and offsets."""
+        return [sum(width * type.itemsize for width, type in self._shapes)] * self.heads
+
     @cached_property
     def starts(self) -> list[int]:
         """The bytes at which the four sections begin, and the bytes of a page."""

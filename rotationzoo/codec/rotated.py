@@ -90,7 +90,7 @@ class RotatedCodec:
         if self.rounding == "transform":
             int2.check_values(rotated)
             layout = self.segments(layer, side)
-            stored = layout.levels(*layout.quantize(rotated.float(), self._steps(layer, side)))
+            stored = layout.levels(*layout.quantize(rotated.float(), self.steps(layer, side)))
         else:
             quantized = self.quantize(rotated, layer, side, format)
             stored = int2.dequantize(quantized, self.stored_format(layer, side, format))
@@ -146,7 +146,7 @@ class RotatedCodec:
         finite or too large, `[B, H, T]`: these read back as no number."""
         is_bad = int2.find_refused(rotated)
         if self.rounding == "transform":
-            layout, steps = self.segments(layer, side), self._steps(layer, side)
+            layout, steps = self.segments(layer, side), self.steps(layer, side)
             return layout.pack(*layout.quantize(rotated.float(), steps)), is_bad
         good = rotated.masked_fill(is_bad[..., None], 0)
         quantized = self.quantize(good, layer, side, format)
@@ -253,7 +253,7 @@ class RotatedCodec:
             self._matrices[layer, side, way] = every
         return self._matrices[layer, side, way]
 
-    def _steps(self, layer: int, side: str) -> torch.Tensor:
+    def steps(self, layer: int, side: str) -> torch.Tensor:
         """The steps `[H, D]` of transform coding, made once."""
         if (layer, side, "steps") not in self._matrices:
             self._matrices[layer, side, "steps"] = self.rotations[layer][side].steps.contiguous()

@@ -84,6 +84,18 @@ class SegmentLayout:
         """The bytes of a page."""
         return self.starts[-1]
 
+    def places(self, device: torch.device) -> torch.Tensor:
+        """What kernels know of each head, int32 `[H, 2 + D / SEGMENT]`: the first byte of its rows
+        in a page and the bytes of a row; and of each segment, its bits and 16 times its first
+        bit."""
+        bits, starts = _tables(self.widths, torch.device("cpu"))[1:3]
+        heads = torch.tensor([self.starts[:-1], self.row_bytes]).T
+        return torch.cat([heads, bits + 16 * starts], 1).to(device, torch.int32)
+
+    def scales(self, device: torch.device) -> torch.Tensor:
+        """The scale of each number, and NaN, float32 `[16]`."""
+        return _tables(self.widths, device).scales
+
     def empty(self, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """A block of zeros, uint8 `[batch, bytes]`."""
         return torch.zeros(batch, self.bytes, dtype=torch.uint8, device=device)

@@ -14,6 +14,7 @@ import torch
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.geometry import shares_blocks
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import CPU_BACKENDS, SERVE
 from rotationzoo.vllm import settings as serving
@@ -168,13 +169,20 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         if type(spec) is not self.spec:
             problem = "rotations are served with full attention and sliding windows alone"
             raise UnsupportedModel(problem, "read it with transformers: rotationzoo generate")
-        cell = serving.cell_bytes(self.settings, spec.head_size, layer, spec.dtype.itemsize)
+        layers = {layer}
+        if shares_blocks(self.config.model_config.hf_config):
+            # vLLM pads the blocks of all layers to the largest, and asks these for the same.
+            layers = serving.served_layers(self.settings, self.config)
+        given = spec.dtype.itemsize, self.num_kv_heads
+        cell = max(
+            serving.cell_bytes(self.settings, spec.head_size, each, *given) for each in layers
+        )
         stored = replace(spec, state_content_bytes=cell)
         if self.settings.codec.rotations.has_budget or self.spec is not base.FullAttentionSpec:
             # A cell may not be a whole number of the model's elements.
             stored = replace(stored, dtype=torch.uint8)
-        layers = self.config.compilation_config.static_forward_context.values()
-        if all(getattr(each, "sliding_window", None) is None for each in layers):
+        others = self.config.compilation_config.static_forward_context.values()
+        if all(getattr(each, "sliding_window", None) is None for each in others):
             return stored
         # Of another dtype, so that vLLM clears blocks that change hands: what layers with a window
         # left in one may be no numbers as scales, and codes may be none as rows.

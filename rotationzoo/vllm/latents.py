@@ -118,7 +118,6 @@ class LatentReader(LayerReader):
         pages, (keys, values) = self.pages, into
         places = self._places(table, *segment.positions())
         layout, count = pages.layouts[LATENT], len(places[0])
-        sections = (each[places[0], :, places[1]] for each in layout.view(pages.memory[LATENT]))
-        values[:count] = layout.dequantize([*sections])
+        values[:count] = pages.dequantize(layout, pages.memory[LATENT], *places)
         keys[:count, :, : layout.dim] = values[:count]
         keys[:count, 0, layout.dim :] = pages.rope(pages.memory[ROPE])[places]

@@ -7,7 +7,7 @@ and a prompt fills it in parts. So a token is written as codes as soon as it is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, overload
 
 import torch
@@ -17,7 +17,18 @@ from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, S
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
 from rotationzoo.codec.formats import Format
-from rotationzoo.codec.kernels import Begin, CopiedRows, CopyRows, Store, StoredSide, StoreFew
+from rotationzoo.codec.kernels import (
+    Begin,
+    CopiedRows,
+    CopyRows,
+    IntoPages,
+    SegmentSide,
+    Store,
+    StoredSide,
+    StoreFew,
+    StoreFewSegments,
+    StoreSegments,
+)
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.transform import SegmentLayout
@@ -26,6 +37,9 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.sides import rows_of
 from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 
+FEW, WARPS = 2000, 4
+"""Rows up to which a block for each takes them to pages by transform coding; and as many have a
+block together where they are more: `WARPS` in `int2.cu`."""
 Rows = dict[str, torch.Tensor]
 
 
@@ -83,7 +97,7 @@ class LayerPages:
         self.memory: dict[str, torch.Tensor] = {}
         self.copies: dict[str, torch.Tensor] = {}
         taken = self._lay_out(memory, slots, dtype)
-        if taken != memory.shape[1]:
+        if taken > memory.shape[1]:
             given = memory.shape[1]
             raise RotationZooError(f"a page of layer {layer} takes {taken} bytes, and has {given}")
 
@@ -125,6 +139,9 @@ class LayerPages:
     def store(self, step: Step, rows: Rows) -> None:
         """Store new tokens `[T, H, D]` of each side as codes. Unlike the codec, a server refuses no
         row: one that is not finite or too large reads back as no number, and is counted."""
+        if self.has_segments:
+            self._store_segments(step, rows)
+            return
         if few := self.find_few(rows):
             self._store_few(step, rows, few)
             return
@@ -168,6 +185,23 @@ class LayerPages:
         grid = len(step.pages), self.heads, 1
         Launcher(memory.device)(self._kernel("store"), grid, 64, arguments, early=False)
 
+    @staticmethod
+    def dequantize(
+        layout: PageLayout | SegmentLayout,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        places: torch.Tensor,
+    ) -> torch.Tensor:
+        """What is stored of tokens of these pages, `[T, H, D]`, float32, in the frame of codes."""
+        sections = (each[pages, :, places].transpose(0, 1)[None] for each in layout.view(memory))
+        return layout.dequantize([*sections])[0].transpose(0, 1)
+
+    def is_few(self, rows: Rows) -> bool:
+        """Whether one launch takes rows of the model to pages."""
+        if self.has_segments:
+            return rows["key"].shape[:2].numel() <= FEW
+        return bool(self.find_few(rows))
+
     def find_few(self, rows: Rows) -> list[Encoder]:
         """The sides' encoders, where kernels choose codes of few rows by error feedback."""
         first = next(iter(rows.values()))
@@ -204,6 +238,53 @@ class LayerPages:
             arguments = StoreFew(*tokens, begin=begin, key=key, value=value)
             kernel = _few_kernel(layout, dtype, device)
             Launcher(device)(kernel, grid, cuda.FEW_THREADS, arguments)
+
+    @cached_property
+    def has_segments(self) -> bool:
+        """Whether the kernels of `segments.cu` store and restore these pages."""
+        device = next(iter(self.memory.values())).device
+        return self.codec.rounding == "transform" and kernels_run_on(device)
+
+    @cached_property
+    def segments(self) -> dict[str, IntoPages]:
+        """What these kernels know of the pages of each side."""
+        into = {}
+        for side, bad in zip(SIDES, self.bad, strict=True):
+            layout, memory = self.layouts[side], self.memory[side]
+            places = layout.places(memory.device)
+            into[side] = IntoPages(self.codec.steps(self.layer, side), places, memory, bad)
+        return into
+
+    @cached_property
+    def scales(self) -> torch.Tensor:
+        """The scales of transform coding."""
+        return self.layouts["key"].scales(self.memory["key"].device)
+
+    def _store_segments(self, step: Step, rows: Rows) -> None:
+        """Write rows to pages by transform coding: few in one launch, or many that torch has
+        multiplied."""
+        device, (tokens, heads, dim) = rows["key"].device, rows["key"].shape
+        launch, kernel = Launcher(device), self.segment_kernel
+        pages = step.pages, step.page_offsets, self.memory["key"].stride(0), self.scales
+        if self.is_few(rows):
+            both = []
+            for side, into in self.segments.items():
+                matrix = self.codec.forward(self.layer, side)
+                mean = self.codec.rotations[self.layer][side].mean
+                both.append(SegmentSide(rows[side], rows[side].stride(0), matrix, mean, into))
+            few = StoreFewSegments(*pages, *both)
+            launch(kernel("store_few_segments"), (tokens, heads, 2), 4 * dim, few)
+            return
+        for side, of_side in rows.items():
+            channels = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
+            many = StoreSegments(channels, tokens, *pages, self.segments[side])
+            grid = -(-tokens // WARPS), heads, 1
+            launch(kernel("store_segments"), grid, 32 * WARPS, many, early=False)
+
+    def segment_kernel(self, name: str) -> Any:
+        """A kernel of `segments.cu` for these pages."""
+        copies = self.copies["key"]
+        return _segment_kernel(name, copies.shape[-1], self.tokens, copies.dtype, copies.device)
 
     def _kernel(self, name: str) -> Any:
         return _store_kernel(name, self.tokens, self.format, self.memory["key"].device)
@@ -252,6 +333,18 @@ def _store_kernel(name: str, tokens: int, format: Format, device: torch.device) 
     """A kernel of `store.cu`, compiled for this format and for `tokens` tokens per page."""
     macros = ("TOKENS", str(tokens)), ("NUMBERS", str(format.metadata_numbers))
     kernel = build("store.cu", macros, device).get_kernel(name)
+    cuda.run_beside(kernel, device)
+    return kernel
+
+
+@cache
+def _segment_kernel(
+    name: str, dim: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A kernel of `segments.cu`, for `tokens` tokens per page and rows of this dimension and
+    type."""
+    macros = (*cuda.Variant(dim, dim, dtype).macros(), ("TOKENS", str(tokens)))
+    kernel = build("segments.cu", macros, device).get_kernel(name)
     cuda.run_beside(kernel, device)
     return kernel
 

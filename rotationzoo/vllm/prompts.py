@@ -14,8 +14,18 @@ import torch
 from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.cuda import Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.kernels import Begin, Gather, GatheredRows, RestoredRows, RestoreRows, Tokens
+from rotationzoo.codec.kernels import (
+    Begin,
+    Gather,
+    GatheredRows,
+    RestoredRows,
+    RestoredSegments,
+    RestoreRows,
+    RestoreSegments,
+    Tokens,
+)
 from rotationzoo.codec.page_layout import PageLayout
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import LayerPages, Rows
 from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
@@ -160,7 +170,7 @@ class LayerReader:
                 rows[side] = each.contiguous()
         beside = step.decode.copied
         if prompts is not None:  # few rows are stored sooner than another stream is asked
-            beside = not pages.find_few(rows)
+            beside = not pages.is_few(rows)
         stream.start(beside, pages.store, step, rows)
         pages.copy(step, rows)
         few = len(query)
@@ -285,6 +295,9 @@ class LayerReader:
 
     def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
+        if self.pages.has_segments:
+            self._restore_segments(table, segment, into)
+            return
         layouts = [self.pages.layouts[side] for side in SIDES]
         both = [
             RestoredRows(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)
@@ -307,8 +320,18 @@ class LayerReader:
             return
         pages, at = self._places(table, *segment.positions())
         for layout, (memory, target) in zip(layouts, both, strict=True):
-            sections = (section[pages, :, at] for section in layout.view(memory))
-            target[: len(pages)] = layout.dequantize([*sections])
+            target[: len(pages)] = self.pages.dequantize(layout, memory, pages, at)
+
+    def _restore_segments(
+        self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
+    ) -> None:
+        both = (
+            RestoredSegments(stored.places, stored.memory, to)
+            for stored, to in zip(self.pages.segments.values(), into, strict=True)
+        )
+        tokens = _tokens(segment, table)
+        arguments = RestoreSegments(tokens, len(into[0]), self.pages.scales, *both)
+        self._launch("restore_segments", segment, 2, arguments, self.pages.layouts["key"])
 
     @cached_property
     def _value_scales(self) -> torch.Tensor:
@@ -327,10 +350,11 @@ class LayerReader:
         name: str,
         of: Segment,
         sides: int,
-        arguments: Gather | RestoreRows,
-        layout: PageLayout,
+        arguments: Gather | RestoreRows | RestoreSegments,
+        layout: PageLayout | SegmentLayout,
     ) -> None:
-        """Launch a kernel of `restore.cu` for the tokens of a segment and for so many sides."""
+        """Launch a kernel of `restore.cu` or `segments.cu` for the tokens of a segment and for so
+        many sides."""
         device = of.bounds.device
         kernel = _restore_kernel(name, layout, self.pages.copies["key"].dtype, device)
         rows = min(of.room + _BEHIND, arguments.room)
@@ -340,12 +364,16 @@ class LayerReader:
 
 @cache
 def _restore_kernel(
-    name: str, layout: PageLayout, dtype: torch.dtype, device: torch.device
+    name: str, layout: PageLayout | SegmentLayout, dtype: torch.dtype, device: torch.device
 ) -> Kernel:
-    """A kernel of `restore.cu`, for pages of this layout and rows of this type."""
-    variant = Variant(layout.dim, layout.dim // layout.groups, dtype, layout.format)
+    """A kernel of `restore.cu`, or of `segments.cu`, which has those too, for pages of this layout
+    and rows of this type."""
+    source, variant = "segments.cu", Variant(layout.dim, layout.dim, dtype)
+    if isinstance(layout, PageLayout):
+        group = layout.dim // layout.groups
+        source, variant = "restore.cu", Variant(layout.dim, group, dtype, layout.format)
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
-    code = build("restore.cu", macros, device)
+    code = build(source, macros, device)
     return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
 
 

@@ -102,9 +102,11 @@ def describe(settings: CacheSettings, config: Any) -> list[str]:
     layout, requests = settings.layout, config.scheduler_config.max_num_seqs
     if not served_layers(settings, config):
         return ["Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits"]
-    copies, rounding = byte_count(_copied_bytes(settings, config)), settings.codec.rounding
+    copies, how = byte_count(_copied_bytes(settings, config)), "transform coding"
+    if settings.codec.rounding != "transform":
+        how = f"{settings.codec.rounding} rounding"
     notes = [
-        f"Serving codes written by {rounding} rounding, the first {layout.sink} and the last "
+        f"Serving codes written by {how}, the first {layout.sink} and the last "
         f"{layout.recent} tokens exact, which takes {copies} for {requests} requests at a time "
         "(--max-num-seqs)"
     ]

@@ -3,6 +3,7 @@ from the artifact and compared with the model."""
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engine_needs import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
 from rotationzoo.codec.options import CacheOptions, Rounding
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import full_attention_layers, shares_blocks
@@ -157,8 +159,11 @@ def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
     for layer in codec.rotations:
         key, value = (codec.page_layout(layer, side, 64, format) for side in SIDES)
         if not cuda_attention.supports(key, value, dtype):
+            how = "by transform coding"
+            if isinstance(key, PageLayout):
+                how = f"in {key.groups} groups"
             raise UnsupportedModel(
-                f"no kernel reads heads of {key.dim} channels in {key.groups} groups with {dtype}"
+                f"no kernel reads heads of {key.dim} channels {how} with {dtype}"
             )
 
 
@@ -166,7 +171,8 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
     """The settings of a process that holds these KV heads of each layer."""
 
     def select(_: int, __: str, rotation: Rotation) -> Rotation:
-        names = ("matrix", "clip", "eigenvalues", "mean", "feedback", "whitening")
+        names = ["matrix", "clip", "eigenvalues", "mean", "feedback", "whitening"]
+        names += ["transform", "deviations", "costs", "widths"]
         tensors = {name: getattr(rotation, name) for name in names}
         # All KV heads may share one matrix.
         chosen = {
@@ -180,20 +186,26 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
     return replace(settings, codec=codec)
 
 
-def cell_bytes(settings: CacheSettings, head_size: int, layer: int, itemsize: int = 2) -> int:
+def cell_bytes(
+    settings: CacheSettings, head_size: int, layer: int, itemsize: int = 2, held: int | None = None
+) -> int:
     """The bytes of one token of one KV head of a layer: codes, scale and offset of its key and its
     value; or of its latent, with what is exact beside it, in elements of so many bytes, to the head
-    size. Raises `UnsupportedModel` for another head size than the rotations', and
-    `RotationZooError` for one that the format cannot store."""
-    codec, tokens, size = settings.codec, 64, 0
+    size. Where heads take different bytes, it is their mean, rounded up, in that process which
+    takes most: each has `held` of the heads, by default all. Raises `UnsupportedModel` for another
+    head size than the rotations', and `RotationZooError` for one that the format cannot store."""
+    codec, sizes = settings.codec, []
     has_latents = codec.rotations.cached is LATENTS
     for side in codec.rotations.cached.sides:
-        page = codec.page_layout(layer, side, tokens, settings.layout.format)
+        page = codec.page_layout(layer, side, 0, settings.layout.format)
         beside = head_size - page.dim
         if beside < 0 or (beside and not has_latents):
             raise UnsupportedModel(
                 f"the model has heads of {head_size}, and the rotations are for {page.dim}"
             )
-        check_shape(page.dim, codec.group_size or page.dim, page.format)
-        size += page.bytes // (page.heads * tokens) + beside * itemsize
-    return size
+        if isinstance(page, PageLayout):
+            check_shape(page.dim, codec.group_size or page.dim, page.format)
+        sizes.append(torch.tensor(page.row_bytes) + beside * itemsize)
+    of_processes = sum(sizes).view(-1, held or len(sizes[0])).double().mean(-1)
+    # vLLM has no cells of 0 bytes, which a layer takes whose channels have no bits.
+    return max(1, math.ceil(of_processes.max()))

@@ -10,6 +10,7 @@ from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.windows import CacheLayout
+from rotationzoo.linalg.transform_coding import decorrelate, share_bits
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import Rotations
@@ -40,6 +41,34 @@ def with_factors(rotations: Rotations) -> Rotations:
         shape = len(rotation.clip), rotation.dim, rotation.dim
         above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
         return replace(rotation, feedback=above + torch.eye(rotation.dim))
+
+    return rotations.replace(add)
+
+
+def with_transforms(rotations: Rotations, bits: float = 2.5) -> Rotations:
+    """The same rotations with transform coding of rows of independent channels, in so many bits an
+    element; the last head of values gets none."""
+    generator, transforms = torch.Generator().manual_seed(8), {}
+    for layer, side, rotation in rotations.each():
+        heads, dim = len(rotation.clip), rotation.dim
+        weights = torch.linspace(0, -6, dim).exp()
+        drawn = torch.randn(heads, dim, dim, generator=generator) * weights
+        metric = drawn @ drawn.mT
+        if side == "value":
+            metric[-1] *= 1e-9
+        transforms[layer, side] = decorrelate(torch.eye(dim).expand(heads, -1, -1), metric)
+    shares = share_bits([each.costs for each in transforms.values()], bits)
+    widths = dict(zip(transforms, shares, strict=True))
+
+    def add(layer, side, rotation):
+        made = transforms[layer, side]
+        return replace(
+            rotation,
+            transform=made.forward.float(),
+            deviations=made.deviations.float(),
+            costs=made.costs,
+            widths=widths[layer, side],
+        )
 
     return rotations.replace(add)
 

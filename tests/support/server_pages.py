@@ -21,7 +21,7 @@ from rotationzoo.vllm.prompts import LayerReader, TorchAttention
 from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes
 from rotationzoo.vllm.steps import Planner
-from support.caches import with_factors, with_means
+from support.caches import with_factors, with_means, with_transforms
 from support.float64 import to_float64
 
 HEADS, DIM, TOKENS = 2, 16, 8
@@ -29,19 +29,23 @@ GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
 ROPE = 8
 OF_LATENTS = [Layer(0, 0, 4, 1, DIM, DIM, rope_dim=ROPE)]
 STORED = FORMATS | {"fine": replace(FINE, fine_channels=DIM)}
-STORED |= {"budget": FINE, "wide": FINE}
+STORED |= {"budget": FINE, "wide": FINE, "transform": FINE}
 MORE = {"budget": DIM, "wide": 2 * DIM}  # bits of a key, beyond 2 a channel; values have none
 
 
 def settings_of(
     format="vllm", rounding="nearest", sink=3, recent=6, kernel=False, geometry=GEOMETRY
 ) -> CacheSettings:
+    """`format` may be "transform", which is a rounding, too."""
+
     def spend(_, side, rotation):
         return replace(rotation, fine_channels=torch.tensor(MORE[format] * (side == "key")))
 
     rotations = with_factors(with_means(fit(None, PRESETS["random"], geometry)))
     if format in MORE:
         rotations = rotations.replace(spend)
+    if format == "transform":
+        rotations, rounding = with_transforms(rotations), format
     if not kernel:
         rotations = to_float64(rotations)
     layout = CacheLayout(STORED[format], sink, recent, prefill_layout="window")
@@ -63,13 +67,13 @@ class Server:
         verified=1,
     ):
         self.tokens, self.few = tokens, max(segments.FEW, verified)
-        kinds, heads, head_size = (LayerPages, LayerReader), HEADS, DIM
+        rotation, kinds, beside = settings.codec.rotations[0].key, (LayerPages, LayerReader), 0
         if settings.codec.rotations.cached is LATENTS:
-            kinds, heads, head_size = (LatentPages, LatentReader), 1, DIM + ROPE
-        cell = cell_bytes(settings, head_size, 0, dtype.itemsize)
-        size = pages, heads, tokens, cell // 2
-        cache = torch.zeros(size, dtype=torch.bfloat16, device=device)
-        like = torch.zeros(1, heads, 1, DIM, device=device)
+            kinds, beside = (LatentPages, LatentReader), ROPE
+        heads, dim = len(rotation.clip), rotation.dim
+        cell = cell_bytes(settings, dim + beside, 0, dtype.itemsize)
+        cache = torch.zeros(pages, heads, tokens, cell, dtype=torch.uint8, device=device)
+        like = torch.zeros(1, heads, 1, dim, device=device)
         held = tokens, cache[0].nbytes, pages, most_requests, cache.device
         self.planner = Planner(settings.layout, *held, segment, verified)
         attention = TorchAttention()
@@ -138,9 +142,9 @@ def query_of(key: torch.Tensor) -> torch.Tensor:
     return torch.cat([key, key.flip(1)], 2).view(len(key), -1, key.shape[2]) * 2
 
 
-def draw(tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def draw(tokens: int, seed: int = 0, heads: int = HEADS, dim: int = DIM) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {side: torch.randn(tokens, HEADS, DIM, generator=generator) for side in SIDES}
+    return {side: torch.randn(tokens, heads, dim, generator=generator) for side in SIDES}
 
 
 def part_of(rows, begin: int, end: int) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import product
 
 import benchmark_pages
 import pytest
@@ -67,8 +68,13 @@ def attend_causally(query, key, value) -> torch.Tensor:
     ].transpose(0, 1)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "feedback"])
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
+@pytest.mark.parametrize(
+    ("format", "rounding"),
+    [
+        *product(["sglang", "vllm", "fine", "budget", "wide"], ["nearest", "feedback"]),
+        2 * ["transform"],
+    ],
+)
 def test_every_call_reads_what_the_cache_of_transformers_reads(format, rounding):
     settings, rows, server = settings_of(format, rounding), draw(sum(CALLS)), None
     server = Server(settings)

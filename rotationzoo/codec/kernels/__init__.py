@@ -315,6 +315,66 @@ class Gather(NamedTuple):
     value: GatheredRows
 
 
+class IntoPages(NamedTuple):
+    """`Into` of segments.cu."""
+
+    steps: Floats
+    places: Ints
+    memory: Bytes
+    bad: Tally
+
+
+class StoreSegments(NamedTuple):
+    """`store_segments` of segments.cu."""
+
+    channels: Floats
+    tokens: int
+    pages: Counts
+    places: Counts
+    page_bytes: int
+    scales: Floats
+    into: IntoPages
+
+
+class SegmentSide(NamedTuple):
+    """`Side` of segments.cu."""
+
+    rows: Elements
+    stride: int
+    matrix: Floats
+    mean: Floats | None
+    into: IntoPages
+
+
+class StoreFewSegments(NamedTuple):
+    """`store_few_segments` of segments.cu."""
+
+    pages: Counts
+    places: Counts
+    page_bytes: int
+    scales: Floats
+    key: SegmentSide
+    value: SegmentSide
+
+
+class RestoredSegments(NamedTuple):
+    """The pages of one side, with the places of its segments, and where its rows go."""
+
+    places: Ints
+    memory: Bytes
+    rows: Elements
+
+
+class RestoreSegments(NamedTuple):
+    """`restore_segments` of segments.cu."""
+
+    tokens: Tokens
+    room: int
+    scales: Floats
+    key: RestoredSegments
+    value: RestoredSegments
+
+
 PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
     "int2.cu": {"quantize": Quantize, "dequantize": Dequantize},
     "feedback.cu": {
@@ -331,6 +391,11 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
     "store.cu": {"copy_rows": CopyRows, "store": Store},
     "store_few.cu": {"store_few": StoreFew},
     "restore.cu": {"restore_rows": RestoreRows, "gather": Gather},
+    "segments.cu": {
+        "store_segments": StoreSegments,
+        "store_few_segments": StoreFewSegments,
+        "restore_segments": RestoreSegments,
+    },
 }
 """What is compiled, by its source -> what the kernels take that this source adds."""
 

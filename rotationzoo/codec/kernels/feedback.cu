@@ -16,16 +16,6 @@ constexpr int RESIDENT = 8;  // that a multiprocessor should hold: registers for
 constexpr bool TILED = ROWS * (D * sizeof(Element) + 4 * CODES + FINE / 2) <= 48 << 10;
 constexpr int STRIDE = TILED ? ROWS : 1;  // from one channel of a thread's row to the next
 
-__device__ float widen(Element x) {
-#if TYPE == 0
-  return x;
-#elif TYPE == 1
-  return from_half(x);
-#else
-  return __uint_as_float((unsigned)x << 16);
-#endif
-}
-
 // What the errors of one channel do to the channels of a block, from the `first` on. `weights` are its row of the factor there.
 __device__ void feed_back(float (&moved)[RANGES][WIDTH], const float (&error)[RANGES], const float* weights, int first) {
   alignas(16) float weight[WIDTH];

@@ -124,6 +124,16 @@ __device__ void copy_codes(void* to, const void* from) {
   for (int i = 0; i < BYTES; i += STEP) copy<STEP>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
 }
 
+__device__ float widen(Element x) {
+#if TYPE == 0
+  return x;
+#elif TYPE == 1
+  return from_half(x);
+#else
+  return __uint_as_float((unsigned)x << 16);
+#endif
+}
+
 __device__ void load(const Element* from, float (&x)[RUN]) {
 #if TYPE == 0
   copy<4 * RUN>(x, from);

@@ -1,0 +1,150 @@
+"""The CUDA kernels of transform coding: what they store and restore is what torch's operations do,
+on a CPU, which runs the same source, and where a GPU is."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.cases import quick_first
+from support.codec import CpuLauncher, compile_for_cpu, gpu, on_cpu
+from support.server_pages import Server, draw, settings_of
+
+from rotationzoo.codec import kernels
+from rotationzoo.codec.cuda import Kernel, Variant
+from rotationzoo.geometry import Layer
+from rotationzoo.rotations import SIDES
+from rotationzoo.vllm import pages, prompts
+from rotationzoo.vllm.pages import LayerPages
+
+HEADS, TOKENS = 3, 20
+DIMS = quick_first([80, 128, 64, 256])  # each is compiled anew
+ON_EACH = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=gpu)]
+)
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """The source, compiled for the CPU, by dimension and tokens of a page."""
+    made, names = {}, kernels.PROGRAMS["segments.cu"]
+
+    def compile(dim, tokens):
+        if (dim, tokens) not in made:
+            text = kernels.read("segments.cu").replace("1.0f / 0.0f", "HUGE_VALF")
+            macros = Variant(dim, dim, torch.float32).macros()
+            macros += [("TOKENS", str(tokens)), ("SHARED", "0")]
+            folder = tmp_path_factory.mktemp("segments")
+            made[dim, tokens] = compile_for_cpu(folder, text, names, macros, "-ffp-contract=off")
+        return made[dim, tokens]
+
+    return compile
+
+
+@pytest.fixture
+def has_kernels(monkeypatch, libraries, device):
+    """Says whether kernels run, which are those of the CPU where there is no GPU."""
+
+    def store(name, dim, tokens, dtype, device):
+        return getattr(libraries(dim, tokens), f"launch_{name}")
+
+    def restore(name, layout, dtype, device):
+        variant = Variant(layout.dim, layout.dim, dtype)
+        kernel = store(name, layout.dim, layout.tokens, dtype, device)
+        return Kernel(kernel, variant.block_rows, variant.threads)
+
+    if device == "cpu":
+        for module in (pages, prompts):
+            monkeypatch.setattr(module, "Launcher", CpuLauncher)
+        monkeypatch.setattr(pages, "_segment_kernel", store)
+        monkeypatch.setattr(prompts, "_restore_kernel", restore)
+    return lambda has: monkeypatch.setattr(pages, "kernels_run_on", lambda device: has)
+
+
+def settings_for(dim, **options):
+    geometry = [Layer(0, 0, 2 * HEADS, HEADS, dim, dim)]
+    return settings_of("transform", kernel=True, geometry=geometry, **options)
+
+
+def with_exact_products(layer: LayerPages) -> None:
+    """Let rows that are multiples of 1/4 have products that no order of sums rounds, in steps that
+    codes reach."""
+    generator = torch.Generator().manual_seed(1)
+    rotations, device = layer.codec.rotations[0], layer.bad.device
+    for side in SIDES:
+        widths = rotations[side].widths.repeat_interleave(4, -1)[:, None]
+        drawn = torch.randint(-4, 5, layer.codec.forward(0, side).shape, generator=generator)
+        matrix = drawn * 2.0 ** (widths - 7) * (widths > 0)
+        layer.codec._matrices[0, side, "forward"] = matrix.to(device)
+        mean = torch.randint(-8, 9, rotations[side].mean.shape, generator=generator) / 4
+        rotation = replace(rotations[side], mean=mean.to(device))
+        rotations = replace(rotations, **{side: rotation})
+    layer.codec.rotations._layers[0] = rotations
+
+
+@ON_EACH
+@pytest.mark.parametrize("few", [0, 10**9], ids=["many rows", "few rows"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_pages_hold_what_the_definition_stores(dim, few, device, has_kernels, monkeypatch):
+    """Some keys are infinite or too large, and so is padding, which belongs to nobody. One head
+    stores nothing, and counts its bad rows all the same."""
+    monkeypatch.setattr(pages, "FEW", few)
+    generator, settings = torch.Generator().manual_seed(2), settings_for(dim)
+    shape = TOKENS, HEADS, dim
+    rows = {side: torch.randint(-8, 9, shape, generator=generator) / 4 for side in SIDES}
+    rows["key"][15, 1, 2], rows["value"][3, 0, 7] = torch.inf, 1e30
+    rows["value"][12, 2], rows["key"][-1] = torch.nan, torch.inf
+    numbers = torch.randperm(4 * 8, generator=generator)[:TOKENS] + 8
+    numbers[-1] = 3  # of page 0
+    given = SimpleNamespace(pages=(numbers // 8).to(device), page_offsets=(numbers % 8).to(device))
+    held = []
+    for has in (False, True):
+        has_kernels(has)
+        layer = Server(settings, device=device).layer
+        with_exact_products(layer)
+        assert layer.has_segments == has
+        layer.store(given, {side: each.to(device) for side, each in rows.items()})
+        held.append((layer.memory, layer.bad.tolist()))
+    (definition, expected), (found, bad) = held
+    places = [int(numbers[15]), int(max(numbers[3], numbers[12]))]
+    assert expected == [[1, places[0]], [2, places[1]]]
+    assert [each[0] for each in bad] == [1, 2]
+    assert bad[0] == expected[0]
+    assert bad[1][1] in numbers[[3, 12]]
+    for side in SIDES:
+        assert found[side][1:].any()
+        assert torch.equal(found[side][1:], definition[side][1:]), side
+    assert layer.layouts["value"].row_bytes[-1] == 0
+
+
+@ON_EACH
+@pytest.mark.parametrize("dim", DIMS)
+def test_prompts_read_the_levels_of_the_definition(dim, device, has_kernels):
+    """Of two requests, in segments that end inside them; a value is infinite, and its key reads as
+    no number; and so does a key that is infinite itself."""
+    settings, read = settings_for(dim), []
+    before = {request: draw(13 + 9 * request, request, HEADS, dim) for request in range(2)}
+    before[1]["value"][9, 1, 2] = before[0]["key"][5, 0, 1] = torch.inf
+    server = Server(settings, device=device, segment=7)
+    has_kernels(False)
+    for request in before:
+        server.begin(request)
+    server.run(before)
+    step = server.plan({0: 9, 1: 14})
+    for has in (False, True):
+        has_kernels(has)
+        server.layer.__dict__.pop("has_segments")
+        for segment in step.prompts.codes:
+            into = torch.zeros(2, 30, HEADS, dim, device=device)
+            into[1] = torch.nan if has else 0
+            server.reader._restore(step.prompts.page_table, segment, into)
+            read.append(into.cpu())
+    count = len(step.prompts.codes)
+    for definition, found in zip(read[:count], read[count:], strict=True):
+        keys, values = definition
+        is_bad = ~values.isfinite().all(-1, keepdim=True)
+        expected = torch.stack([keys.masked_fill(is_bad, torch.nan), values.masked_fill(is_bad, 0)])
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    keys = torch.stack(read[count:])[:, 0]
+    assert keys.isnan().all(-1).sum() == 2
+    assert keys.any(-1).sum() > 30
