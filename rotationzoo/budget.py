@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from rotationzoo.errors import UsageError
 from rotationzoo.sides import EVERY_SIDE
 
-LEAST, MOST = 2.0, 4.0
-"""The bounds of each number, which is an average over rows of 2 to 8 bits and a scale."""
+LEAST, MOST = 1.0, 4.0
+"""The bounds of each number, which is an average over rows of 0 to 8 bits and a scale."""
 _HINT = "write it as: --bits 2.5, or --key-bits 3 --value-bits 2.5"
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.recipe import Recipe
 
-RECIPES = ("oscar", "fisher", "oscar-v1", "hadamard", "random", "identity")
+RECIPES = ("oscar", "transform", "oscar-v1", "hadamard", "random", "identity")
 """The names in `recipe.PRESETS`, the default first."""
 MAX_NEW_TOKENS = 256
 Write = Callable[[str], None]

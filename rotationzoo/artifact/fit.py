@@ -1,5 +1,5 @@
 """Composes the rotations that a recipe asks for from second moments: the eigenbasis, then the
-factors with which a writer chooses codes by error feedback."""
+factors with which a writer chooses codes by error feedback, or the basis of transform coding."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,10 @@ from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import Average, Moment, Statistics, covariance
+from rotationzoo.linalg.transform_coding import Transform, decorrelate, keep_basis
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.sides import cost_kinds, fisher_kind
 
 LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
 """Kind -> moment of one layer, as sums or as averages."""
@@ -31,11 +33,10 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
     """The metric `[KV heads, D, D]`, float64, in which errors of rotated rows count.
 
     `moment` is C `[KV heads, D, D]`: the second moment `C_Q` of the queries for keys and `C_S` of
-    the attention outputs for values, or the Fisher information of the rows. Stored rows are
-    `y = (x - mean) @ T`, so an error e of y is the error `e @ T^-1` of x, and
-    `M = T^-1 @ C @ T^-T`; without whitening, T is the rotation. With `C_Q`, `e M e^T` is the mean
-    squared change of a score. For values, OSCAR weights errors by C_S; docs/history.md compares
-    these metrics.
+    the attention outputs for values. Stored rows are `y = (x - mean) @ T`, so an error e of y is
+    the error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; without whitening, T is the rotation. With
+    `C_Q`, `e M e^T` is the mean squared change of a score. For values, OSCAR weights errors by C_S;
+    docs/history.md compares these metrics.
     """
     inverse = rotation.inverse.double()
     return inverse @ moment.double().cpu() @ inverse.mT
@@ -50,11 +51,71 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
         raise RotationZooError(f"the recipe {recipe.name} has error feedback and needs statistics")
 
     def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
-        moment = sum_moments(statistics[layer], recipe.cost_kinds(side))
+        moment = sum_moments(statistics[layer], cost_kinds(side))
         whitened = replace(rotation, whitening=whiten(statistics, recipe, layer, side))
         return replace(whitened, feedback=factorize(error_metric(whitened, moment)))
 
     return rotations.replace(add_factor)
+
+
+def add_transforms(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
+    """Add the basis of transform coding if the recipe has it. Raises `RotationZooError` if there
+    are no statistics."""
+    if not recipe.transform:
+        return rotations
+    if statistics is None:
+        raise RotationZooError(f"the recipe {recipe.name} codes transforms and needs statistics")
+
+    def add_transform(layer: int, side: str, rotation: Rotation) -> Rotation:
+        made, _ = _decorrelate_side(statistics[layer], recipe, side, rotation)
+        forward, deviations = (each.float() for each in (made.forward, made.deviations))
+        return replace(
+            rotation, transform=forward.contiguous(), deviations=deviations, costs=made.costs
+        )
+
+    return rotations.replace(add_transform)
+
+
+def _decorrelate_side(
+    moments: LayerMoments, recipe: Recipe, side: str, rotation: Rotation
+) -> tuple[Transform, torch.Tensor]:
+    """The basis of a side, and the covariance of its rows `[H, D, D]`. A recipe without an
+    eigenbasis keeps its own rotation as the basis."""
+    spread = moments[side].second_moment.double().cpu()
+    if recipe.centers(side):
+        mean = moments[side].mean
+        assert mean is not None
+        spread = covariance(spread, mean.double().cpu())
+    metric = moments[fisher_kind(side)].second_moment
+    if recipe.has_eigenbasis:
+        return decorrelate(spread, metric), spread
+    return keep_basis(rotation.matrix, spread, metric), spread
+
+
+def transform_problems(
+    rotations: Rotations, statistics: Moments | None, recipe: Recipe
+) -> Iterator[Problem]:
+    """Transforms that do not follow from the statistics. The tensors must be finite and have the
+    shapes that the recipe requires."""
+    if not recipe.transform or statistics is None:
+        return
+    for layer, side, rotation in rotations.each():
+        made, spread = _decorrelate_side(statistics[layer], recipe, side, rotation)
+        assert rotation.transform is not None
+        stored, deviations = rotation.transform.double(), rotation.deviations
+        # Directions with equal variances may be turned: both products do not change.
+        pairs = [
+            (stored @ stored.mT, made.forward @ made.forward.mT),
+            (stored.mT @ spread @ stored, made.forward.mT @ spread @ made.forward),
+            (deviations, made.deviations.float()),
+            (rotation.costs, made.costs),
+        ]
+        for ours, theirs in pairs:
+            assert ours is not None
+            allowed = _CLOSE * theirs.abs().amax().item() + torch.finfo(torch.float32).tiny
+            if not torch.allclose(ours, theirs, rtol=0, atol=allowed):
+                yield f"{side} transform not that of the statistics", layer
+                break
 
 
 def factor_problems(
@@ -97,7 +158,8 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Ro
     for layer in cached_layers(geometry):
         rotations = {side: _fit_side(statistics, recipe, layer, side) for side in layer.sides}
         layers[layer.index] = LayerRotations.of_sides(rotations)
-    return add_factors(Rotations(layers), statistics, recipe)
+    composed = add_factors(Rotations(layers), statistics, recipe)
+    return add_transforms(composed, statistics, recipe)
 
 
 def target_moment(moments: LayerMoments, recipe: Recipe, side: str) -> torch.Tensor:

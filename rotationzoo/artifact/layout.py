@@ -18,11 +18,15 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.linalg.orthogonality import is_orthogonal
+from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.sides import fisher_kind, rows_of
 
-OPTIONAL = ("eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels")
+OPTIONAL = (
+    "eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels", "transform",
+    "deviations", "costs", "widths",
+)  # fmt: skip
 """The fields of a rotation, and tensors of the same names, that may be missing."""
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensor name -> dtype and shape."""
@@ -111,7 +115,14 @@ def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layou
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
             if recipe.feedback and recipe.whiten:
                 fields["whitening"] = torch.float32, (layer.kv_heads, dim, dim)
-            if recipe.budget:
+            if recipe.transform:
+                fields |= {
+                    "transform": (torch.float32, (layer.kv_heads, dim, dim)),
+                    "deviations": (torch.float32, (layer.kv_heads, dim)),
+                    "costs": (torch.float64, (layer.kv_heads, dim)),
+                    "widths": (torch.int64, (layer.kv_heads, dim // SEGMENT)),
+                }
+            elif recipe.budget:
                 fields |= {"sensitivity": (torch.float64, ()), "fine_channels": (torch.int64, ())}
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape
@@ -184,7 +195,7 @@ def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Lay
                 fields["count"] = torch.int64, ()
             for field, shape in fields.items():
                 shapes[_statistic_name(layer.index, kind, field)] = shape
-        for side in layer.sides if recipe.metric else ():
+        for side in layer.sides if recipe.transform else ():
             moment = torch.float64, (layer.kv_heads, layer.dims[side], layer.dims[side])
             for field, shape in {"second_moment": moment, "count": (torch.int64, ())}.items():
                 shapes[tensor_name(layer.index, fisher_kind(side), field)] = shape

@@ -102,6 +102,9 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
         f"clip ratios {ratios} instead of the artifact's own": clips_otherwise,
         f"windows {chosen} instead of {own}": chosen != own,
         "nearest codes instead of error feedback": rotations.has_feedback and not engine.feedback,
+        "nearest codes instead of transform coding": (
+            rotations.has_transform and not engine.feedback
+        ),
         "the same bits for all layers instead of a budget": (
             rotations.has_budget and not engine.budget
         ),
@@ -120,6 +123,8 @@ def describe_choice(
     for artifact in artifacts:
         if engine.feedback and artifact.rotations.has_feedback:
             codes = "error feedback"
+        if engine.feedback and artifact.rotations.has_transform:
+            codes = "transform coding"
         if (cached := artifact.rotations.cached) is not HEADS:
             rotations = f"a rotation of each layer's {cached.sides[0]}"
         lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
@@ -159,7 +164,7 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     not be orthogonal. Raises as `check_pooled`."""
     _check_statistics(artifact)
     # Means are copied from the artifact: statistics recovered from imported files have none.
-    left_out = dict.fromkeys(("center_keys", "center_values", "feedback"), False)
+    left_out = dict.fromkeys(("center_keys", "center_values", "feedback", "transform"), False)
     recipe = artifact.recipe.model_copy(update={"pooling": "layer", **left_out})
     moments = None if artifact.statistics is None else sums(artifact.statistics)
     fitted = fit(moments, recipe, artifact.geometry)

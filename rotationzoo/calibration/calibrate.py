@@ -189,7 +189,7 @@ def run_model(
     with place_weights(job.device_map, job.max_memory, planned.pass_bytes) as placement:
         progress("loading the model", 0, 0)
         # Only its decoder runs, unless predictions are compared.
-        predicts = bool(job.recipe.budget or job.recipe.metric)
+        predicts = bool(job.recipe.budget)
         how = job.torch_device, job.torch_dtype, placement, predicts
         model = loading.load(planned.source, planned.config, *how)
         # The first few tokens of the text, or zeros if there is none.
@@ -210,7 +210,8 @@ def run_model(
             if not getattr(model, loading.HEADLESS, False):
                 prediction.check_finite(model, logits, partial(model, input_ids=ids))
         recipe, notes = settle_centering(job.recipe, geometry)
-        if recipe.budget:
+        measures = bool(recipe.budget) and not recipe.transform
+        if measures:
             try:
                 check_cache(model, ids)
             except UnsupportedModel as error:
@@ -218,16 +219,17 @@ def run_model(
                     raise
                 recipe, reason = without_budget(recipe), str(error)
                 notes.append(f"all layers have 2-bit codes with scales: {reason}")
+                measures = False
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])
         texts = []
-        if recipe.budget or recipe.metric:
+        if recipe.budget:
             texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         scored = choose_texts(text.rows, texts, recipe)
         tokens = text.tokens + count_passes(scored)
-        if recipe.budget:
+        if measures:
             tokens += sum(each.count_passes(layers) for each in texts)
         _tell_time(model, job, text.rows[0], tokens, note)
         batches = text.media or text.batches(job.batch)
@@ -236,10 +238,10 @@ def run_model(
             add_fisher(statistics, model, geometry, scored, recipe, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
-        if recipe.budget:
-            group = recipe.group_size
+        group = recipe.group_size
+        if measures:
             rotations = measure_sensitivities(model, geometry, rotations, texts, group, progress)
-            rotations = spend_bits(rotations, recipe.budget, group)
+        rotations = spend_bits(rotations, recipe.budget, group)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
 

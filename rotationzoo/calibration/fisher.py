@@ -154,7 +154,7 @@ def choose_texts(
 ) -> dict[str, list[Scored]]:
     """What the Fisher information is that of: `text`, from rows of token ids `[T]` that are as long
     as the longest, and the `answers` that are asked for. Nothing if the recipe needs none."""
-    if not recipe.metric:
+    if not recipe.transform:
         return {}
     length = min(LONGEST, max(map(len, rows)))
     whole = [row[:length] for row in rows if len(row) >= length]

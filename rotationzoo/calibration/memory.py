@@ -82,18 +82,21 @@ class Footprint:
             return 0
         total = 0
         for layer in cached_layers(self.geometry):
-            squares = sum(dim**2 for dim in statistic_dims(layer, self.recipe).values())
-            total += 8 * layer.kv_heads * squares
+            dims = [*statistic_dims(layer, self.recipe).values()]
+            if self.recipe.transform:  # the Fisher information
+                dims += [layer.dims[side] for side in layer.sides]
+            total += 8 * layer.kv_heads * sum(dim**2 for dim in dims)
         return total
 
     @property
     def rotations(self) -> int:
-        """The rotations: a float32 matrix per side and head, or pooled layer; feedback factors."""
+        """The rotations: a float32 matrix per side and head, or pooled layer; and the matrices of
+        error feedback, or of transform coding."""
         total = 0
         for layer in cached_layers(self.geometry):
             squares = sum(layer.dims[side] ** 2 for side in layer.sides)
             total += 4 * matrix_count(self.recipe, layer.kv_heads) * squares
-            if self.recipe.feedback:
+            if self.recipe.feedback or self.recipe.transform:
                 total += 4 * layer.kv_heads * squares
         return total
 

@@ -154,7 +154,7 @@ def _reason_for_equal_bits(job: Job, geometry: Geometry) -> str | None:
     budget = job.recipe.budget
     if budget and job.device_map is not None:
         return "a budget would fetch spread weights hundreds of times (--bits does)"
-    if not has_room(budget, job.recipe.group_size, geometry):
+    if not (job.recipe.transform or has_room(budget, job.recipe.group_size, geometry)):
         return f"scales take too much of a budget of {budget.shares[0][1]:g}"
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact.fit import factor_problems, fit, target_moment
+from rotationzoo.artifact.fit import factor_problems, fit, target_moment, transform_problems
 from rotationzoo.artifact.layout import (
     Problem,
     rotation_layout,
@@ -34,6 +34,7 @@ from rotationzoo.geometry import (
 from rotationzoo.linalg import compositions, orthogonality
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.linalg.moments import Average, Averages
+from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import from_dict
 from rotationzoo.rotations import SIDES, LayerRotations, Rotations
@@ -104,6 +105,7 @@ class Claim:
             self.side_problems(rotations, statistics or {}),
             self.origin_problems(rotations, statistics),
             factor_problems(rotations, statistics, self.recipe),
+            transform_problems(rotations, statistics, self.recipe),
             budget_problems(rotations, self.recipe.budget, self.recipe.group_size),
         )
         return sentences(problems) + self.centering_problems(rotations)
@@ -146,7 +148,7 @@ class Claim:
     def _formula_problems(self, rotations: Rotations) -> Iterator[Problem]:
         """Rotations that differ from those that a recipe without an eigenbasis makes."""
         # Leave out what comes from statistics, which is checked elsewhere.
-        measured = "center_keys", "center_values", "feedback", "whiten"
+        measured = "center_keys", "center_values", "feedback", "whiten", "transform"
         alone = self.recipe.model_copy(update=dict.fromkeys(measured, False) | asdict(EQUAL))
         for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix
@@ -207,7 +209,11 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
         raise RotationZooError(problem, hint)
     dims = head_dims(geometry)
     check_group_size(recipe.group_size, dims)
-    check_room(recipe.budget, recipe.group_size, geometry)
+    if recipe.transform and any(dim % SEGMENT for dim in dims):
+        problem = f"transform coding takes heads of a multiple of {SEGMENT} channels"
+        raise RotationZooError(f"{problem}, and these have {max(dims)}", "give --recipe oscar")
+    if not recipe.transform:
+        check_room(recipe.budget, recipe.group_size, geometry)
     # Build the rotations only for the errors that it raises.
     for dim in sorted(dims):
         if recipe.has_eigenbasis:
@@ -248,4 +254,6 @@ def check(
     checked += ["orthogonality", "clip ratios", origin]
     if claim.recipe.feedback:
         checked.append("error feedback")
+    if claim.recipe.transform:
+        checked.append("transform coding")
     return Verification(problems, rotations.orthogonality_error, checked)

@@ -56,6 +56,8 @@ def _describe(rotation: "Rotation") -> dict[str, Any]:
         feedback = remaining_share(rotation.feedback).mean().item()
     if rotation.fine_channels is not None:
         bits = 2 + rotation.fine_channels.item() / rotation.dim
+    if rotation.widths is not None:
+        bits = rotation.widths.double().mean().item()
     return {
         "dim": rotation.dim,
         "orthogonality_error": orthogonality_error(rotation.matrix),

@@ -17,8 +17,10 @@ import torch
 from rotationzoo.budget import Budget, EvenBudget
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS, FINE, Format
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.linalg.transform_coding import MOST_BITS, share_bits
 from rotationzoo.rotations import Rotation, Rotations
 
 COARSE = replace(FINE, fine_channels=0)
@@ -70,6 +72,8 @@ def spend_bits(rotations: Rotations, budget: Budget, group_size: int | None) -> 
     """
     if not budget:
         return rotations
+    if rotations.has_transform:
+        return _spend_on_channels(rotations, budget)
     chosen: dict[tuple[int, str], int] = {}
     for sides, bits in budget.shares:
         spots = [(layer, side) for layer, side, _ in rotations.each() if side in sides]
@@ -82,6 +86,27 @@ def spend_bits(rotations: Rotations, budget: Budget, group_size: int | None) -> 
 
     def give_bits(layer: int, side: str, rotation: Rotation) -> Rotation:
         return replace(rotation, fine_channels=torch.tensor(chosen[layer, side]))
+
+    return rotations.replace(give_bits)
+
+
+def _spend_on_channels(rotations: Rotations, budget: Budget) -> Rotations:
+    """The rotations with the bits of each channel of transform coding."""
+    chosen: dict[tuple[int, str], torch.Tensor] = {}
+    for sides, bits in budget.shares:
+        costs: dict[tuple[int, str], torch.Tensor] = {}
+        for layer, side, rotation in rotations.each():
+            if side in sides:
+                assert rotation.costs is not None
+                costs[layer, side] = rotation.costs
+        # Alone, each side of a layer gets all bits of its own.
+        together = [[place] for place in costs] if isinstance(budget, EvenBudget) else [[*costs]]
+        for places in together:
+            shares = share_bits([costs[place] for place in places], bits)
+            chosen |= zip(places, shares, strict=True)
+
+    def give_bits(layer: int, side: str, rotation: Rotation) -> Rotation:
+        return replace(rotation, widths=chosen[layer, side])
 
     return rotations.replace(give_bits)
 
@@ -104,15 +129,23 @@ def format_of_equal_bits(rotations: Rotations, format: Format) -> Format:
     each = [rotation for _, _, rotation in rotations.each()]
     rows = sum(len(rotation.clip) for rotation in each)
     elements = sum(len(rotation.clip) * rotation.dim for rotation in each)
-    whole, left = divmod(_more_bits(each), elements)
+    whole, left = divmod(max(0, _more_bits(each)), elements)
     eighths = min(-(-left // (8 * rows)), min(rotation.dim for rotation in each) // 8)
     bits = min(each for each in BITS if each >= 2 + whole)
     return replace(format, bits=bits, fine_channels=8 * eighths * (bits == 2 + whole))
 
 
 def _more_bits(rotations: Sequence[Rotation]) -> int:
-    """The bits of a token in all KV heads beyond 2 for each channel."""
-    return sum(len(rotation.clip) * int(rotation.fine_channels or 0) for rotation in rotations)
+    """The bits of a token in all KV heads beyond 2 for each channel, and a scale."""
+    total = 0
+    for rotation in rotations:
+        heads = len(rotation.clip)
+        if rotation.widths is None:
+            total += heads * int(rotation.fine_channels or 0)
+        else:
+            stored = 8 * sum(SegmentLayout.of(rotation.widths).row_bytes)
+            total += stored - heads * (2 * rotation.dim + COARSE.metadata_bits)
+    return total
 
 
 def _place(rotation: Rotation) -> Place:
@@ -165,6 +198,9 @@ def budget_problems(
     the budget. The tensors must be finite and have the shapes that the recipe asks for."""
     if not budget:
         return
+    if rotations.has_transform:
+        yield from _width_problems(rotations, budget)
+        return
     for layer, side, rotation in rotations.each():
         place = _place(rotation)
         if place.loss < 0:
@@ -178,6 +214,28 @@ def budget_problems(
         spent = _more_bits([rotation for *_, rotation in mine])
         if spent > room + 1:  # the room is rounded, and bits are spent in steps of more than one
             yield f"more fine channels than {bits:g} bits buy", mine[0][0]
+
+
+def _width_problems(rotations: Rotations, budget: Budget) -> Iterator[tuple[str, int]]:
+    for layer, side, rotation in rotations.each():
+        widths, costs = rotation.widths, rotation.costs
+        assert widths is not None
+        assert costs is not None
+        if (widths < 0).any() or (widths > MOST_BITS).any() or (widths.diff() > 0).any():
+            yield f"{side} widths not descending, from {MOST_BITS} bits to 0", layer
+            return
+        if (costs < 0).any():
+            yield f"{side} costs below 0", layer
+    for sides, bits in budget.shares:
+        taken, layers = 0.0, []
+        for layer, side, rotation in rotations.each():
+            if side in sides:
+                assert rotation.widths is not None
+                stored = 8 * sum(SegmentLayout.of(rotation.widths).row_bytes)
+                taken += stored - bits * len(rotation.clip) * rotation.dim
+                layers.append(layer)
+        if taken > 0:
+            yield f"wider channels than {bits:g} bits buy", layers[0]
 
 
 def choose_bits(places: Sequence[Place], extra: float) -> list[int]:

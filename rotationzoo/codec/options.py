@@ -14,7 +14,7 @@ from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.options import Settings, option
 
-Rounding = Literal["nearest", "feedback"]
+Rounding = Literal["nearest", "feedback", "transform"]
 Layout = Literal["server", "window"]
 Reading = Literal["auto", "rows", "pages"]
 """Restored `rows`, or the `pages` themselves. `auto` reads pages where there is a kernel for it."""
@@ -32,7 +32,7 @@ Engine = Annotated[EngineName | None, option("The engine that serves it.", "--fo
 FormatName = Annotated[Format | None, option("The 2-bit format.")]
 Bits = Annotated[float | None, option("Another budget of bits.", "--bits", min=2, max=4)]
 HowRounded = Annotated[
-    Rounding | None, option("How rows get their codes (feedback, where the artifact has it).")
+    Rounding | None, option("How rows get their codes (the best that the artifact has).")
 ]
 PrefillLayout = Annotated[Layout | None, option("Earlier tokens that a chunk reads exact.")]
 Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", min=0)]

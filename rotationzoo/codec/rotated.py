@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Self
 
 import torch
 
@@ -10,15 +10,13 @@ from rotationzoo.codec import clip, cuda_encoder, int2
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
+from rotationzoo.codec.options import Rounding
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
 _HINT = "give the rotations of this model"
-
-
-Rounding = Literal["nearest", "feedback", "transform"]
 
 
 @dataclass(frozen=True)
@@ -202,11 +200,11 @@ class RotatedCodec:
             return self.segments(layer, side, tokens)
         return self._page_layout(layer, side, tokens, format)
 
-    def segments(self, layer: int, side: str, tokens: int = 0) -> SegmentLayout:
+    def segments(self, layer: int, side: str, tokens: int = 1) -> SegmentLayout:
         """How a page holds the rows of transform coding."""
         widths = self.rotations[layer][side].widths
         assert widths is not None
-        return SegmentLayout(tuple(map(tuple, widths.tolist())), tokens)
+        return SegmentLayout.of(widths, tokens)
 
     def _page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
         rotation = self.rotations[layer][side]

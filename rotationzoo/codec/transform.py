@@ -52,6 +52,11 @@ class SegmentLayout:
     tokens: int
     """Tokens of a page."""
 
+    @classmethod
+    def of(cls, widths: torch.Tensor, tokens: int = 1) -> "SegmentLayout":
+        """The layout of widths `[H, D / SEGMENT]`."""
+        return cls(tuple(map(tuple, widths.tolist())), tokens)
+
     @property
     def heads(self) -> int:
         """KV heads."""
@@ -109,12 +114,12 @@ class SegmentLayout:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes `[B, H, T, D]` and the numbers of scales `[B, H, T]`, both uint8, of channels
         in steps `[B, H, T, D]`, whose steps are `[H, D]`. Every operation is rounded on its own."""
-        tables = _tables(self.widths, channels.device)
+        tables, steps = _tables(self.widths, channels.device), steps.to(channels.device)[:, None]
         best = torch.zeros_like(channels[..., 0])
         smallest = torch.full_like(best, torch.inf)
         for number, scale in enumerate(tables.scales[:NO_NUMBER]):
             read = (self._places(channels, scale, tables.halves) + 0.5) * scale
-            loss = sum_in_halves(((read - channels) * steps[:, None]).square())
+            loss = sum_in_halves(((read - channels) * steps).square())
             best = torch.where(loss < smallest, number, best)
             smallest = torch.minimum(loss, smallest)
         is_bad = find_refused(channels)

@@ -30,7 +30,7 @@ FEWEST_ANSWERS = 100
 SIMPLEST: dict[scores.DataFree, str] = {
     "identity": "no rotation",
     "hadamard": "a Hadamard matrix rounded one by one and uncentered",
-    ALL_ELSE: "a Hadamard matrix with all else the same",
+    **dict.fromkeys(ALL_ELSE, "a Hadamard matrix with all else the same"),
 }
 """The rotations that need no data, the simplest first, in plain words."""
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
@@ -126,9 +126,11 @@ def decide(
     sizes = [size for recall in asked.values() for size in recall.prompts]
     tasks = [len(recall.prompts) for recall in asked.values()]
     kept = _measure_kept(_add_up(right & mine, sizes), _add_up(right, sizes), tasks)
-    # What calibration adds to error feedback is judged by the matrix with all else the same.
-    unfair = "hadamard" if arm.endswith("+feedback") and ALL_ELSE in arms else ALL_ELSE
-    others = {name: arms[name] for name in SIMPLEST if name in arms and name != unfair}
+    # What calibration adds to its own codes is judged by the matrix with all else the same.
+    alike = [name for name in ALL_ELSE if name in arms]
+    own = [name for name in alike if arm.endswith(name.removeprefix("hadamard"))]
+    unfair = {*alike} - {*own} | ({"hadamard"} if own else set())
+    others = {name: arms[name] for name in SIMPLEST if name in arms and name not in unfair}
     action = kept.act(rule)
     return Decision(
         arm=arm,

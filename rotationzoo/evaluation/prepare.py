@@ -15,7 +15,7 @@ from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
 from rotationzoo.codec.bit_allocation import format_of_equal_bits
 from rotationzoo.codec.formats import BUDGETED, Format
-from rotationzoo.codec.options import check_budget
+from rotationzoo.codec.options import Rounding, check_budget
 from rotationzoo.codec.settings import budget_beside_others
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
@@ -79,7 +79,7 @@ class Evaluation(RunSettings):
     baselines: tuple[str, ...] = BASELINES
     """Names in `BASELINES` and `RIVALS`."""
     pooled: bool = False
-    rounding: Literal["nearest", "feedback"] | None = None
+    rounding: Rounding | None = None
     """None means feedback where an artifact has the factors."""
     uncentered: tuple[str, ...] = ()
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""

@@ -21,7 +21,7 @@ from rotationzoo.recipe.loading import with_budget
 from rotationzoo.words import percent
 
 RUNGS = (2.25, 2.5, 3.0, 3.5, 4.0)
-"""Bits an element that are tried."""
+"""Bits an element that are tried; and, with transform coding, one less."""
 _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
 
 
@@ -34,6 +34,8 @@ def find_rungs(folders: Sequence[Path]) -> tuple[Budget, ...]:
     own = artifact.recipe.budget
     if not artifact.rotations.has_budget or own.bits is None:
         return ()
+    if artifact.rotations.has_transform:
+        return tuple(Budget(bits) for bits in sorted({2.0, *RUNGS, own.bits}))
     budgets = [Budget(bits) for bits in sorted({*RUNGS, own.bits})]
     size, geometry = artifact.recipe.group_size, artifact.geometry
     return tuple(budget for budget in budgets if has_room(budget, size, geometry))

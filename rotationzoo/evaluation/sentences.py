@@ -13,6 +13,7 @@ _NAMES: dict[str, str] = {"random": "a random matrix rounded one by one", **dict
 _VARIANTS = {
     "": "the same rounded one by one",
     "+feedback": "the same with error feedback",
+    "+transform": "the same with transform coding",
     "+pooled": "the same with one rotation per layer",
 }
 _PHRASES: dict[scores.Outlook, str] = {

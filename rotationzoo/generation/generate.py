@@ -15,6 +15,7 @@ from rotationzoo.artifact.reductions import describe_choice
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
 from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
 from rotationzoo.geometry import check_group_size, head_dims
 from rotationzoo.model import compatibility, loading
@@ -68,12 +69,11 @@ def _open_rotations(job: GenerationSettings) -> Artifact | None:
     artifact = job.rotations
     if isinstance(artifact, str | Path):
         artifact = Artifact.open(Path(artifact).expanduser())
-    feedback = job.rounding == "feedback"
-    if feedback and (artifact is None or not artifact.rotations.has_feedback):
-        name = artifact.folder if artifact else "a cache without rotations"
-        problem = f"{name} has no factors to choose codes by error feedback with"
-        hint = "calibrate with --feedback, or leave out --rounding"
-        raise RotationZooError(problem, hint)
+    if job.rounding in ("feedback", "transform"):
+        if artifact is None:
+            problem = f"a cache without rotations has no codes by {job.rounding}"
+            raise RotationZooError(problem, "name an artifact, or leave out --rounding")
+        RotatedCodec(artifact.rotations, rounding=job.rounding)  # for its error
     return artifact
 
 

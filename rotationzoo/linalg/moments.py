@@ -14,8 +14,8 @@ from rotationzoo.sides import is_fisher
 
 Statistics = dict[int, dict[str, "Moment"]]
 """Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`, and for
-two-pass recipes `key_energy`, whose weight is no row count and differs from head to head. With the
-metric `fisher`, each side has its Fisher information, whose weight counts predicted tokens."""
+two-pass recipes `key_energy`, whose weight is no row count and differs from head to head. With
+transform coding, each side has its Fisher information, whose weight counts predicted tokens."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ STEPS = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 """The best step for a Gaussian of deviation 1 in codes of 0 to 8 bits (Max 1960, table II)."""
 REMAINING = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.000087)
 """What these codes leave of its variance: each bit saves less than the one before it."""
+MOST_BITS = len(REMAINING) - 1
 SEGMENT = 4
 """Channels in a row that have equal bits."""
 WORD = 32
@@ -54,6 +55,24 @@ def decorrelate(
     variances, basis = map(strongest_first, eigenbasis(root @ covariance @ root))
     variances = variances.clamp(min=0)
     return Transform(root @ basis, variances.sqrt(), size * variances)
+
+
+def keep_basis(basis: torch.Tensor, covariance: torch.Tensor, metric: torch.Tensor) -> Transform:
+    """The transform of the same rows in an orthogonal basis `[H or 1, D, D]`, as if its channels
+    did not correlate."""
+    metric, covariance, basis = (each.double().cpu() for each in (metric, covariance, basis))
+    weights, variances = (
+        (basis.mT @ each @ basis).diagonal(dim1=-2, dim2=-1).clamp(min=0)
+        for each in (metric, covariance)
+    )
+    order = (weights * variances).argsort(dim=-1, descending=True, stable=True)
+    weights, variances = weights.gather(-1, order), variances.gather(-1, order)
+    size = weights.mean(-1, keepdim=True)
+    tiny = torch.finfo(torch.float64).tiny
+    scales = (weights / size.clamp(min=tiny)).clamp(min=DAMPING / 2).sqrt()
+    columns = order[:, None].expand(-1, basis.shape[-1], -1)
+    forward = basis.expand(len(order), -1, -1).gather(-1, columns) * scales[:, None]
+    return Transform(forward, scales * variances.sqrt(), weights * variances)
 
 
 def share_bits(costs: Sequence[torch.Tensor], bits: float) -> list[torch.Tensor]:

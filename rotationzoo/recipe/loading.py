@@ -15,6 +15,7 @@ from rotationzoo.words import nearest, shortened
 
 _BITS = 3.0
 """Two real models kept 93 % and 95 % of their answers with them (docs/results.md)."""
+_TRANSFORM_BITS = 2.5
 _LENGTH = 8192
 """The mean of keys moves with RoPE, so that of short rows is not that of long contexts."""
 _OSCAR = Recipe(
@@ -27,7 +28,14 @@ _OSCAR = Recipe(
 )
 _RECIPES = (
     _OSCAR,
-    _OSCAR.model_copy(update={"name": "fisher", "metric": "fisher"}),
+    Recipe(
+        name="transform",
+        center_keys=True,
+        center_values=True,
+        transform=True,
+        bits=_TRANSFORM_BITS,
+        data=Data(length=_LENGTH),
+    ),
     Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
     Recipe(name="hadamard", composition="hadamard"),
     Recipe(name="random", composition="random"),
@@ -35,6 +43,7 @@ _RECIPES = (
 )
 PRESETS = {recipe.name: recipe for recipe in _RECIPES}
 """Name -> recipe, as `--recipe` and `extends` take it."""
+_NO_BUDGET = asdict(EQUAL) | {"transform": False}
 _MEDIA = {"images", "audio"}
 """Columns of `data` that exclude a budget of bits, which is measured on text."""
 
@@ -76,11 +85,11 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
         raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
     # Its own keys may replace the preset's budget of bits, or allow none.
-    own_budget = asdict(EQUAL).keys() & content or changes.keys() & _MEDIA
-    if own_budget or content.get("feedback") is False:
+    own_budget = asdict(EQUAL).keys() & content
+    if own_budget:
         preset |= asdict(EQUAL)
     if changes.keys() & _MEDIA or content.get("feedback") is False:
-        preset |= {"metric": None}
+        preset |= _NO_BUDGET
     content["data"] = {**preset["data"], **changes}
     try:
         return Recipe(**{**preset, **content})
@@ -96,7 +105,7 @@ def override(recipe: Recipe, **data: Any) -> Recipe:
     changes = {key: value for key, value in data.items() if value is not None}
     base = recipe
     if changes.keys() & _MEDIA:
-        base = without_budget(recipe).model_copy(update={"metric": None})
+        base = without_budget(recipe)
     content = {**base.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
     if "seed" in changes and not recipe.has_eigenbasis:
         content["seed"] = changes["seed"]
@@ -117,8 +126,7 @@ def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
         return recipe
     suffix = "feedback" if feedback else "nearest"
     base = recipe if feedback else without_budget(recipe)
-    metric = recipe.metric if feedback else None
-    changes = {"feedback": feedback, "metric": metric, "name": f"{recipe.name}-{suffix}"}
+    changes = {"feedback": feedback, "transform": False, "name": f"{recipe.name}-{suffix}"}
     return _from_options({**base.model_dump(), **changes})
 
 
@@ -136,7 +144,7 @@ def _name_budget(budget: Budget) -> str:
 
 def without_budget(recipe: Recipe) -> Recipe:
     """The recipe with the same bits in all layers."""
-    return recipe.model_copy(update=asdict(EQUAL))
+    return recipe.model_copy(update=_NO_BUDGET)
 
 
 def quicken(recipe: Recipe) -> Recipe:

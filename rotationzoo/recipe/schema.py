@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rotationzoo.budget import Budget
 from rotationzoo.errors import UsageError
 from rotationzoo.linalg.composition_table import COMPOSITIONS, GIVEN, needs_statistics
-from rotationzoo.sides import cost_kinds, fisher_kind, read_as
+from rotationzoo.sides import cost_kinds, read_as
 from rotationzoo.words import nearest
 
 KINDS = ("yarn", "linear")
@@ -60,7 +60,7 @@ Count = Annotated[int, Field(gt=0, le=10**6)]
 Tokens = Annotated[int, Field(gt=0, le=10**8)]
 """Tokens to read: 3,000 times what a preset does."""
 # Recipes without such a key keep the hash that is published.
-_LATER = Field(exclude_if=lambda value: value is None)
+_LATER = Field(exclude_if=lambda value: not value)
 _DAY = pydantic.BeforeValidator(lambda day: date.fromisoformat(str(day)).isoformat())
 WindowSize = Annotated[int, Field(ge=0, le=10**9)]
 
@@ -167,13 +167,14 @@ class Recipe(Section):
     whiten: bool = False
     """With `feedback`, also store matrices that even out the channels before the rotation. Queries
     and outputs are then multiplied by other matrices than the rotations."""
-    metric: Annotated[Literal["fisher"] | None, _LATER] = None
-    """How errors of keys and values count, with `feedback`: by the moments of queries and outputs,
-    or by the `fisher` information of what is stored, for which the model runs backward, too."""
+    transform: Annotated[bool, _LATER] = False
+    """Also store a transform coding: keys and values become channels that do not correlate, and
+    each gets 0 to 8 of the budget's bits, by the Fisher information of what is stored. For that the
+    model also runs backward."""
     bits: float | None = None
     """Bits an element of quantized rows, with scales, averaged over layers and sides. With
-    `feedback`, layers that lose more get more, in the format `fine`. None: the same bits for
-    all."""
+    `feedback`, layers that lose more get more, in the format `fine`; with `transform`, channels do.
+    None: the same bits for all."""
     key_bits: float | None = None
     value_bits: float | None = None
     """The same for keys and for values, instead of `bits`."""
@@ -208,10 +209,10 @@ class Recipe(Section):
             has_budget = bool(self.budget)
         except UsageError as error:
             raise ValueError(str(error)) from error
-        if has_budget and not self.feedback:
-            raise ValueError("a budget of bits needs a recipe with error feedback")
-        if self.metric and (not self.feedback or self.data.media):
-            raise ValueError("the metric fisher needs error feedback, and text alone")
+        if has_budget and not (self.feedback or self.transform):
+            raise ValueError("a budget of bits needs error feedback or transform coding")
+        if self.transform and (not has_budget or self.feedback):
+            raise ValueError("transform coding needs a budget of bits, and no error feedback")
         if has_budget and self.data.media:
             raise ValueError("a budget of bits is measured on text alone, not on images or audio")
         return self
@@ -238,7 +239,7 @@ class Recipe(Section):
     @property
     def needs_statistics(self) -> bool:
         """False for data-free recipes, which read no text and run no model."""
-        return self.has_eigenbasis or bool(self.centered) or self.feedback
+        return self.has_eigenbasis or bool(self.centered) or self.feedback or self.transform
 
     @property
     def centered(self) -> tuple[str, ...]:
@@ -264,10 +265,6 @@ class Recipe(Section):
         if kinds == parts:
             return (side,)
         return kinds if len(kinds) == 1 or kinds == cost_kinds(side) else ()
-
-    def cost_kinds(self, side: str) -> tuple[str, ...]:
-        """The statistics whose second moments weight the errors of a side's rows."""
-        return (fisher_kind(side),) if self.metric else cost_kinds(side)
 
     def group(self, dim: int) -> int:
         """The quantization group size for a head dimension."""

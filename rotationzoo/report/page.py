@@ -12,7 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
-from rotationzoo.artifact.scores import Decision, kept_share, plain_name
+from rotationzoo.artifact.scores import ALL_ELSE, Decision, kept_share, plain_name
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.codec.windows import CacheLayout
@@ -31,7 +31,7 @@ EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
     "hadamard": "Hadamard, one by one",
-    "hadamard+feedback": "Hadamard, else alike",
+    **dict.fromkeys(ALL_ELSE, "Hadamard, else alike"),
     "random": "random, one by one",
     "kivi": "KIVI",
 }
@@ -124,12 +124,12 @@ def label_arms(evaluation: Measured, identity: str) -> Arms:
     """The labeled arms of an evaluation of the artifact with this identity."""
     arms = evaluation.window.arms
     ours, shown = arms_of(arms, identity), list[tuple[str, MeasuredArm]]()
-    has_feedback = any(arm.rounding == "feedback" for arm in ours)
+    has_others = any(arm.rounding != "nearest" for arm in ours)
     for arm in ours:
         name = arm.name
-        if arm.rounding == "feedback":
+        if arm.rounding != "nearest":
             name = plain_name(name)
-        elif has_feedback and not arm.pooled:
+        elif has_others and not arm.pooled:
             name = "rounded one by one"
         shown.append((name, arm))
     baselines = [arm for arm in arms.values() if arm.kind == "baseline"]

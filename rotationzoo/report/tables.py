@@ -26,7 +26,7 @@ _COSTS = {
     "bits_at_length": ("bits here", ".2f"),
 }
 """Figure of an arm -> the title of its column, and its number format."""
-_OWN_BASELINES = "identity", "hadamard", ALL_ELSE, "random", "kivi"
+_OWN_BASELINES = "identity", "hadamard", *ALL_ELSE, "random", "kivi"
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
             "because the decision compares other arms"
         )
     baselines = [arm.name for arm in shown if arm.kind == "baseline"]
-    if ALL_ELSE in baselines:
-        about.append(f"{ALL_ELSE}: a Hadamard matrix in place of the rotations, all else the same")
+    for name in set(ALL_ELSE).intersection(baselines):
+        about.append(f"{name}: a Hadamard matrix in place of the rotations, all else the same")
     if "kivi" in baselines:
         about.append(
             "kivi is not a rotation, and always simulated: in every format, 32 tokens of a key "
@@ -136,6 +136,11 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
             "+feedback: the same rotations and the same bytes, but whoever writes the cache "
             "chooses the codes of a row together, by the artifact's factors: RotatedCache and "
             "serve do, and other engines write the nearest codes"
+        )
+    if any(arm.rounding == "transform" for arm in shown):
+        about.append(
+            "+transform: channels that do not correlate, each with 0 to 8 bits, as RotatedCache "
+            "and serve store them; other engines write the nearest codes of rotated rows"
         )
     if any(arm.pooled for arm in shown):
         about.append(

@@ -3,17 +3,18 @@ docs/history.md.
 
     python scripts/bench/real_models_lose.py MODEL ROTATIONS ... [--split dev] [--json OUT]
 
-MODEL is a folder of `real_models`; ROTATIONS are artifacts with the factors of error feedback.
-Parts, in the order in which they run:
+MODEL is a folder of `real_models`; ROTATIONS are artifacts with a budget of bits. Parts, in the
+order in which they run:
 
     a  keys, values and both, in 2, 3 and 4 bits in all layers, by the first artifact
     k  caches that take no rotation of ours
-    o  artifacts as they are, in caches that simulate what `RotatedCache` and vLLM store of them
+    o  artifacts in caches that simulate what `RotatedCache` and vLLM store of them, as they are or
+       in each of the --bits; and of transform coding, a Hadamard matrix in as many bits
 
-Codes are chosen by error feedback, and a row has a float16 scale: `Format.bits` of the format
-`fine` without finer channels. Everything is compared with the exact model: answers that it gives
-and that are kept, nats of log probability of the right answers, and KL a token on plain text of
-2,048 tokens. Bits of k and o count scales.
+Codes of part a are chosen by error feedback, and a row has a float16 scale: `Format.bits` of the
+format `fine` without finer channels. Everything is compared with the exact model: answers that it
+gives and that are kept, nats of log probability of the right answers, and KL a token on plain text
+of 2,048 tokens. Bits of k and o count scales.
 
 --json is written after every arm; arms that it holds already are not measured again. No arm is
 begun after --seconds.
@@ -35,6 +36,7 @@ import torch
 from measuring import DEVICE, make_parser
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import Budget
 from rotationzoo.codec import int2
 from rotationzoo.codec.bit_allocation import COARSE
 from rotationzoo.codec.feedback import RANGES
@@ -42,7 +44,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import EXACT_BITS
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import KIVI, build_baselines, check_rivals
+from rotationzoo.evaluation.arms import KIVI, build_arms, build_baselines, check_rivals
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
@@ -363,16 +365,16 @@ class Parts:
 
     def __init__(self, run: Run, artifacts: Sequence[Artifact]):
         self.run, self.study, self.artifacts = run, run.study, artifacts
-        self.frames = frames_of(artifacts[0].rotations, run.study.model.device)
         self.elements = elements_of(run.study.geometry)
 
     def sides(self) -> None:
         self.run.head("a. One side, or both, in all layers")
+        frames = frames_of(self.artifacts[0].rotations, self.study.model.device)
         for sides, bits in itertools.product((("key",), ("value",), SIDES), UNIFORM):
             places = [place for place in self.elements if place[1] in sides]
             label = "keys and values" if len(sides) > 1 else f"{sides[0]}s"
             self.run.measure(
-                f"{label}, {bits} bits", PlannedCodec(self.frames, dict.fromkeys(places, bits))
+                f"{label}, {bits} bits", PlannedCodec(frames, dict.fromkeys(places, bits))
             )
 
     def rivals(self) -> None:
@@ -389,11 +391,15 @@ class Parts:
             self.run.measure(arm.name, arm.codec)
 
     def as_they_are(self) -> None:
-        self.run.head("o. Artifacts as they are")
+        self.run.head("o. Artifacts")
         for artifact in self.artifacts:
-            group_size = artifact.recipe.group_size
-            codec = RotatedCodec(artifact.rotations, group_size, rounding="feedback")
-            self.run.measure(f"{artifact.folder.resolve().name} as it is", codec)
+            for bits in self.run.options.bits or (artifact.recipe.budget.bits,):
+                budgets = (Budget(bits),)
+                arms = build_arms([artifact], self.study.geometry, ["hadamard"], budgets=budgets)
+                for arm in arms:
+                    if arm.about.rounding != "nearest":
+                        name = f"{artifact.folder.resolve().name}, {bits:g}: {arm.name}"
+                        self.run.measure(name, arm.codec)
 
 
 PARTS: dict[str, Callable[[Parts], None]] = {
@@ -411,6 +417,7 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="where to keep what is measured")
     parser.add_argument("--seconds", type=float, default=400, help="no arm is begun later")
     parser.add_argument("--parts", default="".join(PARTS), help="letters, as above")
+    parser.add_argument("--bits", type=float, nargs="+", help="budgets of part o")
     parser.add_argument("--questions", type=int, default=64, help="of each task and length")
     parser.add_argument(
         "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[*LENGTHS]

@@ -36,10 +36,9 @@ from rotationzoo.calibration.fisher import Scored, collect_fisher, mix
 from rotationzoo.calibration.sensitivity import write_texts
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.codec.rotated import RotatedCodec
-from rotationzoo.codec.transform import CodedSide, TransformCodec
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.linalg.moments import covariance
-from rotationzoo.linalg.transform_coding import DAMPING, decorrelate, share_bits
+from rotationzoo.linalg.transform_coding import DAMPING, decorrelate
 from rotationzoo.rotations import Rotation
 from rotationzoo.simulation.simulated import SimulatedCodec
 
@@ -92,16 +91,17 @@ class Arms:
 
     def by_channel(self, bits: float, name: str, damping: float = DAMPING) -> SimulatedCodec:
         """Bits by channel, in the basis and by the costs of a metric."""
-        made = {
-            place: decorrelate(spread, self.metric(name)[place], damping)
-            for place, (_, spread) in self.averages.items()
-        }
-        widths = share_bits([its.costs for its in made.values()], bits)
-        sides = {
-            place: CodedSide.of(its, self.averages[place][0], share).to(self.study.model.device)
-            for (place, its), share in zip(made.items(), widths, strict=True)
-        }
-        return TransformCodec(sides)
+        averages, metric = self.averages, self.metric(name)
+
+        def add(layer: int, side: str, rotation: Rotation) -> Rotation:
+            mean, spread = averages[layer, side]
+            made = decorrelate(spread, metric[layer, side], damping)
+            forward, deviations = made.forward.float(), made.deviations.float()
+            tensors = {"transform": forward, "deviations": deviations, "costs": made.costs}
+            return replace(rotation, mean=mean.float(), **tensors)
+
+        rotations = self.artifact.rotations.replace(add)
+        return RotatedCodec(spend_bits(rotations, Budget(bits), None), rounding="transform")
 
     def every(self) -> Iterator[tuple[str, Callable[[], SimulatedCodec]]]:
         """The names of all arms and how to make them, those that decide first."""
