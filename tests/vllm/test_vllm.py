@@ -46,12 +46,14 @@ from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import join_answers, read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
-from rotationzoo.recipe import Data
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS, with_budget
 from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.simulated import Simulation
 
 pytestmark = NEEDS_VLLM
+SHORT = Data(tokens=2048, length=512)
+RECIPES = {"oscar": QUICK, "transform": PRESETS["transform"].model_copy(update={"data": SHORT})}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,13 @@ def prompts() -> list[list[int]]:
     """Token ids of different lengths: shorter than the windows, and of several chunks."""
     ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
     return [ids[:100], ids[50:450], ids[:1100]]
+
+
+@pytest.fixture(scope="module")
+def transformed(tmp_path_factory) -> Artifact:
+    """Transform coding, of which heads and layers take different bytes."""
+    folder = tmp_path_factory.mktemp("transformed") / "artifact"
+    return calibrate(Job("demo", RECIPES["transform"], folder, device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +115,12 @@ def test_a_gpu_answers_in_float16_as_the_cache_in_transformers(made, prompts, tm
     assert measured["ours"] < 8 * measured["plain"]
 
 
+@pytest.mark.parametrize("artifact", ["made", "transformed"])
 def test_two_processes_hold_a_head_each_and_samples_of_a_prompt_are_read_apart(
-    made, prompts, tmp_path, monkeypatch
+    artifact, prompts, tmp_path, monkeypatch, request
 ):
+    made = request.getfixturevalue(artifact)
+    made = getattr(made, "folder", made)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     together = {
         "tensor_parallel_size": 2,
@@ -164,7 +176,7 @@ FAMILIES = {
 }
 
 
-def make_family(family: str, tmp_path: Path, bits: float | None = None):
+def make_family(family: str, tmp_path: Path, bits: float | None = None, recipe: Recipe = QUICK):
     """A random model with heads of 32, whose weights are large enough for attention to matter, and
     its artifact."""
     name, changes = FAMILIES[family]
@@ -174,17 +186,23 @@ def make_family(family: str, tmp_path: Path, bits: float | None = None):
     )  # fmt: skip
     folder = tmp_path / "model"
     model = save_random(name, name, folder, std=0.1, **options | changes)
-    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512), "bits": bits})
+    recipe = recipe.model_copy(update={"data": SHORT, "bits": bits})
     artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
     return model, folder, artifact
 
 
 @pytest.mark.parametrize(
-    ("family", "bits"), [*((name, None) for name in FAMILIES), ("windows and soft caps", 3.25)]
+    ("family", "bits", "recipe"),
+    [
+        *((name, None, "oscar") for name in FAMILIES),
+        ("windows and soft caps", 3.25, "oscar"),
+        ("windows and soft caps", 2.25, "transform"),
+    ],
 )
-def test_other_families(family, bits, prompts, tmp_path):
-    """A budget gives all layers without a window the same bits."""
-    model, folder, artifact = make_family(family, tmp_path, bits)
+def test_other_families(family, bits, recipe, prompts, tmp_path):
+    """A budget gives all layers without a window the same bits, but for transform coding, where
+    they have room for the largest."""
+    model, folder, artifact = make_family(family, tmp_path, bits, RECIPES[recipe])
     options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
     served = serve(tmp_path, artifact, [[prompts[2]]], **options)
     (answer,) = served["rounds"][0]
@@ -349,8 +367,7 @@ def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
 def test_each_layer_takes_the_bytes_that_a_budget_gives_it(alone, prompts, tmp_path):
     """Cells of 36 to 52 bytes, of which some are no whole number of float32. The second request
     finds a prefix, where a step is cut."""
-    recipe = with_budget(QUICK, Budget(2.7))
-    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
+    recipe = with_budget(QUICK, Budget(2.7)).model_copy(update={"data": SHORT})
     artifact = calibrate(Job("demo", recipe, tmp_path / "budgeted", device="cpu"))
     cells = [
         sum(18 + int(sides[side].fine_channels) // 8 for side in SIDES)
@@ -363,6 +380,26 @@ def test_each_layer_takes_the_bytes_that_a_budget_gives_it(alone, prompts, tmp_p
     for (answer,), cached in zip(served["rounds"], (False, True), strict=True):
         assert (answer["cached"] > 0) == cached
         expected = read_in_transformers(artifact.folder, model, answer["ids"], cut=answer["cached"])
+        assert_same(answer["answer"], expected[-TOKENS:])
+
+
+def test_rows_of_heads_take_different_bytes(transformed, alone, prompts, tmp_path):
+    """The second request finds a prefix."""
+    cells, seen = 0, set()
+    for layer in transformed.rotations.values():
+        bits = 4 * torch.stack([layer[side].widths.sum(-1) for side in SIDES])
+        rows = (bits + 4 + 31) // 32 * 4 * (bits > 0)
+        seen.update(rows.flatten().tolist())
+        cells += max(1, -(-int(rows.sum()) // 2))
+    assert len(seen) > 4
+    served = serve(tmp_path, transformed.folder, [[prompts[1]]] * 2, enable_prefix_caching=True)
+    assert served["blocks"] == pytest.approx(alone["blocks"] * 4 * 40 / cells, rel=1e-3)
+    model = load(DEMO)
+    for (answer,), cached in zip(served["rounds"], (False, True), strict=True):
+        assert (answer["cached"] > 0) == cached
+        expected = read_in_transformers(
+            transformed.folder, model, answer["ids"], cut=answer["cached"]
+        )
         assert_same(answer["answer"], expected[-TOKENS:])
 
 

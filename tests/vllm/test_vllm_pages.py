@@ -28,6 +28,7 @@ from rotationzoo.codec import kernels
 from rotationzoo.codec.attention import attend_rows
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
@@ -255,6 +256,18 @@ def test_a_process_holds_its_heads():
     assert chosen.fine_channels == DIM, "all heads of a layer have the same"
 
 
+def test_a_process_holds_the_segments_of_its_heads():
+    whole = settings_of("transform")
+    part = select_heads(whole, slice(1, 2))
+    for side in SIDES:
+        layouts = (each.codec.segments(0, side, TOKENS) for each in (whole, part))
+        both, second = (layout.row_bytes for layout in layouts)
+        assert both[1:] == second
+        for way in ("forward", "inverse", "steps"):
+            both, second = (getattr(each.codec, way)(0, side) for each in (whole, part))
+            assert (both[1:] - second).abs().max() < 1e-12
+
+
 @on_gpu
 def test_the_kernel_plans_what_torch_plans(device, monkeypatch):
     assert_kernel_plans(monkeypatch, lambda server: None, device)
@@ -422,6 +435,29 @@ def test_a_cell_takes_what_the_format_says():
     short = replace(settings, layout=replace(settings.layout, format=FINE))
     with pytest.raises(RotationZooError, match="rows of 16 channels have no 48 of three bits"):
         cell_bytes(short, DIM, 0)
+
+
+def test_a_cell_has_room_for_the_heads_of_any_process():
+    """Rows of 8 and 4 bytes of keys, and of 4 and none of values. A layer without bits still has
+    pages."""
+    settings = settings_of("transform")
+    widths = {"key": [[4, 3, 1, 0], [1, 1, 1, 1]], "value": [[2, 2, 1, 1], [0] * 4]}
+
+    def spend(_, side, rotation):
+        return replace(rotation, widths=torch.tensor(widths[side]))
+
+    def cell(held):
+        rotations = settings.codec.rotations.replace(spend)
+        codec = replace(settings.codec, rotations=rotations)
+        return cell_bytes(replace(settings, codec=codec), DIM, 0, held=held)
+
+    rows = [SegmentLayout(tuple(map(tuple, widths[side])), 8).row_bytes for side in SIDES]
+    assert rows == [[8, 4], [4, 0]]
+    assert (cell(None), cell(2), cell(1)) == (8, 8, 12)
+    widths |= {"key": [[1, 1, 1, 0], [0] * 4]}
+    assert (cell(2), cell(1)) == (4, 8)
+    widths |= {side: [[0] * 4] * 2 for side in SIDES}
+    assert (cell(2), cell(1)) == (1, 1)
 
 
 def of_layers(bits: list[dict[str, int]]) -> CacheSettings:
