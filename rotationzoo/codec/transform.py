@@ -92,10 +92,6 @@ class SegmentLayout:
         heads = torch.tensor([self.starts[:-1], self.row_bytes]).T
         return torch.cat([heads, bits + 16 * starts], 1).to(device, torch.int32)
 
-    def scales(self, device: torch.device) -> torch.Tensor:
-        """The scale of each number, and NaN, float32 `[16]`."""
-        return _tables(self.widths, device).scales
-
     def empty(self, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """A block of zeros, uint8 `[batch, bytes]`."""
         return torch.zeros(batch, self.bytes, dtype=torch.uint8, device=device)
@@ -197,4 +193,9 @@ def _tables(widths: tuple[tuple[int, ...], ...], device: torch.device) -> Tables
     bits = torch.tensor(widths, device=device)
     starts = SCALE_BITS + SEGMENT * (bits.cumsum(-1) - bits)
     halves = (1 << bits).float().repeat_interleave(SEGMENT, dim=-1)[:, None] / 2
-    return Tables(halves, bits, starts, torch.tensor([*SCALES, torch.nan], device=device))
+    return Tables(halves, bits, starts, list_scales(device))
+
+
+def list_scales(device: torch.device) -> torch.Tensor:
+    """The scale of each number in a row, the last of which is none, float32 `[16]`."""
+    return torch.tensor([*SCALES, torch.nan], device=device)

@@ -31,7 +31,7 @@ from rotationzoo.codec.kernels import (
 )
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
-from rotationzoo.codec.transform import SegmentLayout
+from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import rows_of
@@ -168,6 +168,7 @@ class LayerPages:
     def _store(self, step: Step, side: str, packed: cuda.Packed) -> None:
         """Write packed rows to pages, in one launch."""
         layout, memory = self.layouts[side], self.memory[side]
+        assert isinstance(layout, PageLayout)
         arguments = Store(
             codes=packed.codes,
             numbers=packed.metadata,
@@ -239,26 +240,25 @@ class LayerPages:
             kernel = _few_kernel(layout, dtype, device)
             Launcher(device)(kernel, grid, cuda.FEW_THREADS, arguments)
 
-    @cached_property
+    @property
     def has_segments(self) -> bool:
         """Whether the kernels of `segments.cu` store and restore these pages."""
-        device = next(iter(self.memory.values())).device
-        return self.codec.rounding == "transform" and kernels_run_on(device)
+        return self.codec.rounding == "transform" and kernels_run_on(self.bad.device)
 
     @cached_property
     def segments(self) -> dict[str, IntoPages]:
         """What these kernels know of the pages of each side."""
         into = {}
         for side, bad in zip(SIDES, self.bad, strict=True):
-            layout, memory = self.layouts[side], self.memory[side]
-            places = layout.places(memory.device)
-            into[side] = IntoPages(self.codec.steps(self.layer, side), places, memory, bad)
+            layout, steps = self.layouts[side], self.codec.steps(self.layer, side)
+            assert isinstance(layout, SegmentLayout)
+            into[side] = IntoPages(steps, layout.places(bad.device), self.memory[side], bad)
         return into
 
     @cached_property
     def scales(self) -> torch.Tensor:
-        """The scales of transform coding."""
-        return self.layouts["key"].scales(self.memory["key"].device)
+        """The scale of each number in rows, and NaN, float32 `[16]`."""
+        return list_scales(self.bad.device)
 
     def _store_segments(self, step: Step, rows: Rows) -> None:
         """Write rows to pages by transform coding: few in one launch, or many that torch has

@@ -306,16 +306,8 @@ class LayerReader:
             alike = layouts[0] == layouts[1]  # one launch does for both
             several = zip(layouts[: 2 - alike], both, both[::-1], strict=False)
             for number, (layout, first, second) in enumerate(several):
-                arguments = RestoreRows(
-                    tokens=_tokens(segment, table),
-                    room=len(into[0]),
-                    value_scales=self._value_scales,
-                    value_groups=layouts[1].groups,
-                    first_is_value=number,
-                    begin=Begin(*layout.starts[1:4]),
-                    first=first,
-                    second=second,
-                )
+                begin, given = Begin(*layout.starts[1:4]), (_tokens(segment, table), len(into[0]))
+                arguments = RestoreRows(*given, *self._value_scales, number, begin, first, second)
                 self._launch("restore_rows", segment, 1 + alike, arguments, layout)
             return
         pages, at = self._places(table, *segment.positions())
@@ -334,8 +326,11 @@ class LayerReader:
         self._launch("restore_segments", segment, 2, arguments, self.pages.layouts["key"])
 
     @cached_property
-    def _value_scales(self) -> torch.Tensor:
-        return self.pages.layouts["value"].view(self.pages.memory["value"]).scale
+    def _value_scales(self) -> tuple[torch.Tensor, int]:
+        """Those of page 0, and how many a row has."""
+        layout = self.pages.layouts["value"]
+        assert isinstance(layout, PageLayout)
+        return layout.view(self.pages.memory["value"]).scale, layout.groups
 
     def _places(
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor

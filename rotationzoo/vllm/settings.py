@@ -194,7 +194,7 @@ def cell_bytes(
     size. Where heads take different bytes, it is their mean, rounded up, in that process which
     takes most: each has `held` of the heads, by default all. Raises `UnsupportedModel` for another
     head size than the rotations', and `RotationZooError` for one that the format cannot store."""
-    codec, sizes = settings.codec, []
+    codec, sizes = settings.codec, list[torch.Tensor]()
     has_latents = codec.rotations.cached is LATENTS
     for side in codec.rotations.cached.sides:
         page = codec.page_layout(layer, side, 0, settings.layout.format)
@@ -206,6 +206,6 @@ def cell_bytes(
         if isinstance(page, PageLayout):
             check_shape(page.dim, codec.group_size or page.dim, page.format)
         sizes.append(torch.tensor(page.row_bytes) + beside * itemsize)
-    of_processes = sum(sizes).view(-1, held or len(sizes[0])).double().mean(-1)
+    of_processes = torch.stack(sizes).sum(0).view(-1, held or len(sizes[0])).double().mean(-1)
     # vLLM has no cells of 0 bytes, which a layer takes whose channels have no bits.
-    return max(1, math.ceil(of_processes.max()))
+    return max(1, math.ceil(float(of_processes.max())))

@@ -11,7 +11,7 @@ from support.codec import CpuLauncher, compile_for_cpu, gpu, on_cpu
 from support.server_pages import Server, draw, settings_of
 
 from rotationzoo.codec import kernels
-from rotationzoo.codec.cuda import Kernel, Variant
+from rotationzoo.codec.cuda import TYPES, Kernel, Variant
 from rotationzoo.geometry import Layer
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
@@ -19,9 +19,9 @@ from rotationzoo.vllm.pages import LayerPages
 
 HEADS, TOKENS = 3, 20
 DIMS = quick_first([80, 128, 64, 256])  # each is compiled anew
-ON_EACH = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=gpu)]
-)
+PLACES = [pytest.param("cpu", torch.float32, marks=on_cpu, id="cpu")]
+PLACES += [pytest.param("cuda", dtype, marks=gpu, id=f"cuda {dtype}") for dtype in TYPES]
+ON_EACH = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def with_exact_products(layer: LayerPages) -> None:
 @ON_EACH
 @pytest.mark.parametrize("few", [0, 10**9], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("dim", DIMS)
-def test_pages_hold_what_the_definition_stores(dim, few, device, has_kernels, monkeypatch):
+def test_pages_hold_what_the_definition_stores(dim, few, device, dtype, has_kernels, monkeypatch):
     """Some keys are infinite or too large, and so is padding, which belongs to nobody. One head
     stores nothing, and counts its bad rows all the same."""
     monkeypatch.setattr(pages, "FEW", few)
@@ -100,10 +100,10 @@ def test_pages_hold_what_the_definition_stores(dim, few, device, has_kernels, mo
     held = []
     for has in (False, True):
         has_kernels(has)
-        layer = Server(settings, device=device).layer
+        layer = Server(settings, device=device, dtype=dtype).layer
         with_exact_products(layer)
         assert layer.has_segments == has
-        layer.store(given, {side: each.to(device) for side, each in rows.items()})
+        layer.store(given, {side: each.to(device, dtype) for side, each in rows.items()})
         held.append((layer.memory, layer.bad.tolist()))
     (definition, expected), (found, bad) = held
     places = [int(numbers[15]), int(max(numbers[3], numbers[12]))]
@@ -119,13 +119,13 @@ def test_pages_hold_what_the_definition_stores(dim, few, device, has_kernels, mo
 
 @ON_EACH
 @pytest.mark.parametrize("dim", DIMS)
-def test_prompts_read_the_levels_of_the_definition(dim, device, has_kernels):
+def test_prompts_read_the_levels_of_the_definition(dim, device, dtype, has_kernels):
     """Of two requests, in segments that end inside them; a value is infinite, and its key reads as
     no number; and so does a key that is infinite itself."""
     settings, read = settings_for(dim), []
     before = {request: draw(13 + 9 * request, request, HEADS, dim) for request in range(2)}
     before[1]["value"][9, 1, 2] = before[0]["key"][5, 0, 1] = torch.inf
-    server = Server(settings, device=device, segment=7)
+    server = Server(settings, device=device, dtype=dtype, segment=7)
     has_kernels(False)
     for request in before:
         server.begin(request)
@@ -133,9 +133,8 @@ def test_prompts_read_the_levels_of_the_definition(dim, device, has_kernels):
     step = server.plan({0: 9, 1: 14})
     for has in (False, True):
         has_kernels(has)
-        server.layer.__dict__.pop("has_segments")
         for segment in step.prompts.codes:
-            into = torch.zeros(2, 30, HEADS, dim, device=device)
+            into = torch.zeros(2, 30, HEADS, dim, device=device, dtype=dtype)
             into[1] = torch.nan if has else 0
             server.reader._restore(step.prompts.page_table, segment, into)
             read.append(into.cpu())
