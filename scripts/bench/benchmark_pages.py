@@ -12,6 +12,7 @@ are cold, and medians are those of CUDA graph replays. In the same run:
 * `pages, storing`: storing the new tokens as codes, with error feedback;
 * `pages, whole step`: both, as a server does it, at the same time;
 * `N tokens`: the same of N new tokens of each request, which the decode kernel reads;
+* `segments, reading`: the decode kernel over rows of transform coding at 2.25 bits, and its bound;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
 Then planning a step. Prompts are measured in a whole vLLM, by serve_engine.py.
@@ -31,13 +32,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.artifact.fit import fit
-from rotationzoo.codec.attention import Scores
+from rotationzoo.codec import cuda_attention
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Layer
+from rotationzoo.linalg.transform_coding import share_bits
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.vllm.pages import LayerPages
@@ -230,6 +234,51 @@ def read_whole(shape: Shape) -> Iterator[tuple[str, Read]]:
             yield f"{backend.name}, {way.__name__}", sdpa_kernel(backend)(way)
 
 
+def segment_layouts(shape: Shape, bits: float) -> list[SegmentLayout]:
+    """Keys and values of channels whose variances fall off as a power, with the bits that these
+    get. Heads differ."""
+    generator = torch.Generator().manual_seed(0)
+    variances = torch.arange(1, shape.dim + 1).double() ** -1.5
+    sizes = torch.randn(2, shape.kv_heads, 1, generator=generator, dtype=torch.float64).exp()
+    shares = share_bits(list(variances * sizes), bits)
+    return [SegmentLayout(tuple(map(tuple, widths.tolist())), PAGE) for widths in shares]
+
+
+def time_segments(shape: Shape, rate: float, bits: float = 2.25) -> Iterator[tuple[str, float]]:
+    """Seconds of reading random rows of so many bits a channel, and of its bytes at this rate."""
+    layouts, exact = segment_layouts(shape, bits), SINK + RECENT
+    row = sum(sum(layout.row_bytes) for layout in layouts)
+    size = shape.batch * ((shape.context - exact) * row + exact * shape.token_bytes)
+    each = -(-(shape.context - exact) // PAGE)
+    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    query = draw(shape.batch, shape.heads, 1, shape.dim)
+    count = partial(torch.full, (shape.batch,), dtype=torch.int32, device="cuda")
+    matrix = torch.eye(shape.dim, device="cuda").repeat(shape.kv_heads, 1, 1)
+    windows = [
+        ExactWindow(*draw(2, shape.batch, shape.kv_heads, tokens, shape.dim))
+        for tokens in (SINK, RECENT)
+    ]
+    caches = []
+    for _ in range(copies_of(size)):
+        sides = []
+        for layout in layouts:
+            size_of_pages = each, shape.batch, layout.bytes
+            memory = torch.randint(256, size_of_pages, dtype=torch.uint8, device="cuda")
+            for rows in layout.view(memory.flatten(0, 1)):
+                rows[..., :1] &= 0xF7  # scales that are numbers
+            blocks = memory.unbind()
+            order = torch.randperm(each * shape.batch, device="cuda").view(shape.batch, each)
+            table = memory.data_ptr() + order * layout.bytes
+            sides.append(PackedSide(blocks, layout, matrix, table=table))
+        caches.append(PackedTokens(*sides, count(shape.context - exact)))
+    scores = Scores(shape.dim**-0.5)
+    yield (
+        "segments, reading",
+        timed(lambda packed: cuda_attention.attend(query, packed, *windows, scores), caches),
+    )
+    yield "segments, bound", size / rate
+
+
 def clocked(work: Launch) -> float:
     """Seconds of work that the CPU launches each time."""
     for _ in range(5):
@@ -303,7 +352,7 @@ def main() -> None:
     with torch.inference_mode():
         for name in args.shapes.split(","):
             shape = Shape(*map(int, name.split("x")))
-            times = time_shape(shape, args.format, args.few)
+            times = *time_segments(shape, rate), *time_shape(shape, args.format, args.few)
             result = {way: 1e6 * seconds for way, seconds in times}
             result["bound"] = 1e6 * bound_of(shape, args.format) / rate
             print(json.dumps({name: result}), flush=True)
