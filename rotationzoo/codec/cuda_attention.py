@@ -31,7 +31,7 @@ the last of them."""
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 _SLOTS = 8  # tables have a multiple of so many
 _WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
-_OF_SLOTS = replace(FINE, bits=4, fine_channels=0)
+_OF_SLOTS = replace(FINE, bits=4, fine_channels=0, metadata="float32", packing="consecutive")
 Layout = PageLayout | SegmentLayout
 
 

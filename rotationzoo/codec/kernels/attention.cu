@@ -174,11 +174,9 @@ struct Job {
 __device__ void attend_packed(
     const Job& job, const Tables& tables, int begin, int end, const Range& range, const signed char* prepared, const Header* headers,
     float cap, float2* totals, float* outputs, char* shared) {
+  Place place;
 #if SEGMENTS
   const HeadTable keys(tables.key_segments, KEY_WORDS, job.head), values(tables.value_segments, VALUE_WORDS, job.head);
-  const Place place(keys, values, tables.scales);
-#else
-  const Place place(KEY_ROW, VALUE_ROW);
 #endif
   const int warp = threadIdx.x / 32, row = place.row, part = place.part;
   const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
@@ -190,7 +188,7 @@ __device__ void attend_packed(
 #if SEGMENTS
                    keys.row, values.row, keys.start, values.start,
 #else
-                   KEY_ROW, VALUE_ROW, 0, 0,
+                   0, 0, 0, 0,
 #endif
                    int(min(tables.key_pages, tables.value_pages))};
   if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
@@ -199,6 +197,9 @@ __device__ void attend_packed(
     if (first + i < last) cursor.fetch(first + i, ring + i * STAGE);
     end_group();
   }
+#if SEGMENTS
+  place.read(keys, values, tables.scales);  // while copies are on their way
+#endif
 
   wait_for_previous();
   const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;

@@ -304,7 +304,7 @@ struct Cursor {
   const Address *keys, *values;
   Address key_base, value_base;
   int head, heads, lane;
-  int key_row, value_row, key_start, value_start;  // with segments
+  int key_row, value_row, key_start, value_start;  // of a head's rows, with segments
   int pages;  // that there are
   int left;   // tiles in this page
   Address key, value, key_third, value_third, numbers[ROUNDS];
@@ -385,19 +385,18 @@ __device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + 
 struct Place {
   int lane, row, part, token;
   unsigned key, key_number, key_third, value, value_number, value_third;
-  // With segments:
   unsigned key_row, value_row, key_numbers, value_numbers;  // bytes from one token to the next
-  unsigned key_words[KEY_CHUNKS], key_masks[KEY_CHUNKS][KEY_FIELDS], value_words[VALUE_CHUNKS], value_masks[VALUE_CHUNKS][VALUE_FIELDS];
+  // With segments:
   int key_used, value_used;  // slots
+  unsigned key_words[KEY_CHUNKS], key_masks[KEY_CHUNKS][KEY_FIELDS], value_words[VALUE_CHUNKS], value_masks[VALUE_CHUNKS][VALUE_FIELDS];
   unsigned key_scale, value_scale;  // a mask of the number of a scale: 0 where there are no rows
-  float scale;  // number lane % 16
+  float scale;                      // number lane % 16
 
-  __device__ Place(const HeadTable& keys, const HeadTable& values, const float* scales) : Place(keys.row, values.row) {
-    key_number = kept(token * key_row), value_number = kept(VALUE + token * value_row);
-    key_numbers = key_row, value_numbers = value_row;
+  __device__ void read(const HeadTable& keys, const HeadTable& values, const float* scales) {
+    key_row = key_numbers = keys.row, value_row = value_numbers = values.row;
+    key = key_number = kept(token * key_row), value_number = kept(VALUE + token * value_row), value = kept(VALUE + part * value_row);
     key_used = keys.used, value_used = values.used;
     key_scale = keys.row ? 15 : 0, value_scale = values.row ? 15 : 0, scale = scales[lane % 16];
-    key = kept(token * key_row), value = kept(VALUE + part * value_row);
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
       const int* word = keys.words + 3 * key_word(chunk, part);
@@ -410,11 +409,10 @@ struct Place {
     }
   }
 
-  __device__ Place(unsigned key_row, unsigned value_row)
-      : key_row(key_row), value_row(value_row), key_numbers(KEY_NUMBERS), value_numbers(VALUE_NUMBERS) {
+  __device__ Place() : key_row(KEY_ROW), value_row(VALUE_ROW), key_numbers(KEY_NUMBERS), value_numbers(VALUE_NUMBERS) {
     lane = kept(threadIdx.x % 32);
     row = lane / 4, part = lane % 4, token = token_of(row);
-    key = kept(token * key_row + 4 * key_word(0, part)), value = kept(VALUE + part * value_row + 4 * row);
+    key = kept(token * KEY_ROW + 4 * key_word(0, part)), value = kept(VALUE + part * VALUE_ROW + 4 * row);
     key_number = kept(KEY_SCALE + token * KEY_NUMBERS), value_number = kept(VALUE_SCALE + token * VALUE_NUMBERS);
     key_third = KEY_THIRD + token * KEY_THIRD_ROW + 2 * part, value_third = VALUE_THIRD + part * VALUE_THIRD_ROW + row / 2 * 2;
   }
