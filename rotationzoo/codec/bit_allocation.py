@@ -100,7 +100,9 @@ def _spend_on_channels(rotations: Rotations, budget: Budget) -> Rotations:
                 assert rotation.costs is not None
                 costs[layer, side] = rotation.costs
         # Alone, each side of a layer gets all bits of its own.
-        together = [[place] for place in costs] if isinstance(budget, EvenBudget) else [[*costs]]
+        together = [[*costs]]
+        if isinstance(budget, EvenBudget):
+            together = [[place] for place in costs]
         for places in together:
             shares = share_bits([costs[place] for place in places], bits)
             chosen |= zip(places, shares, strict=True)

@@ -1,17 +1,22 @@
 """Attention over packed keys and values on an NVIDIA GPU, as `codec.attention` defines it: what the
 kernels of `attention.cu` read, in tiles of how many tokens, and how their work is cut up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import TYPES, Launcher, build
-from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Strides, Window
+from rotationzoo.codec.formats import FINE, Format
+from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Segments, Strides, Window
 from rotationzoo.codec.page_layout import PageLayout
+from rotationzoo.codec.transform import SCALE_BITS, SCALES, SegmentLayout
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.transform_coding import SEGMENT, WORD
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
@@ -24,14 +29,18 @@ _WAVES = 3
 """How often all blocks that a GPU holds at once should be replaced, so that none is left alone with
 the last of them."""
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
+_SLOTS = 8  # tables have a multiple of so many
+_WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
+_OF_SLOTS = replace(FINE, bits=4, fine_channels=0, metadata="float32", packing="consecutive")
+Layout = PageLayout | SegmentLayout
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
     """The layouts, type and columns that the kernels are compiled for."""
 
-    key: PageLayout
-    value: PageLayout
+    key: Layout
+    value: Layout
     dtype: torch.dtype
     """Of queries and exact rows."""
     soft_cap: bool
@@ -46,8 +55,8 @@ class AttentionVariant:
 
     @property
     def tile_bytes(self) -> float:
-        """Bytes of a tile of keys and values."""
-        return _TILE * sum(each.bytes / each.heads / each.tokens for each in (self.key, self.value))
+        """Bytes of a tile of keys and values, of the head that has most."""
+        return _TILE * sum(_room(each) for each in (self.key, self.value))
 
     @property
     def window(self) -> int:
@@ -59,28 +68,35 @@ class AttentionVariant:
     def column_bytes(self) -> int:
         """Bytes of a query that `prepare` writes: two of each channel and of each third bit.
         `COLUMN` in the source."""
+        if isinstance(self.key, SegmentLayout):
+            return 16 * _count_slots(self.key)
         bits = self.key.format.bits
         chunks, planes = -(-self.key.dim * bits // 128), -(-self.key.format.fine_channels // 64)
         return (chunks * 128 // bits + planes * 64) * 2
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
-        format = self.key.format
-        values = {
+        values: dict[str, float] = {
             "PAGE": self.key.tokens,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
             "TYPE": TYPES[self.dtype],
             "SOFT_CAP": self.soft_cap,
+        }
+        format = _format(self.key)
+        values |= {
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
             "SYMMETRIC": format.offset == "none",
             "STRIDED": format.packing == "strided",
+            "SEGMENTS": isinstance(self.key, SegmentLayout),
         }
         for side, layout in (("KEY", self.key), ("VALUE", self.value)):
-            values |= {f"{side}_DIM": layout.dim, f"{side}_GROUP": layout.dim // layout.groups}
-            values |= {f"{side}_BITS": layout.format.bits}
-            values |= {f"{side}_FINE": layout.format.fine_channels}
+            values |= {f"{side}_DIM": layout.dim, f"{side}_GROUP": layout.dim // _groups(layout)}
+            values |= {f"{side}_BITS": _format(layout).bits}
+            values |= {f"{side}_FINE": _format(layout).fine_channels}
+            room = _room(layout) if isinstance(layout, SegmentLayout) else 0
+            values |= {f"{side}_SLOTS": _count_slots(layout), f"{side}_ROOM": room}
         return tuple((name, str(int(value))) for name, value in values.items())
 
 
@@ -98,19 +114,96 @@ class Kernels:
     """Blocks of `attend` that the GPU holds at once."""
 
 
-def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_tokens: int = 0) -> bool:
+@cache
+def list_slots(layout: SegmentLayout) -> list[list[list[int]]]:
+    """What `HeadTable` in the source describes, of each head: a slot is the byte of its word, both
+    masks, and the pieces of the four bytes of each, 0 where there is none."""
+    return [_slots_of_head(widths) for widths in layout.widths]
+
+
+def _slots_of_head(widths: Sequence[int]) -> list[list[int]]:
+    # Of each word, each half of a byte that pieces end in, and each byte.
+    words: dict[int, list[list[list[int]]]] = {}
+    end = SCALE_BITS
+    for channel in range(SEGMENT * len(widths)):
+        first = start = end
+        end += widths[channel // SEGMENT]
+        while start < end:
+            stop = min(end, start // 8 * 8 + 8)
+            low, high = start % 8, (stop - 1) % 8 + 1
+            fields = words.setdefault(start // WORD, [[[] for _ in range(4)] for _ in range(2)])
+            piece = channel | (start - first - low + 8) << 9 | (1 << high) - (1 << low) << 16
+            fields[high > 4][start // 8 % 4].append(piece)
+            start = stop
+    slots = []
+    for word, (lower, upper) in words.items():
+        for eight in zip_longest(*lower, *upper, fillvalue=0):
+            masks = [piece >> 16 for piece in eight]
+            both = (int.from_bytes(bytes(its), "little") for its in (masks[:4], masks[4:]))
+            slots.append([4 * word, *both, *eight])
+    return slots
+
+
+@cache
+def slot_table(layout: SegmentLayout, device: torch.device) -> torch.Tensor:
+    """What the kernels know of each head, int32 `[H, 3 + 11 slots]`: bytes of a row, the first one
+    in a page, and how many slots there are; of each slot its word and masks; and its pieces."""
+    rows, count = [], _count_slots(layout)
+    for head, slots in enumerate(list_slots(layout)):
+        size, start = layout.row_bytes[head], layout.starts[head]
+        filled = [*slots, *[[0] * 11] * (count - len(slots))]
+        words, pieces = (
+            [number for slot in filled for number in slot[part]]
+            for part in (slice(3), slice(3, None))
+        )
+        rows.append([size, start, len(slots), *words, *pieces])
+    return torch.tensor(rows).to(torch.int32).to(device)
+
+
+@cache
+def _scales(device: torch.device) -> torch.Tensor:
+    return torch.tensor([*SCALES, torch.nan], device=device)
+
+
+@cache
+def _count_slots(layout: Layout) -> int:
+    """Of the head that has most, and of the table."""
+    if isinstance(layout, PageLayout):
+        return 0
+    return max(1, -(-max(map(len, list_slots(layout))) // _SLOTS)) * _SLOTS
+
+
+def _room(layout: Layout) -> float:
+    """Bytes of a token in the head that has most."""
+    if isinstance(layout, PageLayout):
+        return layout.bytes / layout.heads / layout.tokens
+    return max(16, -(-max(layout.row_bytes) // 16) * 16)  # few sizes are few variants
+
+
+def _groups(layout: Layout) -> int:
+    return layout.groups if isinstance(layout, PageLayout) else 1
+
+
+def _format(layout: Layout) -> Format:
+    """Slots are to the kernels as codes of four bits without offsets."""
+    return layout.format if isinstance(layout, PageLayout) else _OF_SLOTS
+
+
+def supports(key: Layout, value: Layout, dtype: torch.dtype, exact_tokens: int = 0) -> bool:
     """Whether the kernels read pages of these layouts with queries of this type, and windows that
     have room for `exact_tokens` tokens together."""
     # Windows are cut into parts one by one, and packed tokens are at least one more.
     variant = AttentionVariant(key, value, dtype, soft_cap=False, columns=4)
     parts = exact_tokens // variant.window + 3
-    alike = replace(key.format, bits=value.format.bits, fine_channels=value.format.fine_channels)
+    formats = _format(key), _format(value)
+    alike = replace(formats[1], bits=formats[0].bits, fine_channels=formats[0].fine_channels)
     return (
         parts <= _MOST_TOTALS
         and dtype in TYPES
-        and 3 not in (key.format.bits, value.format.bits)
+        and type(key) is type(value)
+        and 3 not in (formats[0].bits, formats[1].bits)
         and 4 * variant.tile_bytes <= _SHARED_MEMORY  # two of each warp
-        and (alike, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
+        and (alike, key.tokens, key.heads) == (formats[0], value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
         and _has_few_groups(key)
@@ -118,8 +211,10 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_token
     )
 
 
-def _has_few_groups(layout: PageLayout) -> bool:
+def _has_few_groups(layout: Layout) -> bool:
     """Whether a token has as few scales as the kernels can keep apart."""
+    if isinstance(layout, SegmentLayout):
+        return True
     group = layout.dim // layout.groups
     fine = layout.format.fine_channels
     # Codes that share a 32-bit word and a field of its bytes must share a scale, and third bits
@@ -129,10 +224,11 @@ def _has_few_groups(layout: PageLayout) -> bool:
     return few and group % run == 0 and fine in range(0, layout.dim + 1, 16)
 
 
-def choose_columns(columns: int, key: PageLayout, value: PageLayout) -> int:
+def choose_columns(columns: int, key: Layout, value: Layout) -> int:
     """How many of a tile's `columns` one block handles."""
     # Beyond that, a warp's sums do not fit into its registers.
-    wide = max(key.dim, value.dim) <= 128 and key.groups == value.groups == 1
+    wide = max(key.dim, value.dim) <= 128 and _groups(key) == _groups(value) == 1
+    wide = wide and max(map(_count_slots, (key, value))) <= _WIDE_SLOTS
     return 8 if columns > 4 and wide else 4
 
 
@@ -219,13 +315,14 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     key_matrix, value_matrix = (_to(side.matrix, torch.float32) for side in packed.sides)
     key_mean, value_mean = (_to(side.mean, torch.float32) for side in packed.sides)
     key, value = map(_pages, packed.sides)
+    segments = _segments(variant, query.device)
     counts = packed.starts, packed.floors, packed.lengths
     starts, floors, lengths = (_to(each, torch.int32) for each in counts)
     sink, recent = _window(head, dtype), _window(tail, dtype)
     sinks = _to(scores.sinks, torch.float32)
     rows = batch, layout.heads, padded
     prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
-    headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
+    headers = query.new_empty(*rows, 2 + _groups(layout), dtype=torch.float32)
     totals = headers.new_empty(*rows, parts, 2)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
     launch = Launcher(query.device)
@@ -239,6 +336,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
         matrix=key_matrix,
         mean=key_mean,
         scale=scale,
+        segments=segments.key,
         prepared=prepared,
         headers=headers,
     )
@@ -254,6 +352,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
         headers=headers,
         key=key,
         value=value,
+        segments=segments,
         starts=starts,
         floors=floors,
         lengths=lengths,
@@ -316,6 +415,13 @@ def _check(
 def _pages(side: PackedSide) -> Pages:
     table = side.addresses().contiguous()
     return Pages(table, side.base, table.shape[1])
+
+
+def _segments(variant: AttentionVariant, device: torch.device) -> Segments:
+    key, value = variant.key, variant.value
+    if isinstance(key, PageLayout) or isinstance(value, PageLayout):
+        return Segments(None, None, None)
+    return Segments(slot_table(key, device), slot_table(value, device), _scales(device))
 
 
 def _window(window: ExactWindow, dtype: torch.dtype) -> Window:

@@ -2,14 +2,15 @@
 ("On a GPU" in docs/vllm.md).
 
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
-        [--format vllm] [--few 4]
+        [--format vllm] [--few 4] [--bits 2.25]
 
 The classes of the backend run with metadata made by hand, without a server: a `Planner` plans a
 step of requests whose pages lie in no order, and a `LayerPages` stores new tokens and reads. Caches
 are cold, and medians are those of CUDA graph replays. In the same run:
 
 * `pages, reading`: the decode kernel over the server's pages, windows in slots of the copies;
-* `pages, storing`: storing the new tokens as codes, with error feedback;
+* `pages, storing`: storing the new tokens as codes, with error feedback, or by transform coding
+  with --bits;
 * `pages, whole step`: both, as a server does it, at the same time;
 * `N tokens`: the same of N new tokens of each request, which the decode kernel reads;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
@@ -31,11 +32,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.artifact.fit import fit
+from rotationzoo.budget import Budget
 from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
@@ -80,20 +84,23 @@ class Shape:
         return self.batch * self.context * self.token_bytes
 
 
-def bound_of(shape: Shape, format: str) -> int:
+def bound_of(shape: Shape, settings: CacheSettings) -> int:
     """Bytes of codes and of exact tokens, without what fills the last page: all that a step
     reads."""
-    stored, exact = SIMULATED[format], SINK + RECENT
-    metadata = stored.metadata_numbers * stored.metadata_bits / 8
-    packed = 2 * shape.kv_heads * (stored.row_bytes(shape.dim) + metadata)
+    layouts = [settings.codec.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES]
+    packed, exact = sum(sum(layout.row_bytes) for layout in layouts), SINK + RECENT
     return int(shape.batch * ((shape.context - exact) * packed + exact * shape.token_bytes))
 
 
-def random_pages(layout: PageLayout, count: int, device: str) -> torch.Tensor:
+def random_pages(layout: PageLayout | SegmentLayout, count: int, device: str) -> torch.Tensor:
     """Pages of random codes, uint8 `[count, bytes of a page]`, with scales and offsets as those of
     rows of variance 1."""
     pages = torch.randint(0, 256, (count, layout.bytes), dtype=torch.uint8, device=device)
     sections = layout.view(pages)
+    if isinstance(sections, list):
+        for rows in sections:
+            rows[..., :1] &= 0xF7  # the number of a scale
+        return pages
     sections.scale.uniform_(1.2, 1.8)
     # Both put the middle of the codes near zero.
     low, high = (1.2, 1.8) if layout.format.offset == "zero" else (-2.4, -2.0)
@@ -101,20 +108,32 @@ def random_pages(layout: PageLayout, count: int, device: str) -> torch.Tensor:
     return pages
 
 
-def settings_of(shape: Shape, format: str) -> CacheSettings:
-    """Random rotations, with factors of error feedback."""
+def settings_of(shape: Shape, format: str, bits: float | None) -> CacheSettings:
+    """Random rotations, with factors of error feedback; or with transform coding in so many
+    bits."""
     geometry = [Layer(0, 0, shape.heads, shape.kv_heads, shape.dim, shape.dim)]
     generator = torch.Generator().manual_seed(0)
 
     def complete(_: int, __: str, rotation: Rotation) -> Rotation:
         size = shape.kv_heads, shape.dim, shape.dim
         above = torch.randn(size, generator=generator).triu(1) / shape.dim
-        return replace(rotation, feedback=above + torch.eye(shape.dim))
+        if bits is None:
+            return replace(rotation, feedback=above + torch.eye(shape.dim))
+        # Of variances as a real model's, which fall by some powers of ten, and differ by head.
+        heads = 0.2 + torch.rand(shape.kv_heads, 1, generator=generator)
+        deviations = heads * torch.linspace(0, -4, shape.dim).exp()
+        costs = deviations.double().square()
+        mean = torch.randn(shape.kv_heads, shape.dim, generator=generator)
+        return replace(
+            rotation, mean=mean, transform=rotation.matrix, deviations=deviations, costs=costs
+        )
 
-    rotations = fit(None, PRESETS["random"], geometry).replace(complete)
+    rotations, rounding = fit(None, PRESETS["random"], geometry).replace(complete), "feedback"
+    if bits is not None:
+        rotations, rounding = spend_bits(rotations, Budget(bits), None), "transform"
     layout = CacheLayout(SIMULATED[format], SINK, RECENT, prefill_layout="window")
     like = torch.zeros(1, shape.kv_heads, 1, shape.dim, device="cuda")
-    settings = CacheSettings(RotatedCodec(rotations, rounding="feedback"), layout)
+    settings = CacheSettings(RotatedCodec(rotations, rounding=rounding), layout)
     return settings.for_layer(0, like, like)
 
 
@@ -128,7 +147,8 @@ class Server:
         layouts = [
             settings.codec.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES
         ]
-        size = sum(layout.bytes for layout in layouts)
+        cell = -(-sum(layout.bytes for layout in layouts) // (shape.kv_heads * PAGE))
+        size = cell * shape.kv_heads * PAGE
         self.planner = Planner(
             settings.layout, PAGE, size, count, shape.batch, torch.device("cuda"), LONG, verified
         )
@@ -136,7 +156,8 @@ class Server:
         self.layers = []
         for _ in range(copies):
             pages = torch.cat([random_pages(layout, count, "cuda") for layout in layouts], 1)
-            cache = pages.view(count, shape.kv_heads, PAGE, -1)
+            filled = torch.nn.functional.pad(pages, (0, size - pages.shape[1]))
+            cache = filled.view(count, shape.kv_heads, PAGE, cell)
             layer = LayerPages(settings, 0, cache, self.planner.slots, torch.bfloat16)
             for copied in layer.copies.values():
                 copied.normal_()
@@ -180,10 +201,11 @@ def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object
     }
 
 
-def time_shape(shape: Shape, format: str, few: list[int]) -> Iterator[tuple[str, float]]:
+def time_shape(
+    shape: Shape, settings: CacheSettings, few: list[int]
+) -> Iterator[tuple[str, float]]:
     """Seconds of each way."""
-    settings = settings_of(shape, format)
-    server = Server(shape, settings, copies_of(bound_of(shape, format)), max(few, default=1))
+    server = Server(shape, settings, copies_of(bound_of(shape, settings)), max(few, default=1))
     for name, way in ways_of(server, 1).items():
         yield f"pages, {name}", timed(way, server.layers)
     for new in few:
@@ -295,6 +317,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="1x102400,8x102400,64x32768")
     parser.add_argument("--format", default="vllm")
+    parser.add_argument("--bits", type=float, help="transform coding in so many bits an element")
     parser.add_argument("--few", type=int, nargs="*", default=[4], help="new tokens of a request")
     args = parser.parse_args()
     require_gpu()
@@ -303,9 +326,10 @@ def main() -> None:
     with torch.inference_mode():
         for name in args.shapes.split(","):
             shape = Shape(*map(int, name.split("x")))
-            times = time_shape(shape, args.format, args.few)
+            settings = settings_of(shape, args.format, args.bits)
+            times = time_shape(shape, settings, args.few)
             result = {way: 1e6 * seconds for way, seconds in times}
-            result["bound"] = 1e6 * bound_of(shape, args.format) / rate
+            result["bound"] = 1e6 * bound_of(shape, settings) / rate
             print(json.dumps({name: result}), flush=True)
             torch.cuda.empty_cache()
 

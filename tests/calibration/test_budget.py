@@ -144,9 +144,9 @@ def test_an_artifact_without_a_budget_says_how_to_make_one(folder, tmp_path):
 
 
 def test_a_budget_needs_error_feedback():
-    with pytest.raises(RotationZooError, match="needs a recipe with error feedback"):
+    with pytest.raises(RotationZooError, match="needs error feedback or transform coding"):
         from_dict({"extends": "hadamard", "bits": 2.5}, "the file")
-    with pytest.raises(UsageError, match="needs a recipe with error feedback"):
+    with pytest.raises(UsageError, match="needs error feedback or transform coding"):
         with_budget(with_feedback(PRESETS["oscar"], False), Budget(2.5))
 
 

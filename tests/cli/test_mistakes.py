@@ -23,7 +23,7 @@ MISTAKES = [
     ("calibrate demo --output .", 2, "not a folder that can be replaced"),
     ("calibrate demo --device x", 2, "'--device': 'x' is not one of 'auto', 'cpu', 'cuda'"),
     ("calibrate demo --tokens 0", 2, "value for '--tokens': it must be greater than or equal to 1"),
-    ("calibrate demo --bits 2", 2, "bits = 2.0 is not a budget of more than 2 and at most 4 bits"),
+    ("calibrate demo --bits 1", 2, "bits = 1.0 is not a budget of more than 1 and at most 4 bits"),
     ("calibrate demo --key-bits 3 --value-bits 20", 2, "value_bits = 20.0 is not a budget of"),
     ("calibrate demo --key-bits 3", 2, "give bits, or key_bits and value_bits together"),
     ("calibrate demo --bits 2.5 --key-bits 3", 2, "give bits, or key_bits and value_bits"),

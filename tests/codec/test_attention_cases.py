@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import quick_first
 from support.codec import on_gpu
-from support.decode_cases import DIMS, Case, Drawing, error_of, reference
+from support.decode_cases import DIMS, SEGMENTS, Case, Drawing, error_of, reference
 
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import PackedSide, attend
@@ -38,6 +38,23 @@ def third_bits() -> Iterator[Case]:
         yield Case("third bits", "fine", fine=(80, 112), group_size=group, new=3)
     yield Case("third bits", "fine", dim=192, value_dim=128, fine=(96, 48), soft_cap=20.0)
     yield Case("third bits", "fine", lengths=(LONG + 13,), page=256, head=64, tail=256, group=8)
+
+
+def segments() -> Iterator[Case]:
+    """Channels of their own widths, in heads of every size, with all else that may vary."""
+    for dim, bits in itertools.product(DIMS, ((4, 4), (8, 3), (2, 6), (1, 0))):
+        case = Case("segments", SEGMENTS, dim, bits=bits, kv_heads=3, means=True, seed=dim)
+        yield from (case, replace(case, group=8, new=2, sinks=True), replace(case, soft_cap=20.0))
+    case = Case("segments", SEGMENTS, bits=(8, 8), lengths=(0, 500, 64, 333, 3000), seed=1)
+    yield from (case, replace(case, uneven=2.0), replace(case, query_scale=30.0))
+    windows = {"head": (40, 64, 3, 0, 64), "tail": (9, 256, 40, 11, 100)}
+    moved = replace(case, pooled=(0, 64, 62, 45, 2000), floors=(0, 490, 63, 333, 2998), **windows)
+    yield from (replace(moved, new=new, bits=(5, 4)) for new in (2, 4))
+    long = replace(case, lengths=(LONG + 13,), page=256, head=64, tail=256, bits=(4, 4))
+    yield from (long, replace(long, group=8), replace(long, dim=256, new=4))
+    for count, size in itertools.product((1, 3, 33), (70, 5000)):
+        yield replace(case, bits=(5, 4), lengths=(size, 0, size // 2), page=256, splits=count)
+    yield replace(case, lengths=(5000, 0, 1666), bits=(5, 4), tail=(40, 2, 7), replayed=True)
 
 
 def ratios() -> Iterator[Case]:
@@ -162,12 +179,13 @@ def quick() -> Iterator[Case]:
     yield replace(case, pooled=(70, 0, 33))
     yield replace(case, pooled=(70, 0, 31), floors=(296, 0, 32), tail=(40, 6, 9), new=4)
     yield replace(case, format="fine", fine=(48, 16))
+    yield replace(case, format=SEGMENTS, bits=(5, 4))
     yield replace(case, dim=96, value_dim=64, new=1)
 
 
 CASES = (
-    formats, third_bits, ratios, lengths, slots, sliding, scores, types, peaks, magnitudes,
-    long_contexts, splits, graphs,
+    formats, third_bits, segments, ratios, lengths, slots, sliding, scores, types, peaks,
+    magnitudes, long_contexts, splits, graphs,
 )  # fmt: skip
 EVERY = [case for cases in CASES for case in cases()]
 

@@ -19,7 +19,7 @@ from support.codec import (
     on_cpu,
     on_gpu,
 )
-from support.decode_cases import DIMS, LAYOUTS, Case, Drawing, Inputs, error_of, reference
+from support.decode_cases import DIMS, LAYOUTS, SEGMENTS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention, kernels
@@ -27,6 +27,7 @@ from rotationzoo.codec.attention import ExactWindow, PackedTokens
 from rotationzoo.codec.bit_allocation import WIDEST
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
 from rotationzoo.codec.page_layout import PageLayout
+from rotationzoo.codec.transform import NO_NUMBER
 from rotationzoo.errors import RotationZooError
 
 FLOAT = torch.float32
@@ -256,6 +257,25 @@ def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch,
     assert_right(output, inputs, 2e-4)  # measured: at most 8e-5
 
 
+# The first ones have a head without keys, and one without values.
+SEGMENTS_ON_CPU = [
+    {"dim": 64, "bits": (5, 4), "kv_heads": 2, "group": 3, "new": 2, "soft_cap": 20},
+    {"dim": 128, "bits": (8, 8), "group": 4},
+    {"dim": 80, "bits": (8, 1), "kv_heads": 2, "sinks": True},
+    {"dim": 96, "bits": (3, 8), "pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4, "tail": 9},
+    {"dim": 256, "bits": (4, 4), "group": 7},
+    {"dim": 128, "value_dim": 64, "bits": (6, 2), "kv_heads": 3, "group": 8},
+]
+
+
+@on_cpu
+@pytest.mark.parametrize("changes", quick_first(SEGMENTS_ON_CPU, 1))
+def test_segments_on_a_cpu_are_the_definition(changes, monkeypatch, tmp_path):
+    inputs = scattered(Drawing(replace(SMALL, format=SEGMENTS, **changes), "cpu").inputs())
+    output = attend_on_cpu(monkeypatch, tmp_path, *inputs.arguments(), splits=2)
+    assert_right(output, inputs, 2e-4)  # measured: at most 9e-5
+
+
 @on_cpu
 def test_a_row_of_padding_gets_zeros(monkeypatch, tmp_path):
     inputs = Drawing(replace(SMALL, format="vllm", dim=64), "cpu").inputs()
@@ -268,22 +288,28 @@ def test_a_row_of_padding_gets_zeros(monkeypatch, tmp_path):
 
 
 @on_cpu
-def test_a_row_that_is_no_number_reaches_its_readers_alone_on_a_cpu(monkeypatch, tmp_path):
-    assert_readers_alone(partial(attend_on_cpu, monkeypatch, tmp_path, splits=2), "cpu")
+@pytest.mark.parametrize("format", quick_first(["vllm", SEGMENTS]))
+def test_a_row_that_is_no_number_reaches_its_readers_alone_on_a_cpu(format, monkeypatch, tmp_path):
+    assert_readers_alone(partial(attend_on_cpu, monkeypatch, tmp_path, splits=2), "cpu", format)
 
 
 @on_gpu
-def test_a_row_that_is_no_number_reaches_its_readers_alone(device):
-    assert_readers_alone(cuda_attention.attend, device)
+@pytest.mark.parametrize("format", ["vllm", SEGMENTS])
+def test_a_row_that_is_no_number_reaches_its_readers_alone(format, device):
+    assert_readers_alone(cuda_attention.attend, device, format)
 
 
-def assert_readers_alone(attend, device):
+def assert_readers_alone(attend, device, format):
     """A key in codes, a value in codes and a key in a window, each of one request of four."""
-    case = replace(SMALL, format="vllm", dim=64, lengths=(35, 40, 0, 96), head=2, tail=5)
+    case = replace(SMALL, format=format, dim=64, lengths=(35, 40, 0, 96), head=2, tail=5)
     inputs = Drawing(case, device).inputs()
     expected = reference(inputs)
     for row, side in enumerate(inputs.packed.sides):
-        side.layout.view(side.blocks[0]).scale[row, :, 7] = math.nan
+        sections = side.layout.view(side.blocks[0])
+        if format == SEGMENTS:
+            sections[0][row, :, 7, 0] |= NO_NUMBER
+        else:
+            sections.scale[row, :, 7] = math.nan
     inputs.tail.key[2, :, 3, 9] = math.nan
     inputs.tail.value[2, :, 3, 9] = math.nan
     for output in (attend(*inputs.arguments()), attention.attend(*inputs.arguments())):
@@ -292,7 +318,7 @@ def assert_readers_alone(attend, device):
 
 
 @on_gpu
-@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("format", [*LAYOUTS, SEGMENTS])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_the_kernel_is_the_definition(format, dim, device):
     for changes in ({}, {"group": 8, "new": 3}, {"lengths": (3000, 31, 300), "page": 64}):

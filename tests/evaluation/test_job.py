@@ -61,7 +61,7 @@ def test_the_report(artifacts):
     )
     report = evaluate(job)
     names = ["oscar", "oscar-v1", "identity", "hadamard", "random", "kivi"]
-    assert list(report["arms"]) == [*names[:2], "oscar+feedback", *names[2:], ALL_ELSE]
+    assert list(report["arms"]) == [*names[:2], "oscar+feedback", *names[2:], ALL_ELSE[0]]
     assert report["first_position"] == 128, "the same tokens for every window"
     assert report["tokens"] == 2 * (256 - 128 - 1)
     small, large = (window["arms"] for window in report["windows"])
@@ -85,7 +85,7 @@ def test_the_report(artifacts):
         if saved.recipe.feedback:
             kept.append(f"{kept[0]}+feedback")
         arms = content["windows"][0]["arms"]
-        assert list(arms) == [*kept, *BASELINES, ALL_ELSE]
+        assert list(arms) == [*kept, *BASELINES, ALL_ELSE[0]]
         for name, arm in arms.items():
             assert arm["artifact"] == (saved.identity if name in kept else None)
         assert saved.measured.model_dump() == content
@@ -278,7 +278,7 @@ def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
 def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
-    baselines = ["identity", "hadamard", ALL_ELSE]
+    baselines = ["identity", "hadamard", ALL_ELSE[0]]
     options = dict(baselines=tuple(baselines[:2]), device="cpu", save_to=[mine])
     job = Evaluation(str(induction), [mine], text, tasks, **options)
     measured = run_evaluation(job)
@@ -310,7 +310,7 @@ def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine
     assert f"* {verdict['words'][0]}\n" in card
     (decision,) = verdict["decisions"]
     assert decision["arm"] == "mine+feedback"
-    assert [rival["name"] for rival in decision["rivals"]] == ["identity", ALL_ELSE]
+    assert [rival["name"] for rival in decision["rivals"]] == ["identity", ALL_ELSE[0]]
 
 
 def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, tmp_path):
@@ -334,7 +334,11 @@ def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
     artifact = Artifact.open(mine)
     arms = build_arms([artifact], artifact.geometry, ["hadamard"], uncentered=["value"])
     own, *_, last = arms
-    assert (last.name, last.about.kind, last.codec.rounding) == (ALL_ELSE, "baseline", "feedback")
+    assert (last.name, last.about.kind, last.codec.rounding) == (
+        ALL_ELSE[0],
+        "baseline",
+        "feedback",
+    )
     for layer, side, changed in last.codec.rotations.each():
         first = own.codec.rotations[layer][side]
         assert changed.matrix.abs().allclose(torch.tensor(changed.dim**-0.5))
@@ -345,7 +349,7 @@ def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
     bare = shutil.copytree(mine, tmp_path / "bare")
     drop_statistics(bare)
     names = [arm.name for arm in build_arms([Artifact.open(bare)], artifact.geometry)]
-    assert ALL_ELSE not in names
+    assert ALL_ELSE[0] not in names
 
 
 TEXT = Data(tokens=1024, length=256)
@@ -386,7 +390,7 @@ def test_an_export_that_pools_names_the_command_that_measures_it(inside, copied)
     assert "+pooled: one rotation per layer" in printed.stdout
     (window,) = json.loads((copied / "evaluation.json").read_text())["windows"]
     own = ["copied", "copied+feedback", "copied+pooled"]
-    assert list(window["arms"]) == [*own, *BASELINES, ALL_ELSE]
+    assert list(window["arms"]) == [*own, *BASELINES, ALL_ELSE[0]]
     assert "one rotation per layer" not in inside("export", copied, "--to", "sglang").stderr
     assert "+pooled: one rotation per layer" in (copied / "README.md").read_text()
 

@@ -12,7 +12,12 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.formats import FINE, FORMATS
 from rotationzoo.codec.page_layout import PageLayout, Sections
+from rotationzoo.codec.transform import SegmentLayout
+from rotationzoo.linalg.transform_coding import SEGMENT
 
+SEGMENTS = "segments"
+"""In place of a format: random widths, up to the case's bits. Of several heads, the first has no
+keys and the last no values."""
 LAYOUTS = FORMATS | {"fine": FINE}
 """The formats that a kernel reads."""
 DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
@@ -152,8 +157,11 @@ class Drawing:
         key, value = sides
         return PackedTokens(key, value, lengths, starts, floors)
 
-    def layouts(self) -> tuple[PageLayout, PageLayout]:
-        case, format, both = self.case, LAYOUTS[self.case.format], []
+    def layouts(self) -> tuple[PageLayout, PageLayout] | tuple[SegmentLayout, SegmentLayout]:
+        case, both = self.case, []
+        if case.format == SEGMENTS:
+            return self.segments(0), self.segments(1)
+        format = LAYOUTS[case.format]
         fine = case.fine or (format.fine_channels, format.fine_channels)
         dims = case.dim, self.value_dim
         for dim, channels, bits in zip(dims, fine, case.bits, strict=True):
@@ -162,17 +170,36 @@ class Drawing:
             both.append(PageLayout(case.kv_heads, dim, dim // group, case.page, format))
         return both[0], both[1]
 
-    def side(self, layout: PageLayout, rows: torch.Tensor, mean: torch.Tensor | None) -> PackedSide:
+    def segments(self, side: int) -> SegmentLayout:
+        case, dim = self.case, (self.case.dim, self.value_dim)[side]
+        generator = torch.Generator().manual_seed(case.seed + side)
+        size = case.kv_heads, dim // SEGMENT
+        widths = torch.randint(0, case.bits[side] + 1, size, generator=generator)
+        if case.kv_heads > 1:
+            widths[-side] = 0
+        ordered = widths.sort(descending=True).values
+        return SegmentLayout(tuple(map(tuple, ordered.tolist())), case.page)
+
+    def side(
+        self, layout: PageLayout | SegmentLayout, rows: torch.Tensor, mean: torch.Tensor | None
+    ) -> PackedSide:
         """Rows in pages, stored in a frame of their own by a matrix that is not orthogonal."""
         dim, heads = layout.dim, layout.heads
         rotation = torch.linalg.qr(self.normal(heads, dim, dim)).Q
         scales = (0.3 * self.normal(heads, dim, 1)).exp()
         centered = rows if mean is None else rows - mean[:, None]
-        stored = quantize(layout, centered @ (rotation / scales.mT))
-        if self.case.equal_rows:
-            stored.scale.fill_(1.4142)
-            stored.offset.fill_(1.5)
-        parts = layout.split(stored)
+        if isinstance(layout, SegmentLayout):  # scales are the steps
+            widths = torch.tensor(layout.widths, device=self.device)
+            scales *= 4 / (1 << widths).repeat_interleave(SEGMENT, 1)[..., None]
+        channels = centered @ (rotation / scales.mT)
+        if isinstance(layout, SegmentLayout):
+            parts = layout.pack(*layout.quantize(channels, scales[..., 0]))
+        else:
+            stored = quantize(layout, channels)
+            if self.case.equal_rows:
+                stored.scale.fill_(1.4142)
+                stored.offset.fill_(1.5)
+            parts = layout.split(stored)
         count = rows.shape[2] // layout.tokens
         memory = layout.empty(self.batch * count, self.device).unflatten(0, (count, self.batch))
         blocks = list(memory.unbind())
@@ -189,10 +216,17 @@ class Drawing:
             packed = replace(packed, table=packed.addresses() - base, base=base)
         return packed
 
-    def spoil(self, layout: PageLayout, sections: Sections, first: int) -> None:
+    def spoil(
+        self, layout: PageLayout, sections: Sections | list[torch.Tensor], first: int
+    ) -> None:
         """Overwrite what is beyond the length of each row."""
         for row, length in enumerate(self.case.lengths):
             filled = max(0, length - first)
+            if isinstance(sections, list):  # without a number
+                skipped = max(0, self.case.pooled[row] - first) if self.case.pooled else 0
+                for section in sections:
+                    section[row, :, filled:] = section[row, :, :skipped] = 255
+                continue
             sections.codes[row, :, filled:] = sections.thirds[row, :, filled:] = 255
             sections.scale[row, :, filled:] = sections.offset[row, :, filled:] = self.case.unread
             if self.case.pooled:

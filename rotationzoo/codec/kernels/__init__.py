@@ -87,6 +87,7 @@ class Prepare(NamedTuple):
     matrix: Floats
     mean: Floats | None
     scale: float
+    segments: Ints | None
     prepared: Signed
     headers: Headers
 
@@ -97,6 +98,14 @@ class Pages(NamedTuple):
     table: Addresses
     base: int
     pages: int
+
+
+class Segments(NamedTuple):
+    """`cuda_attention.slot_table` of keys and of values, and all scales that a row may have."""
+
+    key: Ints | None
+    value: Ints | None
+    scales: Floats | None
 
 
 class Window(NamedTuple):
@@ -122,6 +131,7 @@ class Attend(NamedTuple):
     headers: Headers
     key: Pages
     value: Pages
+    segments: Segments
     starts: Ints | None
     floors: Ints | None
     lengths: Ints

@@ -20,7 +20,8 @@
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
 // PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
 // float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM and SYMMETRIC (offset
-// as in `formats`), KEY_BITS and VALUE_BITS (of codes: 2, 4 or 8), KEY_FINE and VALUE_FINE (so many last channels have third bits:
+// as in `formats`), SEGMENTS (rows have codes of any width: see HeadTable),
+// KEY_SLOTS and VALUE_SLOTS (of a row's table, multiples of 8, or 0), KEY_ROOM and VALUE_ROOM (bytes of the largest rows), KEY_BITS and VALUE_BITS (of codes: 2, 4 or 8), KEY_FINE and VALUE_FINE (so many last channels have third bits:
 // multiples of 16, 0 unless SYMMETRIC and codes have 2 bits; groups are multiples of 16, too), STRIDED (packing).
 // Needs sm_80 or newer. No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
@@ -50,9 +51,10 @@ struct Strides {
 // COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 KEY_FIELDS bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens, const float* matrix,
-    const float* mean, double scale, signed char* prepared, Header* headers) {
+    const float* mean, double scale, const int* segments, signed char* prepared, Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
   __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
+  __shared__ int pieces[SEGMENTS ? PREPARED : 1];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
   const Count row = Count(batch) * heads + head;
@@ -67,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       const int j = r * WARPS_OF_BLOCK + warp, i = e * 32 + lane;
       numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
     }
+  if (SEGMENTS)
+    for (int i = threadIdx.x; i < PREPARED; i += blockDim.x) pieces[i] = HeadTable(segments, KEY_WORDS, blockIdx.x).pieces[i];
   wait_for_previous();
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
@@ -98,7 +102,13 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   }
   __syncthreads();
   float top = 0.0f;
-  for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) top = fmaxf(top, fabsf(turned[i / D][i % D]));
+  if (SEGMENTS)
+    for (int i = threadIdx.x; i < COLUMNS * PREPARED; i += blockDim.x) {
+      const Piece piece(pieces[i % PREPARED]);
+      top = fmaxf(top, fabsf(turned[i / PREPARED][piece.channel]) * piece.weight(i / 4 % KEY_FIELDS));
+    }
+  else
+    for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) top = fmaxf(top, fabsf(turned[i / D][i % D]));
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
   if (!lane) largest[warp] = top;
   __syncthreads();
@@ -112,11 +122,14 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     for (int i = lane; i < PREPARED; i += 32) {
       const int word = i / (4 * KEY_FIELDS), unit_of = word - 4 * KEY_CHUNKS;  // of third bits
       const bool third = KEY_FINE && unit_of >= 0, exists = third ? 16 * unit_of < KEY_FINE : word < KEY_WORDS;
-      const int ch = third ? fine_channel(unit_of, i % 4, i / 4 % 4) : key_channel(word, i % 4, i / 4 % KEY_FIELDS);
-      const int x = exists ? __float2int_rn(turned[c][ch] / unit) : 0;
+      const Piece piece(SEGMENTS ? pieces[i] : 0);
+      const int field = i / 4 % KEY_FIELDS;
+      const int ch = SEGMENTS ? piece.channel : third ? fine_channel(unit_of, i % 4, i / 4 % 4) : key_channel(word, i % 4, field);
+      const int x = exists ? __float2int_rn(turned[c][ch] * (SEGMENTS ? piece.weight(field) : 1.0f) / unit) : 0;
       const int high = (x + 128) >> 8;
       to[i] = high, to[PREPARED + i] = x - 256 * high;
-      const float part = SYMMETRIC ? x * middle(KEY_BITS, ch >= FIRST_KEY_FINE) : x;
+      const float zero = SEGMENTS ? piece.middle() / (1 << KEY_BITS * field) : middle(KEY_BITS, ch >= FIRST_KEY_FINE);
+      const float part = SYMMETRIC ? x * zero : x;
       #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++)
         if (exists && !third && ch / KEY_GROUP == g) sums[g] += part;
@@ -161,7 +174,10 @@ struct Job {
 __device__ void attend_packed(
     const Job& job, const Tables& tables, int begin, int end, const Range& range, const signed char* prepared, const Header* headers,
     float cap, float2* totals, float* outputs, char* shared) {
-  const Place place;
+  Place place;
+#if SEGMENTS
+  const HeadTable keys(tables.key_segments, KEY_WORDS, job.head), values(tables.value_segments, VALUE_WORDS, job.head);
+#endif
   const int warp = threadIdx.x / 32, row = place.row, part = place.part;
   const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
   const int each = (end - begin + WARPS - 1) / WARPS;
@@ -169,6 +185,11 @@ __device__ void attend_packed(
 
   Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages,
                    tables.key_base, tables.value_base, job.head, job.heads, place.lane,
+#if SEGMENTS
+                   keys.row, values.row, keys.start, values.start,
+#else
+                   0, 0, 0, 0,
+#endif
                    int(min(tables.key_pages, tables.value_pages))};
   if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
@@ -176,6 +197,9 @@ __device__ void attend_packed(
     if (first + i < last) cursor.fetch(first + i, ring + i * STAGE);
     end_group();
   }
+#if SEGMENTS
+  place.read(keys, values, tables.scales);  // while copies are on their way
+#endif
 
   wait_for_previous();
   const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;
@@ -232,6 +256,23 @@ __device__ void attend_packed(
   #pragma unroll
   for (int set = 0; set < SETS; set++) {
     float* to = merged + (warp * COLUMNS + 4 * set + part) * WIDTH;
+#if SEGMENTS
+    for (int d = row; d < VALUE_DIM; d += 8) to[d] = 0.0f;
+    // Other lanes may have the second pieces of a lane's codes.
+    #pragma unroll
+    for (int second = 0; second < 2; second++) {
+      __syncwarp();
+      #pragma unroll
+      for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const Piece piece(values.pieces[8 * (8 * chunk + row) + i]);
+          const float(&sums)[4] = state.output[set][4 * chunk + i / 2];
+          const float sum = 16777216.0f * (sums[i % 2 * 2] + sums[i % 2 * 2 + 1]) + piece.middle() * state.offsets[0][set];
+          if (piece.mask && piece.second == second) to[piece.channel] += piece.factor * sum;
+        }
+    }
+#else
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
       #pragma unroll
@@ -250,6 +291,7 @@ __device__ void attend_packed(
           if (SYMMETRIC) offset *= middle(VALUE_BITS, at >= FIRST_VALUE_FINE);
           to[at] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
         }
+#endif
     __syncwarp();  // other lanes have the third bits of a channel
     #pragma unroll
     for (int bit = 0; bit < 8 * VALUE_PLANES; bit++) {
@@ -366,7 +408,8 @@ __device__ void attend_exact(
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens,
     const signed char* prepared, const Header* headers, const Address* key_table, Address key_base, Count key_pages,
-    const Address* value_table, Address value_base, Count value_pages, const int* starts, const int* floors, const int* lengths,
+    const Address* value_table, Address value_base, Count value_pages, const int* segments_key, const int* segments_value,
+    const float* segments_scales, const int* starts, const int* floors, const int* lengths,
     Count splits, Count tiles, const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts,
     const int* sink_slots, Count sink_room, Count sink_pieces, const Element* recent_key, const Element* recent_value,
     const int* recent_lengths, const int* recent_starts, const int* recent_slots, Count recent_room, Count recent_pieces,
@@ -391,7 +434,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   const Range range = {starts ? starts[job.batch] : 0, floor, length, exact, int(tokens), job.tile * COLUMNS};
   const int first = range.start / TILE, end = max(first, (length + TILE - 1) / TILE), each = (end - first + splits - 1) / splits;
   const int begin = min(end, first + int(blockIdx.x - windows) * each);
-  const Tables tables = {key_table, value_table, key_base, value_base, key_pages, value_pages};
+  const Tables tables = {key_table, value_table, key_base, value_base, key_pages, value_pages,
+                         segments_key, segments_value, segments_scales};
   attend_packed(job, tables, begin, min(end, begin + each), range, prepared, headers, capped, totals, outputs, shared);
 }
 

@@ -8,7 +8,8 @@ typedef unsigned long long Address;
 constexpr int SETS = COLUMNS / 4;  // of columns that one product takes
 constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
 constexpr int KEY_FIELDS = 8 / KEY_BITS, VALUE_FIELDS = 8 / VALUE_BITS;  // codes of a byte
-constexpr int KEY_WORDS = KEY_DIM / KEY_FIELDS / 4, VALUE_WORDS = VALUE_DIM / VALUE_FIELDS / 4;  // of a row
+constexpr int KEY_WORDS = KEY_SLOTS ? KEY_SLOTS : KEY_DIM / KEY_FIELDS / 4;  // of a row
+constexpr int VALUE_WORDS = VALUE_SLOTS ? VALUE_SLOTS : VALUE_DIM / VALUE_FIELDS / 4;
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int LAST_FIELD = 8 - KEY_BITS;  // its first bit in a byte
 constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4, VALUE_CHUNKS = (VALUE_WORDS + 7) / 8;
@@ -34,9 +35,10 @@ typedef unsigned short Element;
 
 // ---- bytes of a page, and of a tile of it in shared memory -----------------------------------------------------------------
 
-constexpr int KEY_ROW = 4 * KEY_WORDS, VALUE_ROW = 4 * VALUE_WORDS;  // bytes of codes, and of third bits
+constexpr int KEY_ROW = SEGMENTS ? KEY_ROOM : 4 * KEY_WORDS, VALUE_ROW = SEGMENTS ? VALUE_ROOM : 4 * VALUE_WORDS;  // bytes of codes
 constexpr int KEY_THIRD_ROW = KEY_FINE / 8, VALUE_THIRD_ROW = VALUE_FINE / 8;
-constexpr int KEY_NUMBERS = KEY_GROUPS * sizeof(Metadata), VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);  // of a token's scales
+constexpr int NUMBER = SEGMENTS ? 0 : sizeof(Metadata);  // with segments, a row begins with its scale
+constexpr int KEY_NUMBERS = KEY_GROUPS * NUMBER, VALUE_NUMBERS = VALUE_GROUPS * NUMBER;  // of a token's scales
 constexpr int KINDS = SYMMETRIC ? 1 : 2;  // of numbers: scales, and offsets if there are any
 constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW, VALUE_SCALE = KEY_SCALE + KINDS * TILE * KEY_NUMBERS;
 constexpr int KEY_THIRD = VALUE_SCALE + KINDS * TILE * VALUE_NUMBERS, VALUE_THIRD = KEY_THIRD + TILE * KEY_THIRD_ROW;
@@ -51,7 +53,7 @@ constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * size
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
 constexpr bool NARROW = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1;
-constexpr int BLOCKS = NARROW ? (SETS == 1 ? 4 : 3) - (VALUE_PLANES > 0) : 2;
+constexpr int BLOCKS = SEGMENTS && SETS == 1 && VALUE_CHUNKS < 5 ? 3 : NARROW ? (SETS == 1 ? 4 : 3) - (VALUE_PLANES > 0) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
 // ---- instructions ----------------------------------------------------------------------------------------------------------
@@ -216,11 +218,11 @@ __host__ __device__ constexpr int value_channel(int word, int byte, int field) {
 // The word of a key that lane group `part` of four reads for a chunk; later chunks are of third bits. Neighbouring words allow wide
 // reads; where words differ in their group of channels, a chunk should have few groups.
 __host__ __device__ constexpr int key_word(int chunk, int part) {
-  return chunk >= KEY_CHUNKS || (KEY_GROUPS > 1 && !STRIDED) ? 4 * chunk + part : KEY_CHUNKS * part + chunk;
+  return SEGMENTS || chunk >= KEY_CHUNKS || (KEY_GROUPS > 1 && !STRIDED) ? 4 * chunk + part : KEY_CHUNKS * part + chunk;
 }
 
-__host__ __device__ constexpr int key_group(int word, int field) { return key_channel(word, 0, field) / KEY_GROUP; }
-__host__ __device__ constexpr int value_group(int word, int field) { return value_channel(word, 0, field) / VALUE_GROUP; }
+__host__ __device__ constexpr int key_group(int word, int field) { return SEGMENTS ? 0 : key_channel(word, 0, field) / KEY_GROUP; }
+__host__ __device__ constexpr int value_group(int word, int field) { return SEGMENTS ? 0 : value_channel(word, 0, field) / VALUE_GROUP; }
 
 // The channel of the third bit that `compare` has at bit `field + 1` of byte `byte`, of a unit of 16.
 __host__ __device__ constexpr int fine_channel(int unit, int byte, int field) {
@@ -252,22 +254,57 @@ __device__ unsigned bytes_of(unsigned low, unsigned high) {
   return __byte_perm(low, high, BYTE * 0x0011 + (BYTE + 4) * 0x1100);
 }
 
+// ---- segments --------------------------------------------------------------------------------------------------------------
+
+// Codes of any width lie in a row without gaps, so each byte has pieces of codes, one after another. A piece is multiplied where it
+// lies, as a field is; a code in two bytes is two pieces. A slot is a word of a row with two masks: each takes at most one piece of
+// each byte, field 0 such that end in the lower half of the byte, and field 1 the others. So they are as fields of 4 bits, and with
+// the query times 2^(bit of the piece in its code - bit in its byte), scores and outputs are as if all codes had a byte of their own.
+// A head has a table: where slots and pieces are, as `slot_table` in codec/cuda_attention.py writes them.
+struct HeadTable {
+  int row, start, used;  // bytes of a row, first byte of a page, and slots
+  const int *words, *pieces;  // [slots][3]: byte of the word, and its masks; [slots][2][4]
+
+  __device__ HeadTable(const int* tables, int slots, int head) {
+    const int* mine = tables + Count(head) * (3 + 11 * slots);
+    row = mine[0], start = mine[1], used = mine[2], words = mine + 3, pieces = words + 3 * slots;
+  }
+};
+
+struct Piece {
+  int channel, mask;
+  float factor;  // of the byte, as it is masked, in its code
+  bool second;   // of two of a code
+
+  __device__ Piece(int packed) {
+    const int shift = (packed >> 9 & 31) - 8;
+    channel = packed & 511, mask = packed >> 16, factor = __int_as_float((127 + shift) << 23), second = shift > 0;
+  }
+  // What a number of the query is multiplied by: products of field 0 count 16 times.
+  __device__ float weight(int field) const { return mask ? factor * (1 << 4 * field) : 0.0f; }
+  // The share of the middle of its code's levels.
+  __device__ float middle() const { return 0.5f * mask; }
+};
+
 // ---- packed tokens ---------------------------------------------------------------------------------------------------------
 
 struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages, less a base
   const Address *key, *value;
   Address key_base, value_base;
   Count key_pages, value_pages;
+  const int *key_segments, *value_segments;  // tables of heads
+  const float* scales;
 };
 
 // Where a warp is in the pages of its row, and what each lane copies from there.
 struct Cursor {
   static constexpr int KEY_PIECES = TILE * KEY_NUMBERS / 16, VALUE_PIECES = TILE * VALUE_NUMBERS / 16;  // of scales: 16 bytes
-  static constexpr int PIECES = KINDS * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
+  static constexpr int PIECES = KINDS * (KEY_PIECES + VALUE_PIECES), ROUNDS = PIECES ? (PIECES + 31) / 32 : 1;
 
   const Address *keys, *values;
   Address key_base, value_base;
   int head, heads, lane;
+  int key_row, value_row, key_start, value_start;  // of a head's rows, with segments
   int pages;  // that there are
   int left;   // tiles in this page
   Address key, value, key_third, value_third, numbers[ROUNDS];
@@ -281,8 +318,9 @@ struct Cursor {
     const Address this_key = key_base + next_key, this_value = value_base + next_value;
     if (page + 1 < pages) next_key = keys[page + 1], next_value = values[page + 1];
     const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
-    key = this_key + row * KEY_ROW + lane * 16;
-    value = this_value + row * VALUE_ROW + lane * 16;
+    key = this_key + (SEGMENTS ? Count(key_start + token * key_row) : row * KEY_ROW) + lane * 16;
+    value = this_value + (SEGMENTS ? Count(value_start + token * value_row) : row * VALUE_ROW) + lane * 16;
+    if (SEGMENTS) return;
     // Sections follow each other: codes, third bits, scales and offsets.
     key_third = this_key + rows * KEY_ROW + row * KEY_THIRD_ROW + lane * 16;
     value_third = this_value + rows * VALUE_ROW + row * VALUE_THIRD_ROW + lane * 16;
@@ -303,6 +341,12 @@ struct Cursor {
   __device__ void fetch(int tile, unsigned stage) {
     if (!left) turn(tile);
     left--;
+    if constexpr (SEGMENTS) {
+      for (int i = lane; i < TILE / 16 * key_row; i += 32) copy_async(stage + i * 16, key + (i - lane) * 16);
+      for (int i = lane; i < TILE / 16 * value_row; i += 32) copy_async(stage + VALUE + i * 16, value + (i - lane) * 16);
+      key += TILE * key_row, value += TILE * value_row;
+      return;
+    }
     copy_rows<KEY_ROW>(stage, key);
     copy_rows<VALUE_ROW>(stage + VALUE, value);
     key += TILE * KEY_ROW, value += TILE * VALUE_ROW;
@@ -341,8 +385,31 @@ __device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + 
 struct Place {
   int lane, row, part, token;
   unsigned key, key_number, key_third, value, value_number, value_third;
+  unsigned key_row, value_row, key_numbers, value_numbers;  // bytes from one token to the next
+  // With segments:
+  int key_used, value_used;  // slots
+  unsigned key_words[KEY_CHUNKS], key_masks[KEY_CHUNKS][KEY_FIELDS], value_words[VALUE_CHUNKS], value_masks[VALUE_CHUNKS][VALUE_FIELDS];
+  unsigned key_scale, value_scale;  // a mask of the number of a scale: 0 where there are no rows
+  float scale;                      // number lane % 16
 
-  __device__ Place() {
+  __device__ void read(const HeadTable& keys, const HeadTable& values, const float* scales) {
+    key_row = key_numbers = keys.row, value_row = value_numbers = values.row;
+    key = key_number = kept(token * key_row), value_number = kept(VALUE + token * value_row), value = kept(VALUE + part * value_row);
+    key_used = keys.used, value_used = values.used;
+    key_scale = keys.row ? 15 : 0, value_scale = values.row ? 15 : 0, scale = scales[lane % 16];
+    #pragma unroll
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
+      const int* word = keys.words + 3 * key_word(chunk, part);
+      key_words[chunk] = word[0], key_masks[chunk][0] = word[1], key_masks[chunk][KEY_FIELDS - 1] = word[2];
+    }
+    #pragma unroll
+    for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
+      const int* word = values.words + 3 * (8 * chunk + row);
+      value_words[chunk] = word[0], value_masks[chunk][0] = word[1], value_masks[chunk][VALUE_FIELDS - 1] = word[2];
+    }
+  }
+
+  __device__ Place() : key_row(KEY_ROW), value_row(VALUE_ROW), key_numbers(KEY_NUMBERS), value_numbers(VALUE_NUMBERS) {
     lane = kept(threadIdx.x % 32);
     row = lane / 4, part = lane % 4, token = token_of(row);
     key = kept(token * KEY_ROW + 4 * key_word(0, part)), value = kept(VALUE + part * VALUE_ROW + 4 * row);
@@ -352,8 +419,12 @@ struct Place {
 };
 
 // The words of a lane in a key's row.
-__device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from) {
-  if constexpr (KEY_WORDS == 8 && (KEY_GROUPS == 1 || STRIDED)) {
+__device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from, const Place& place) {
+  if constexpr (SEGMENTS) {
+    #pragma unroll
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
+      if (4 * chunk < place.key_used) words[chunk] = read_word(from + place.key_words[chunk]);
+  } else if constexpr (KEY_WORDS == 8 && (KEY_GROUPS == 1 || STRIDED)) {
     const uint2 two = read_two(from);
     words[0] = two.x, words[1] = two.y;
   } else if constexpr (KEY_WORDS == 16 && (KEY_GROUPS == 1 || STRIDED)) {
@@ -363,6 +434,11 @@ __device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from) {
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(from + 4 * key_word(chunk, 0));
   }
+}
+
+// The scale of a row. With segments, its number is below the mask.
+__device__ float read_scale(unsigned at, int group, const Place& place, unsigned mask) {
+  return SEGMENTS ? __shfl_sync(ALL, place.scale, read_word(at) & mask) : read_number(at, group);
 }
 
 struct Query {  // what a lane needs of it
@@ -377,12 +453,13 @@ __device__ void compare(
     float (&scores)[SETS][2], unsigned stage, int half, const Place& place, const Query& query, const float (&top)[SETS]) {
   unsigned keys[2][KEY_CHUNKS];
   #pragma unroll
-  for (int r = 0; r < 2; r++) read_words(keys[r], stage + place.key + (16 * half + 8 * r) * KEY_ROW);
+  for (int r = 0; r < 2; r++) read_words(keys[r], stage + place.key + (16 * half + 8 * r) * place.key_row, place);
   #pragma unroll
   for (int group = 0; group < KEY_GROUPS; group++) {
     int products[SETS][4][4] = {};  // by field, of which there are KEY_FIELDS
     #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS; chunk += 2)
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk += 2) {
+      if (SEGMENTS && 4 * chunk >= place.key_used) break;
       #pragma unroll
       for (int field = 0; field < KEY_FIELDS; field++) {
         constexpr bool ODD = KEY_CHUNKS % 2;
@@ -390,7 +467,8 @@ __device__ void compare(
         const int next = alone ? chunk : chunk + 1;
         const int members = key_members(chunk, field, group), others = alone ? members : key_members(next, field, group);
         if (!members && !others) continue;
-        const unsigned mask = byte_mask(field);
+        const unsigned mask = SEGMENTS ? place.key_masks[chunk][field] : byte_mask(field);
+        const unsigned other = SEGMENTS ? place.key_masks[next][field] : mask;
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
           unsigned b0 = query.words[set][chunk][field], b1 = query.words[set][next][field];
@@ -399,10 +477,11 @@ __device__ void compare(
           if (alone)
             multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, b0);
           else
-            multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, keys[0][next] & mask,
-                     keys[1][next] & mask, b0, b1);
+            multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, keys[0][next] & other,
+                     keys[1][next] & other, b0, b1);
         }
       }
+    }
     // Half of a code in field f is bit 2f - 1: third bits are moved to bits 1, 3 and 5 of four bytes.
     #pragma unroll
     for (int plane = 0; plane < KEY_PLANES; plane++) {
@@ -426,8 +505,8 @@ __device__ void compare(
     }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const unsigned at = stage + place.key_number + (16 * half + 8 * r) * KEY_NUMBERS;
-      float scale = read_number(at, group), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
+      const unsigned at = stage + place.key_number + (16 * half + 8 * r) * place.key_numbers;
+      float scale = read_scale(at, group, place, place.key_scale), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
       if (!MINIMUM) offset *= -scale;
       scale *= query.unit;
       #pragma unroll
@@ -527,26 +606,33 @@ __device__ void accumulate(
   }
   #pragma unroll
   for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
+    if (SEGMENTS && 8 * chunk >= place.value_used) break;
     unsigned words[4];
+    const unsigned at = SEGMENTS ? place.value_words[chunk] : 32 * chunk;
     #pragma unroll
     for (int i = 0; i < 4; i++)
-      words[i] = read_word(stage + place.value + (16 * half + 4 * i) * VALUE_ROW + 32 * chunk);
+      words[i] = read_word(stage + place.value + (16 * half + 4 * i) * place.value_row + at);
     #pragma unroll
     for (int field = 0; field < VALUE_FIELDS; field++)
       #pragma unroll
       for (int group = 0; group < VALUE_GROUPS; group++) {
         const int members = value_members(chunk, field, group);
         if (!members) continue;
-        unsigned mask = half_mask(field);
-        if (members < 8 && value_group(8 * chunk + place.row, field) != group) mask = 0;
+        const bool none = members < 8 && value_group(8 * chunk + place.row, field) != group;
+        unsigned masks[4];
+        #pragma unroll
+        for (int byte = 0; byte < 4; byte++) {
+          const unsigned mask = SEGMENTS ? __byte_perm(place.value_masks[chunk][field], 0, 0x4040 + 0x0101 * byte) : half_mask(field);
+          masks[byte] = none ? 0 : mask;
+        }
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
           float(*sums)[4] = state.output[set] + 2 * (VALUE_FIELDS * chunk + field);
           const unsigned b0 = pairs[group][set][0], b1 = pairs[group][set][1];
-          multiply(sums[0], bytes_of<0>(words[0], words[1]) & mask, bytes_of<1>(words[0], words[1]) & mask,
-                   bytes_of<0>(words[2], words[3]) & mask, bytes_of<1>(words[2], words[3]) & mask, b0, b1);
-          multiply(sums[1], bytes_of<2>(words[0], words[1]) & mask, bytes_of<3>(words[0], words[1]) & mask,
-                   bytes_of<2>(words[2], words[3]) & mask, bytes_of<3>(words[2], words[3]) & mask, b0, b1);
+          multiply(sums[0], bytes_of<0>(words[0], words[1]) & masks[0], bytes_of<1>(words[0], words[1]) & masks[1],
+                   bytes_of<0>(words[2], words[3]) & masks[0], bytes_of<1>(words[2], words[3]) & masks[1], b0, b1);
+          multiply(sums[1], bytes_of<2>(words[0], words[1]) & masks[2], bytes_of<3>(words[0], words[1]) & masks[3],
+                   bytes_of<2>(words[2], words[3]) & masks[2], bytes_of<3>(words[2], words[3]) & masks[3], b0, b1);
         }
       }
   }
@@ -597,8 +683,8 @@ __device__ void process(
     for (int group = 0; group < VALUE_GROUPS; group++)
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const unsigned at = stage + place.value_number + (16 * half + 8 * r) * VALUE_NUMBERS;
-        float scale = read_number(at, group), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * VALUE_NUMBERS, group);
+        const unsigned at = stage + place.value_number + (16 * half + 8 * r) * place.value_numbers;
+        float scale = read_scale(at, group, place, place.value_scale), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * VALUE_NUMBERS, group);
         if (!MINIMUM) offset *= -scale;
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
       }
