@@ -69,9 +69,7 @@ class Encoder:
         call."""
         if self.refused.item():
             self.refused.zero_()
-            problem = f"a row to be quantized is not finite or exceeds {int2.LARGEST:.0e}"
-            hint = "run the model with --dtype float32"
-            raise RotationZooError(problem, hint)
+            raise int2.refusal()
 
 
 def clip_encoder(

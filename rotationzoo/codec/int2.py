@@ -208,9 +208,13 @@ def find_refused(rows: torch.Tensor) -> torch.Tensor:
 def check_values(rows: torch.Tensor) -> None:
     """Raise `RotationZooError` for rows that are not finite or above `LARGEST`."""
     if find_refused(rows).any():
-        problem = f"a row to be quantized is not finite or exceeds {LARGEST:.0e}"
-        hint = "run the model with --dtype float32"
-        raise RotationZooError(problem, hint)
+        raise refusal()
+
+
+def refusal() -> RotationZooError:
+    """What is said of such rows."""
+    problem = f"a row to be quantized is not finite or exceeds {LARGEST:.0e}"
+    return RotationZooError(problem, hint="run the model with --dtype float32")
 
 
 def metadata(

@@ -10,6 +10,7 @@ from rotationzoo.codec import clip, cuda_encoder, int2
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
+from rotationzoo.codec.cuda_segments import SegmentEncoder, make_encoder
 from rotationzoo.codec.options import Rounding
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout
@@ -36,6 +37,9 @@ class RotatedCodec:
     by error feedback (`codec.feedback`), both in the bytes of a format; or by transform coding, in
     bytes of its own."""
     _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | None] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    _segment_encoders: dict[tuple[int, str, torch.device], SegmentEncoder | None] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
     _matrices: dict[tuple[int, str, str], torch.Tensor] = field(
@@ -136,6 +140,8 @@ class RotatedCodec:
         rotated = torch.cat([self.rotate(part, layer, side) for part in parts], dim=2)
         if encoder := self.encoder(layer, side, format, rows.device):
             return self._page_layout(layer, side, 0, format).split(encoder(rotated))
+        if segments := self._segment_encoder(layer, side, rows.device):
+            return segments(rotated)
         int2.check_values(rotated)
         return self.encode(rotated, layer, side, format)[0]
 
@@ -169,8 +175,20 @@ class RotatedCodec:
         self, layer: int, side: str, format: int2.Format, device: torch.device
     ) -> None:
         """Raise `RotationZooError` where a row since the last call could not be quantized."""
-        if encoder := self.encoder(layer, side, format, device):
+        segments = self._segment_encoder(layer, side, device)
+        if encoder := segments or self.encoder(layer, side, format, device):
             encoder.check()
+
+    def _segment_encoder(
+        self, layer: int, side: str, device: torch.device
+    ) -> SegmentEncoder | None:
+        """A kernel that packs by transform coding; None where there is none for this device."""
+        if self.rounding != "transform":
+            return None
+        if (layer, side, device) not in self._segment_encoders:
+            layout, steps = self.segments(layer, side), self.steps(layer, side).to(device)
+            self._segment_encoders[layer, side, device] = make_encoder(layout, steps)
+        return self._segment_encoders[layer, side, device]
 
     def encoder(
         self, layer: int, side: str, format: int2.Format, device: torch.device

@@ -11,7 +11,7 @@ is no offset. A row that cannot be stored has the number 15, and reads back as n
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -88,9 +88,7 @@ class SegmentLayout:
         """What kernels know of each head, int32 `[H, 2 + D / SEGMENT]`: the first byte of its rows
         in a page and the bytes of a row; and of each segment, its bits and 16 times its first
         bit."""
-        bits, starts = _tables(self.widths, torch.device("cpu"))[1:3]
-        heads = torch.tensor([self.starts[:-1], self.row_bytes]).T
-        return torch.cat([heads, bits + 16 * starts], 1).to(device, torch.int32)
+        return _places(self, device)
 
     def empty(self, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """A block of zeros, uint8 `[batch, bytes]`."""
@@ -188,6 +186,14 @@ def sum_in_halves(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[..., 0]
 
 
+@lru_cache(maxsize=1024)
+def _places(layout: SegmentLayout, device: torch.device) -> torch.Tensor:
+    tables = _tables(layout.widths, torch.device("cpu"))
+    heads = torch.tensor([layout.starts[:-1], layout.row_bytes]).T
+    segments = tables.widths + 16 * tables.starts
+    return torch.cat([heads, segments], 1).to(device, torch.int32)
+
+
 @cache
 def _tables(widths: tuple[tuple[int, ...], ...], device: torch.device) -> Tables:
     bits = torch.tensor(widths, device=device)
@@ -196,6 +202,7 @@ def _tables(widths: tuple[tuple[int, ...], ...], device: torch.device) -> Tables
     return Tables(halves, bits, starts, list_scales(device))
 
 
+@cache
 def list_scales(device: torch.device) -> torch.Tensor:
     """The scale of each number in a row, the last of which is none, float32 `[16]`."""
     return torch.tensor([*SCALES, torch.nan], device=device)

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import torch
 
-from rotationzoo.codec import attention, cuda, cuda_attention
+from rotationzoo.codec import attention, cuda, cuda_attention, cuda_segments
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
@@ -27,7 +27,6 @@ from rotationzoo.codec.kernels import (
     StoredSide,
     StoreFew,
     StoreFewSegments,
-    StoreSegments,
 )
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
@@ -37,9 +36,6 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.sides import rows_of
 from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 
-FEW, WARPS = 2000, 4
-"""Rows up to which a block for each takes them to pages by transform coding; and as many have a
-block together where they are more: `WARPS` in `int2.cu`."""
 Rows = dict[str, torch.Tensor]
 
 
@@ -200,7 +196,7 @@ class LayerPages:
     def is_few(self, rows: Rows) -> bool:
         """Whether one launch takes rows of the model to pages."""
         if self.has_segments:
-            return rows["key"].shape[:2].numel() <= FEW
+            return rows["key"].shape[:2].numel() <= cuda_segments.FEW
         return bool(self.find_few(rows))
 
     def find_few(self, rows: Rows) -> list[Encoder]:
@@ -255,36 +251,32 @@ class LayerPages:
             into[side] = IntoPages(steps, layout.places(bad.device), self.memory[side], bad)
         return into
 
-    @cached_property
-    def scales(self) -> torch.Tensor:
-        """The scale of each number in rows, and NaN, float32 `[16]`."""
-        return list_scales(self.bad.device)
-
     def _store_segments(self, step: Step, rows: Rows) -> None:
         """Write rows to pages by transform coding: few in one launch, or many that torch has
         multiplied."""
         device, (tokens, heads, dim) = rows["key"].device, rows["key"].shape
-        launch, kernel = Launcher(device), self.segment_kernel
-        pages = step.pages, step.page_offsets, self.memory["key"].stride(0), self.scales
+        pages = step.pages, step.page_offsets, self.memory["key"].stride(0)
+        kernel = self.segment_kernel
         if self.is_few(rows):
             both = []
             for side, into in self.segments.items():
                 matrix = self.codec.forward(self.layer, side)
                 mean = self.codec.rotations[self.layer][side].mean
                 both.append(SegmentSide(rows[side], rows[side].stride(0), matrix, mean, into))
-            few = StoreFewSegments(*pages, *both)
-            launch(kernel("store_few_segments"), (tokens, heads, 2), 4 * dim, few)
+            few = StoreFewSegments(*pages, list_scales(device), *both)
+            grid = tokens, heads, 2
+            Launcher(device)(kernel("store_few_segments"), grid, 4 * dim, few)
             return
         for side, of_side in rows.items():
             channels = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
-            many = StoreSegments(channels, tokens, *pages, self.segments[side])
-            grid = -(-tokens // WARPS), heads, 1
-            launch(kernel("store_segments"), grid, 32 * WARPS, many, early=False)
+            into = self.segments[side]
+            cuda_segments.store_many(channels, *pages, into, kernel("store_segments"))
 
     def segment_kernel(self, name: str) -> Any:
         """A kernel of `segments.cu` for these pages."""
         copies = self.copies["key"]
-        return _segment_kernel(name, copies.shape[-1], self.tokens, copies.dtype, copies.device)
+        kind = copies.shape[-1], self.tokens, copies.dtype, copies.device
+        return cuda_segments.compiled(name, *kind)
 
     def _kernel(self, name: str) -> Any:
         return _store_kernel(name, self.tokens, self.format, self.memory["key"].device)
@@ -333,18 +325,6 @@ def _store_kernel(name: str, tokens: int, format: Format, device: torch.device) 
     """A kernel of `store.cu`, compiled for this format and for `tokens` tokens per page."""
     macros = ("TOKENS", str(tokens)), ("NUMBERS", str(format.metadata_numbers))
     kernel = build("store.cu", macros, device).get_kernel(name)
-    cuda.run_beside(kernel, device)
-    return kernel
-
-
-@cache
-def _segment_kernel(
-    name: str, dim: int, tokens: int, dtype: torch.dtype, device: torch.device
-) -> Any:
-    """A kernel of `segments.cu`, for `tokens` tokens per page and rows of this dimension and
-    type."""
-    macros = (*cuda.Variant(dim, dim, dtype).macros(), ("TOKENS", str(tokens)))
-    kernel = build("segments.cu", macros, device).get_kernel(name)
     cuda.run_beside(kernel, device)
     return kernel
 

@@ -25,7 +25,7 @@ from rotationzoo.codec.kernels import (
     Tokens,
 )
 from rotationzoo.codec.page_layout import PageLayout
-from rotationzoo.codec.transform import SegmentLayout
+from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import LayerPages, Rows
 from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
@@ -321,8 +321,8 @@ class LayerReader:
             RestoredSegments(stored.places, stored.memory, to)
             for stored, to in zip(self.pages.segments.values(), into, strict=True)
         )
-        tokens = _tokens(segment, table)
-        arguments = RestoreSegments(tokens, len(into[0]), self.pages.scales, *both)
+        scales = list_scales(table.device)
+        arguments = RestoreSegments(_tokens(segment, table), len(into[0]), scales, *both)
         self._launch("restore_segments", segment, 2, arguments, self.pages.layouts["key"])
 
     @cached_property

@@ -336,7 +336,7 @@ def describe(server, step) -> list:
 
 @on_gpu
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
+@pytest.mark.parametrize("format", [*FORMATS, "fine", "budget", "wide", "transform"])
 def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, count, device):
     """Two requests that grow, in a graph that is replayed: nothing is allocated, and all tensors
     stay where they are."""
@@ -403,7 +403,7 @@ def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
 
 
 @on_gpu
-@pytest.mark.parametrize("format", ["sglang", "vllm", "fine", "budget", "wide"])
+@pytest.mark.parametrize("format", [*FORMATS, "fine", "budget", "wide", "transform"])
 def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device):
     settings = settings_of(format, "feedback", kernel=True)
     on_cpu = Server(settings, tokens=32, segment=7)

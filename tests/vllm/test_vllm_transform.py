@@ -10,8 +10,9 @@ from support.cases import quick_first
 from support.codec import CpuLauncher, compile_for_cpu, gpu, on_cpu
 from support.server_pages import Server, draw, settings_of
 
-from rotationzoo.codec import kernels
+from rotationzoo.codec import cuda_segments, kernels
 from rotationzoo.codec.cuda import TYPES, Kernel, Variant
+from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
@@ -54,11 +55,16 @@ def has_kernels(monkeypatch, libraries, device):
         return Kernel(kernel, variant.block_rows, variant.threads)
 
     if device == "cpu":
-        for module in (pages, prompts):
+        for module in (pages, prompts, cuda_segments):
             monkeypatch.setattr(module, "Launcher", CpuLauncher)
-        monkeypatch.setattr(pages, "_segment_kernel", store)
+        monkeypatch.setattr(cuda_segments, "compiled", store)
         monkeypatch.setattr(prompts, "_restore_kernel", restore)
-    return lambda has: monkeypatch.setattr(pages, "kernels_run_on", lambda device: has)
+
+    def choose(has):
+        for module in (pages, cuda_segments):
+            monkeypatch.setattr(module, "kernels_run_on", lambda device: has)
+
+    return choose
 
 
 def settings_for(dim, **options):
@@ -88,7 +94,7 @@ def with_exact_products(layer: LayerPages) -> None:
 def test_pages_hold_what_the_definition_stores(dim, few, device, dtype, has_kernels, monkeypatch):
     """Some keys are infinite or too large, and so is padding, which belongs to nobody. One head
     stores nothing, and counts its bad rows all the same."""
-    monkeypatch.setattr(pages, "FEW", few)
+    monkeypatch.setattr(cuda_segments, "FEW", few)
     generator, settings = torch.Generator().manual_seed(2), settings_for(dim)
     shape = TOKENS, HEADS, dim
     rows = {side: torch.randint(-8, 9, shape, generator=generator) / 4 for side in SIDES}
@@ -115,6 +121,29 @@ def test_pages_hold_what_the_definition_stores(dim, few, device, dtype, has_kern
         assert found[side][1:].any()
         assert torch.equal(found[side][1:], definition[side][1:]), side
     assert layer.layouts["value"].row_bytes[-1] == 0
+
+
+@ON_EACH
+def test_a_cache_packs_what_the_definition_packs(device, dtype, has_kernels):
+    """And says later that a row could not be stored."""
+    settings, dim = settings_for(80), 80
+    rows = torch.stack([draw(5, seed, HEADS, dim)["key"].transpose(0, 1) for seed in (1, 2)])
+    rows, packed = rows.to(device, dtype), []
+    for has in (False, True):
+        has_kernels(has)
+        codec = settings.for_layer(0, rows, rows).codec
+        for side in SIDES:
+            packed += codec.pack(rows, 0, side, settings.layout.format)
+        assert packed[-1].shape == (2, 1, 5, 0)
+    for definition, found in zip(packed[: 2 * HEADS], packed[2 * HEADS :], strict=True):
+        assert torch.equal(definition, found)
+    codec.check_packed(0, "key", settings.layout.format, rows.device)
+    rows[1, 0, 2, 3] = torch.inf
+    codec.pack(rows, 0, "key", settings.layout.format)
+    with pytest.raises(RotationZooError, match="is not finite or exceeds"):
+        codec.check_packed(0, "key", settings.layout.format, rows.device)
+    codec.check_packed(0, "key", settings.layout.format, rows.device)
+    assert not codec.pack(rows[:, :, :0], 0, "key", settings.layout.format)[0].numel()
 
 
 @ON_EACH
