@@ -158,7 +158,8 @@ class SegmentLayout:
         codes, numbers = [], []
         for head, rows in enumerate(stored):
             batch, _, tokens, size = rows.shape
-            flat = rows.flatten().view(torch.int32).long() & 0xFFFFFFFF
+            # A copy, because nothing of a page may begin anywhere.
+            flat = rows.flatten().clone().view(torch.int32).long() & 0xFFFFFFFF
             words = flat.view(batch, tokens, size // 4)
             words = torch.nn.functional.pad(words, (0, 2))
             word, bit = tables.starts[head] // WORD, tables.starts[head] % WORD

@@ -302,7 +302,8 @@ class LayerReader:
         both = [
             RestoredRows(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)
         ]
-        if kernels_run_on(into[0].device):
+        has_codes = isinstance(layouts[0], PageLayout)
+        if has_codes and kernels_run_on(into[0].device):
             alike = layouts[0] == layouts[1]  # one launch does for both
             several = zip(layouts[: 2 - alike], both, both[::-1], strict=False)
             for number, (layout, first, second) in enumerate(several):

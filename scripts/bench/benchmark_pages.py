@@ -108,7 +108,7 @@ def random_pages(layout: PageLayout | SegmentLayout, count: int, device: str) ->
     return pages
 
 
-def settings_of(shape: Shape, format: str, bits: float | None) -> CacheSettings:
+def settings_of(shape: Shape, format: str, bits: float | None = None) -> CacheSettings:
     """Random rotations, with factors of error feedback; or with transform coding in so many
     bits."""
     geometry = [Layer(0, 0, shape.heads, shape.kv_heads, shape.dim, shape.dim)]
