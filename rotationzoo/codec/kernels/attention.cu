@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
     }
   if (SEGMENTS)
-    for (int i = threadIdx.x; i < PREPARED; i += blockDim.x) pieces[i] = HeadTable(segments, KEY_WORDS, blockIdx.x).pieces[i];
+    for (int i = threadIdx.x; i < PREPARED; i += blockDim.x) pieces[i] = HeadTable(segments, KEY_WORDS, blockIdx.x).piece(i);
   wait_for_previous();
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
@@ -266,7 +266,7 @@ __device__ void attend_packed(
       for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
         #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const Piece piece(values.pieces[8 * (8 * chunk + row) + i]);
+          const Piece piece(values.piece(8 * (8 * chunk + row) + i));
           const float(&sums)[4] = state.output[set][4 * chunk + i / 2];
           const float sum = 16777216.0f * (sums[i % 2 * 2] + sums[i % 2 * 2 + 1]) + piece.middle() * state.offsets[0][set];
           if (piece.mask && piece.second == second) to[piece.channel] += piece.factor * sum;

@@ -256,19 +256,19 @@ __device__ unsigned bytes_of(unsigned low, unsigned high) {
 
 // ---- segments --------------------------------------------------------------------------------------------------------------
 
-// Codes of any width lie in a row without gaps, so each byte has pieces of codes, one after another. A piece is multiplied where it
-// lies, as a field is; a code in two bytes is two pieces. A slot is a word of a row with two masks: each takes at most one piece of
-// each byte, field 0 such that end in the lower half of the byte, and field 1 the others. So they are as fields of 4 bits, and with
-// the query times 2^(bit of the piece in its code - bit in its byte), scores and outputs are as if all codes had a byte of their own.
-// A head has a table: where slots and pieces are, as `slot_table` in codec/cuda_attention.py writes them.
+// Codes of any width lie in a row without gaps. Pieces of them are multiplied where they lie, as fields are: a slot is a word of the
+// row with two masks, which take pieces as if they were fields of 4 bits. With the query, or the output, times what a piece counts in
+// its code, all else is as it is for codes of 4 bits. codec/slots.py says which pieces a slot has, and writes the table of a head.
 struct HeadTable {
   int row, start, used;  // bytes of a row, first byte of a page, and slots
-  const int *words, *pieces;  // [slots][3]: byte of the word, and its masks; [slots][2][4]
+  const int* slots;
 
-  __device__ HeadTable(const int* tables, int slots, int head) {
-    const int* mine = tables + Count(head) * (3 + 11 * slots);
-    row = mine[0], start = mine[1], used = mine[2], words = mine + 3, pieces = words + 3 * slots;
+  __device__ HeadTable(const int* tables, int count, int head) {
+    const int* mine = tables + Count(head) * (3 + 11 * count);
+    row = mine[0], start = mine[1], used = mine[2], slots = mine + 3;
   }
+  __device__ const int* word(int slot) const { return slots + 11 * slot; }  // its first byte, and the masks
+  __device__ int piece(int i) const { return slots[11 * (i / 8) + 3 + i % 8]; }
 };
 
 struct Piece {
@@ -399,12 +399,12 @@ struct Place {
     key_scale = keys.row ? 15 : 0, value_scale = values.row ? 15 : 0, scale = scales[lane % 16];
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-      const int* word = keys.words + 3 * key_word(chunk, part);
+      const int* word = keys.word(key_word(chunk, part));
       key_words[chunk] = word[0], key_masks[chunk][0] = word[1], key_masks[chunk][KEY_FIELDS - 1] = word[2];
     }
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
-      const int* word = values.words + 3 * (8 * chunk + row);
+      const int* word = values.word(8 * chunk + row);
       value_words[chunk] = word[0], value_masks[chunk][0] = word[1], value_masks[chunk][VALUE_FIELDS - 1] = word[2];
     }
   }
