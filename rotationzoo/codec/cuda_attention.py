@@ -1,10 +1,8 @@
 """Attention over packed keys and values on an NVIDIA GPU, as `codec.attention` defines it: what the
 kernels of `attention.cu` read, in tiles of how many tokens, and how their work is cut up."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ from rotationzoo.codec.cuda import TYPES, Launcher, build
 from rotationzoo.codec.formats import FINE, Format
 from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Segments, Strides, Window
 from rotationzoo.codec.page_layout import PageLayout
-from rotationzoo.codec.transform import SCALE_BITS, SCALES, SegmentLayout
+from rotationzoo.codec.slots import count_slots, slot_table
+from rotationzoo.codec.transform import SCALES, SegmentLayout
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.transform_coding import SEGMENT, WORD
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
@@ -29,7 +27,6 @@ _WAVES = 3
 """How often all blocks that a GPU holds at once should be replaced, so that none is left alone with
 the last of them."""
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
-_SLOTS = 8  # tables have a multiple of so many
 _WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
 _OF_SLOTS = replace(FINE, bits=4, fine_channels=0, metadata="float32", packing="consecutive")
 Layout = PageLayout | SegmentLayout
@@ -69,7 +66,7 @@ class AttentionVariant:
         """Bytes of a query that `prepare` writes: two of each channel and of each third bit.
         `COLUMN` in the source."""
         if isinstance(self.key, SegmentLayout):
-            return 16 * _count_slots(self.key)
+            return 16 * count_slots(self.key)
         bits = self.key.format.bits
         chunks, planes = -(-self.key.dim * bits // 128), -(-self.key.format.fine_channels // 64)
         return (chunks * 128 // bits + planes * 64) * 2
@@ -95,8 +92,8 @@ class AttentionVariant:
             values |= {f"{side}_DIM": layout.dim, f"{side}_GROUP": layout.dim // _groups(layout)}
             values |= {f"{side}_BITS": _format(layout).bits}
             values |= {f"{side}_FINE": _format(layout).fine_channels}
-            room = _room(layout) if isinstance(layout, SegmentLayout) else 0
-            values |= {f"{side}_SLOTS": _count_slots(layout), f"{side}_ROOM": room}
+            segments = isinstance(layout, SegmentLayout)
+            values |= {f"{side}_SLOTS": _slots(layout), f"{side}_ROOM": segments and _room(layout)}
         return tuple((name, str(int(value))) for name, value in values.items())
 
 
@@ -115,62 +112,8 @@ class Kernels:
 
 
 @cache
-def list_slots(layout: SegmentLayout) -> list[list[list[int]]]:
-    """What `HeadTable` in the source describes, of each head: a slot is the byte of its word, both
-    masks, and the pieces of the four bytes of each, 0 where there is none."""
-    return [_slots_of_head(widths) for widths in layout.widths]
-
-
-def _slots_of_head(widths: Sequence[int]) -> list[list[int]]:
-    # Of each word, each half of a byte that pieces end in, and each byte.
-    words: dict[int, list[list[list[int]]]] = {}
-    end = SCALE_BITS
-    for channel in range(SEGMENT * len(widths)):
-        first = start = end
-        end += widths[channel // SEGMENT]
-        while start < end:
-            stop = min(end, start // 8 * 8 + 8)
-            low, high = start % 8, (stop - 1) % 8 + 1
-            fields = words.setdefault(start // WORD, [[[] for _ in range(4)] for _ in range(2)])
-            piece = channel | (start - first - low + 8) << 9 | (1 << high) - (1 << low) << 16
-            fields[high > 4][start // 8 % 4].append(piece)
-            start = stop
-    slots = []
-    for word, (lower, upper) in words.items():
-        for eight in zip_longest(*lower, *upper, fillvalue=0):
-            masks = [piece >> 16 for piece in eight]
-            both = (int.from_bytes(bytes(its), "little") for its in (masks[:4], masks[4:]))
-            slots.append([4 * word, *both, *eight])
-    return slots
-
-
-@cache
-def slot_table(layout: SegmentLayout, device: torch.device) -> torch.Tensor:
-    """What the kernels know of each head, int32 `[H, 3 + 11 slots]`: bytes of a row, the first one
-    in a page, and how many slots there are; of each slot its word and masks; and its pieces."""
-    rows, count = [], _count_slots(layout)
-    for head, slots in enumerate(list_slots(layout)):
-        size, start = layout.row_bytes[head], layout.starts[head]
-        filled = [*slots, *[[0] * 11] * (count - len(slots))]
-        words, pieces = (
-            [number for slot in filled for number in slot[part]]
-            for part in (slice(3), slice(3, None))
-        )
-        rows.append([size, start, len(slots), *words, *pieces])
-    return torch.tensor(rows).to(torch.int32).to(device)
-
-
-@cache
 def _scales(device: torch.device) -> torch.Tensor:
     return torch.tensor([*SCALES, torch.nan], device=device)
-
-
-@cache
-def _count_slots(layout: Layout) -> int:
-    """Of the head that has most, and of the table."""
-    if isinstance(layout, PageLayout):
-        return 0
-    return max(1, -(-max(map(len, list_slots(layout))) // _SLOTS)) * _SLOTS
 
 
 def _room(layout: Layout) -> float:
@@ -178,6 +121,10 @@ def _room(layout: Layout) -> float:
     if isinstance(layout, PageLayout):
         return layout.bytes / layout.heads / layout.tokens
     return max(16, -(-max(layout.row_bytes) // 16) * 16)  # few sizes are few variants
+
+
+def _slots(layout: Layout) -> int:
+    return count_slots(layout) if isinstance(layout, SegmentLayout) else 0
 
 
 def _groups(layout: Layout) -> int:
@@ -228,7 +175,7 @@ def choose_columns(columns: int, key: Layout, value: Layout) -> int:
     """How many of a tile's `columns` one block handles."""
     # Beyond that, a warp's sums do not fit into its registers.
     wide = max(key.dim, value.dim) <= 128 and _groups(key) == _groups(value) == 1
-    wide = wide and max(map(_count_slots, (key, value))) <= _WIDE_SLOTS
+    wide = wide and max(_slots(key), _slots(value)) <= _WIDE_SLOTS
     return 8 if columns > 4 and wide else 4
 
 

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ from rotationzoo.codec.attention import ExactWindow, PackedTokens
 from rotationzoo.codec.bit_allocation import WIDEST
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
 from rotationzoo.codec.page_layout import PageLayout
+from rotationzoo.codec.slots import list_slots
 from rotationzoo.codec.transform import NO_NUMBER
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.transform_coding import SEGMENT
 
 FLOAT = torch.float32
 # Requests that end in a tile, at its end, and before the first; queries that do not fill their
@@ -39,8 +42,10 @@ SMALL = Case(
 )  # fmt: skip
 
 
-def layouts(format: str, dim: int, groups: int = 1) -> tuple[PageLayout, PageLayout]:
+def layouts(format: str, dim: int, groups: int = 1) -> tuple[Any, Any]:
     """Keys and values of this format."""
+    if format == SEGMENTS:
+        return Drawing(Case("", SEGMENTS, dim, bits=(5, 4)), "cpu").layouts()
     layout = PageLayout(2, dim, groups, 64, LAYOUTS[format])
     return layout, layout
 
@@ -51,7 +56,7 @@ def variant(format: str, dim: int, groups: int = 1) -> AttentionVariant:
     )
 
 
-@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("format", [*LAYOUTS, SEGMENTS])
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_format_and_head_dimension_is_supported(format, dim):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -86,6 +91,34 @@ def test_what_else_is_supported(format, key, value, supported):
         stored = replace(stored, bits=codes.pop("bits"), fine_channels=codes.pop("fine"))
         both.append(replace(layout, **codes | {"format": stored}))
     assert supports(*both, FLOAT) == supported
+
+
+def test_what_is_supported_of_segments():
+    key, value = layouts(SEGMENTS, 128)
+    assert not supports(key, layouts("fine", 128)[1], FLOAT)
+    assert not supports(key, replace(value, widths=value.widths[:1]), FLOAT)
+    assert not supports(*(replace(each, tokens=48) for each in (key, value)), FLOAT)
+    # Two tiles for each of two warps: 192 bytes of keys and 176 of values, and one word more.
+    for words, supported in ((47, True), (48, False)):
+        wide = replace(key, widths=((8,) * words + (0,) * (64 - words),) * 2)
+        narrow = replace(key, widths=((8,) * 43 + (0,) * 21,) * 2)
+        assert supports(wide, narrow, FLOAT) == supported
+
+
+def test_slots_have_every_bit_of_a_row_once():
+    for layout in layouts(SEGMENTS, 96):
+        for head, slots in enumerate(list_slots(layout)):
+            read = [0] * layout.dim
+            for byte, lower, upper, *pieces in slots:
+                assert byte + 4 <= layout.row_bytes[head]
+                assert not lower & upper
+                masks = [piece >> 16 for piece in pieces]
+                assert lower | upper << 32 == int.from_bytes(bytes(masks), "little")
+                for piece in filter(None, pieces):
+                    # The largest code is all bits of all its pieces.
+                    read[piece & 511] += (piece >> 16) * 2.0 ** ((piece >> 9 & 31) - 8)
+            widths = torch.tensor(layout.widths[head]).repeat_interleave(SEGMENT)
+            assert read == ((1 << widths) - 1).tolist()
 
 
 def test_what_is_not_supported_is_refused():
@@ -331,9 +364,10 @@ def test_the_kernel_is_the_definition(format, dim, device):
 def list_variants():
     """One; `make check` has every format and dimension, and all other pairs are slow together."""
     yield pytest.param("vllm", 128)
+    formats = [*LAYOUTS, SEGMENTS]
     for row, dim in enumerate(DIMS):
-        for column, format in enumerate(LAYOUTS):
-            mark = pytest.mark.slow if (row - column) % len(LAYOUTS) else pytest.mark.thorough
+        for column, format in enumerate(formats):
+            mark = pytest.mark.slow if (row - column) % len(formats) else pytest.mark.thorough
             yield pytest.param(format, dim, marks=mark)
 
 

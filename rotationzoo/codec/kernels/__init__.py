@@ -101,7 +101,7 @@ class Pages(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """`cuda_attention.slot_table` of keys and of values, and all scales that a row may have."""
+    """`slots.slot_table` of keys and of values, and all scales that a row may have."""
 
     key: Ints | None
     value: Ints | None

@@ -20,9 +20,10 @@
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
 // PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
 // float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM and SYMMETRIC (offset
-// as in `formats`), SEGMENTS (rows have codes of any width: see HeadTable),
-// KEY_SLOTS and VALUE_SLOTS (of a row's table, multiples of 8, or 0), KEY_ROOM and VALUE_ROOM (bytes of the largest rows), KEY_BITS and VALUE_BITS (of codes: 2, 4 or 8), KEY_FINE and VALUE_FINE (so many last channels have third bits:
-// multiples of 16, 0 unless SYMMETRIC and codes have 2 bits; groups are multiples of 16, too), STRIDED (packing).
+// as in `formats`), KEY_BITS and VALUE_BITS (of codes: 2, 4 or 8), KEY_FINE and VALUE_FINE (so many last channels have third bits:
+// multiples of 16, 0 unless SYMMETRIC and codes have 2 bits; groups are multiples of 16, too), STRIDED (packing). And SEGMENTS: rows
+// have codes of any width, KEY_ROOM and VALUE_ROOM bytes at most, which KEY_SLOTS and VALUE_SLOTS slots (multiples of 8) read as if
+// they were SYMMETRIC and had 4 bits.
 // Needs sm_80 or newer. No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 #include "attention_tiles.cu"
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
     }
   if (SEGMENTS)
-    for (int i = threadIdx.x; i < PREPARED; i += blockDim.x) pieces[i] = HeadTable(segments, KEY_WORDS, blockIdx.x).pieces[i];
+    for (int i = threadIdx.x; i < PREPARED; i += blockDim.x) pieces[i] = HeadTable(segments, KEY_WORDS, head, KEY_ROW).piece(i);
   wait_for_previous();
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
@@ -175,9 +176,8 @@ __device__ void attend_packed(
     const Job& job, const Tables& tables, int begin, int end, const Range& range, const signed char* prepared, const Header* headers,
     float cap, float2* totals, float* outputs, char* shared) {
   Place place;
-#if SEGMENTS
-  const HeadTable keys(tables.key_segments, KEY_WORDS, job.head), values(tables.value_segments, VALUE_WORDS, job.head);
-#endif
+  const HeadTable keys(tables.key_segments, KEY_WORDS, job.head, KEY_ROW);
+  const HeadTable values(tables.value_segments, VALUE_WORDS, job.head, VALUE_ROW);
   const int warp = threadIdx.x / 32, row = place.row, part = place.part;
   const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
   const int each = (end - begin + WARPS - 1) / WARPS;
@@ -185,21 +185,14 @@ __device__ void attend_packed(
 
   Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages,
                    tables.key_base, tables.value_base, job.head, job.heads, place.lane,
-#if SEGMENTS
-                   keys.row, values.row, keys.start, values.start,
-#else
-                   0, 0, 0, 0,
-#endif
-                   int(min(tables.key_pages, tables.value_pages))};
+                   keys.row, values.row, keys.start, values.start, int(min(tables.key_pages, tables.value_pages))};
   if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
     if (first + i < last) cursor.fetch(first + i, ring + i * STAGE);
     end_group();
   }
-#if SEGMENTS
-  place.read(keys, values, tables.scales);  // while copies are on their way
-#endif
+  if constexpr (SEGMENTS) place.read(keys, values, tables.scales);  // while copies are on their way
 
   wait_for_previous();
   const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;
@@ -266,7 +259,7 @@ __device__ void attend_packed(
       for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
         #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const Piece piece(values.pieces[8 * (8 * chunk + row) + i]);
+          const Piece piece(values.piece(8 * (8 * chunk + row) + i));
           const float(&sums)[4] = state.output[set][4 * chunk + i / 2];
           const float sum = 16777216.0f * (sums[i % 2 * 2] + sums[i % 2 * 2 + 1]) + piece.middle() * state.offsets[0][set];
           if (piece.mask && piece.second == second) to[piece.channel] += piece.factor * sum;

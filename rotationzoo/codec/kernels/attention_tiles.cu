@@ -53,7 +53,8 @@ constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * size
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
 constexpr bool NARROW = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1;
-constexpr int BLOCKS = SEGMENTS && SETS == 1 && VALUE_CHUNKS < 5 ? 3 : NARROW ? (SETS == 1 ? 4 : 3) - (VALUE_PLANES > 0) : 2;
+constexpr int OF_SEGMENTS = SETS == 1 && VALUE_CHUNKS < 5 ? 3 : 2;
+constexpr int BLOCKS = SEGMENTS ? OF_SEGMENTS : NARROW ? (SETS == 1 ? 4 : 3) - (VALUE_PLANES > 0) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
 // ---- instructions ----------------------------------------------------------------------------------------------------------
@@ -256,19 +257,21 @@ __device__ unsigned bytes_of(unsigned low, unsigned high) {
 
 // ---- segments --------------------------------------------------------------------------------------------------------------
 
-// Codes of any width lie in a row without gaps, so each byte has pieces of codes, one after another. A piece is multiplied where it
-// lies, as a field is; a code in two bytes is two pieces. A slot is a word of a row with two masks: each takes at most one piece of
-// each byte, field 0 such that end in the lower half of the byte, and field 1 the others. So they are as fields of 4 bits, and with
-// the query times 2^(bit of the piece in its code - bit in its byte), scores and outputs are as if all codes had a byte of their own.
-// A head has a table: where slots and pieces are, as `slot_table` in codec/cuda_attention.py writes them.
+// Codes of any width lie in a row without gaps. Pieces of them are multiplied where they lie, as fields are: a slot is a word of the
+// row with two masks, which take pieces as if they were fields of 4 bits. With the query, or the output, times what a piece counts in
+// its code, all else is as it is for codes of 4 bits. codec/slots.py says which pieces a slot has, and writes the table of a head.
 struct HeadTable {
-  int row, start, used;  // bytes of a row, first byte of a page, and slots
-  const int *words, *pieces;  // [slots][3]: byte of the word, and its masks; [slots][2][4]
+  int row, start, used = 0;  // bytes of a row, first byte of a page, and slots
+  const int* slots;
 
-  __device__ HeadTable(const int* tables, int slots, int head) {
-    const int* mine = tables + Count(head) * (3 + 11 * slots);
-    row = mine[0], start = mine[1], used = mine[2], words = mine + 3, pieces = words + 3 * slots;
+  __device__ HeadTable(const int* tables, int count, int head, int room) : row(room), start(head * PAGE * room) {
+    if constexpr (SEGMENTS) {
+      const int* mine = tables + Count(head) * (3 + 11 * count);
+      row = mine[0], start = mine[1], used = mine[2], slots = mine + 3;
+    }
   }
+  __device__ const int* word(int slot) const { return slots + 11 * slot; }  // its first byte, and the masks
+  __device__ int piece(int i) const { return slots[11 * (i / 8) + 3 + i % 8]; }
 };
 
 struct Piece {
@@ -299,15 +302,15 @@ struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages, less
 // Where a warp is in the pages of its row, and what each lane copies from there.
 struct Cursor {
   static constexpr int KEY_PIECES = TILE * KEY_NUMBERS / 16, VALUE_PIECES = TILE * VALUE_NUMBERS / 16;  // of scales: 16 bytes
-  static constexpr int PIECES = KINDS * (KEY_PIECES + VALUE_PIECES), ROUNDS = PIECES ? (PIECES + 31) / 32 : 1;
+  static constexpr int PIECES = KINDS * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
 
   const Address *keys, *values;
   Address key_base, value_base;
   int head, heads, lane;
-  int key_row, value_row, key_start, value_start;  // of a head's rows, with segments
+  int key_row, value_row, key_start, value_start;  // of the head's rows
   int pages;  // that there are
   int left;   // tiles in this page
-  Address key, value, key_third, value_third, numbers[ROUNDS];
+  Address key, value, key_third, value_third, numbers[ROUNDS + SEGMENTS];
   Address next_key, next_value;  // of the next page: read ahead, because nothing can be copied before they are known
 
   // Go to a tile.
@@ -318,9 +321,8 @@ struct Cursor {
     const Address this_key = key_base + next_key, this_value = value_base + next_value;
     if (page + 1 < pages) next_key = keys[page + 1], next_value = values[page + 1];
     const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
-    key = this_key + (SEGMENTS ? Count(key_start + token * key_row) : row * KEY_ROW) + lane * 16;
-    value = this_value + (SEGMENTS ? Count(value_start + token * value_row) : row * VALUE_ROW) + lane * 16;
-    if (SEGMENTS) return;
+    key = this_key + key_start + token * key_row + lane * 16;
+    value = this_value + value_start + token * value_row + lane * 16;
     // Sections follow each other: codes, third bits, scales and offsets.
     key_third = this_key + rows * KEY_ROW + row * KEY_THIRD_ROW + lane * 16;
     value_third = this_value + rows * VALUE_ROW + row * VALUE_THIRD_ROW + lane * 16;
@@ -341,17 +343,11 @@ struct Cursor {
   __device__ void fetch(int tile, unsigned stage) {
     if (!left) turn(tile);
     left--;
-    if constexpr (SEGMENTS) {
-      for (int i = lane; i < TILE / 16 * key_row; i += 32) copy_async(stage + i * 16, key + (i - lane) * 16);
-      for (int i = lane; i < TILE / 16 * value_row; i += 32) copy_async(stage + VALUE + i * 16, value + (i - lane) * 16);
-      key += TILE * key_row, value += TILE * value_row;
-      return;
-    }
-    copy_rows<KEY_ROW>(stage, key);
-    copy_rows<VALUE_ROW>(stage + VALUE, value);
-    key += TILE * KEY_ROW, value += TILE * VALUE_ROW;
-    copy_rows<KEY_THIRD_ROW>(stage + KEY_THIRD, key_third);
-    copy_rows<VALUE_THIRD_ROW>(stage + VALUE_THIRD, value_third);
+    copy_rows<KEY_ROW>(stage, key, key_row);
+    copy_rows<VALUE_ROW>(stage + VALUE, value, value_row);
+    key += TILE * key_row, value += TILE * value_row;
+    copy_rows<KEY_THIRD_ROW>(stage + KEY_THIRD, key_third, KEY_THIRD_ROW);
+    copy_rows<VALUE_THIRD_ROW>(stage + VALUE_THIRD, value_third, VALUE_THIRD_ROW);
     key_third += TILE * KEY_THIRD_ROW, value_third += TILE * VALUE_THIRD_ROW;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
@@ -361,12 +357,12 @@ struct Cursor {
     }
   }
 
-  template <int ROW>
-  __device__ void copy_rows(unsigned to, Address from) {
+  template <int ROW>  // the most bytes of a row
+  __device__ void copy_rows(unsigned to, Address from, int row) {
     constexpr int PIECES = TILE * ROW / 16;
     #pragma unroll
     for (int i = 0; i < PIECES; i += 32)
-      if (i + 32 <= PIECES || i + lane < PIECES) copy_async(to + (i + lane) * 16, from + i * 16);
+      if ((!SEGMENTS && i + 32 <= PIECES) || i + lane < TILE / 16 * row) copy_async(to + (i + lane) * 16, from + i * 16);
   }
 };
 
@@ -399,12 +395,12 @@ struct Place {
     key_scale = keys.row ? 15 : 0, value_scale = values.row ? 15 : 0, scale = scales[lane % 16];
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-      const int* word = keys.words + 3 * key_word(chunk, part);
+      const int* word = keys.word(key_word(chunk, part));
       key_words[chunk] = word[0], key_masks[chunk][0] = word[1], key_masks[chunk][KEY_FIELDS - 1] = word[2];
     }
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
-      const int* word = values.words + 3 * (8 * chunk + row);
+      const int* word = values.word(8 * chunk + row);
       value_words[chunk] = word[0], value_masks[chunk][0] = word[1], value_masks[chunk][VALUE_FIELDS - 1] = word[2];
     }
   }
@@ -622,7 +618,8 @@ __device__ void accumulate(
         unsigned masks[4];
         #pragma unroll
         for (int byte = 0; byte < 4; byte++) {
-          const unsigned mask = SEGMENTS ? __byte_perm(place.value_masks[chunk][field], 0, 0x4040 + 0x0101 * byte) : half_mask(field);
+          const unsigned four = VALUE_CHUNKS > 4 ? kept(place.value_masks[chunk][field]) : place.value_masks[chunk][field];
+          const unsigned mask = SEGMENTS ? __byte_perm(four, 0, 0x4040 + 0x0101 * byte) : half_mask(field);
           masks[byte] = none ? 0 : mask;
         }
         #pragma unroll
