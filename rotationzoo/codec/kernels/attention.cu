@@ -178,8 +178,9 @@ __device__ void attend_packed(
   Place place;
   const HeadTable keys(tables.key_segments, KEY_WORDS, job.head, KEY_ROW);
   const HeadTable values(tables.value_segments, VALUE_WORDS, job.head, VALUE_ROW);
-  const int warp = threadIdx.x / 32, row = place.row, part = place.part;
-  const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
+  // The compiler learns that all lanes have the same: it then adds what only depends on it once.
+  const int warp = SEGMENTS ? __shfl_sync(ALL, threadIdx.x / 32, 0) : threadIdx.x / 32, row = place.row, part = place.part;
+  const unsigned begins = __cvta_generic_to_shared(shared) + warp * RING, ring = SEGMENTS ? begins : kept(begins);
   const int each = (end - begin + WARPS - 1) / WARPS;
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 

@@ -390,18 +390,18 @@ struct Place {
 
   __device__ void read(const HeadTable& keys, const HeadTable& values, const float* scales) {
     key_row = key_numbers = keys.row, value_row = value_numbers = values.row;
-    key = key_number = kept(token * key_row), value_number = kept(VALUE + token * value_row), value = kept(VALUE + part * value_row);
+    key_number = kept(token * key_row), value_number = kept(VALUE + token * value_row);
     key_used = keys.used, value_used = values.used;
     key_scale = keys.row ? 15 : 0, value_scale = values.row ? 15 : 0, scale = scales[lane % 16];
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
       const int* word = keys.word(key_word(chunk, part));
-      key_words[chunk] = word[0], key_masks[chunk][0] = word[1], key_masks[chunk][KEY_FIELDS - 1] = word[2];
+      key_words[chunk] = kept(token * key_row + word[0]), key_masks[chunk][0] = word[1], key_masks[chunk][KEY_FIELDS - 1] = word[2];
     }
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
       const int* word = values.word(8 * chunk + row);
-      value_words[chunk] = word[0], value_masks[chunk][0] = word[1], value_masks[chunk][VALUE_FIELDS - 1] = word[2];
+      value_words[chunk] = kept(VALUE + part * value_row + word[0]), value_masks[chunk][0] = word[1], value_masks[chunk][VALUE_FIELDS - 1] = word[2];
     }
   }
 
@@ -419,16 +419,16 @@ __device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from, const P
   if constexpr (SEGMENTS) {
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
-      if (4 * chunk < place.key_used) words[chunk] = read_word(from + place.key_words[chunk]);
+      if (4 * chunk < place.key_used) words[chunk] = read_word(place.key_words[chunk] + from);
   } else if constexpr (KEY_WORDS == 8 && (KEY_GROUPS == 1 || STRIDED)) {
-    const uint2 two = read_two(from);
+    const uint2 two = read_two(place.key + from);
     words[0] = two.x, words[1] = two.y;
   } else if constexpr (KEY_WORDS == 16 && (KEY_GROUPS == 1 || STRIDED)) {
-    const uint4 four = read_four(from);
+    const uint4 four = read_four(place.key + from);
     words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
   } else {
     #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(from + 4 * key_word(chunk, 0));
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(place.key + from + 4 * key_word(chunk, 0));
   }
 }
 
@@ -449,7 +449,7 @@ __device__ void compare(
     float (&scores)[SETS][2], unsigned stage, int half, const Place& place, const Query& query, const float (&top)[SETS]) {
   unsigned keys[2][KEY_CHUNKS];
   #pragma unroll
-  for (int r = 0; r < 2; r++) read_words(keys[r], stage + place.key + (16 * half + 8 * r) * place.key_row, place);
+  for (int r = 0; r < 2; r++) read_words(keys[r], stage + (16 * half + 8 * r) * place.key_row, place);
   #pragma unroll
   for (int group = 0; group < KEY_GROUPS; group++) {
     int products[SETS][4][4] = {};  // by field, of which there are KEY_FIELDS
@@ -501,7 +501,7 @@ __device__ void compare(
     }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const unsigned at = stage + place.key_number + (16 * half + 8 * r) * place.key_numbers;
+      const unsigned at = place.key_number + (stage + (16 * half + 8 * r) * place.key_numbers);
       float scale = read_scale(at, group, place, place.key_scale), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
       if (!MINIMUM) offset *= -scale;
       scale *= query.unit;
@@ -604,10 +604,10 @@ __device__ void accumulate(
   for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
     if (SEGMENTS && 8 * chunk >= place.value_used) break;
     unsigned words[4];
-    const unsigned at = SEGMENTS ? place.value_words[chunk] : 32 * chunk;
+    const unsigned at = SEGMENTS ? place.value_words[chunk] : place.value + 32 * chunk;
     #pragma unroll
     for (int i = 0; i < 4; i++)
-      words[i] = read_word(stage + place.value + (16 * half + 4 * i) * place.value_row + at);
+      words[i] = read_word(at + (stage + (16 * half + 4 * i) * place.value_row));
     #pragma unroll
     for (int field = 0; field < VALUE_FIELDS; field++)
       #pragma unroll
@@ -680,7 +680,7 @@ __device__ void process(
     for (int group = 0; group < VALUE_GROUPS; group++)
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const unsigned at = stage + place.value_number + (16 * half + 8 * r) * place.value_numbers;
+        const unsigned at = place.value_number + (stage + (16 * half + 8 * r) * place.value_numbers);
         float scale = read_scale(at, group, place, place.value_scale), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * VALUE_NUMBERS, group);
         if (!MINIMUM) offset *= -scale;
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
