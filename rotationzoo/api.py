@@ -160,7 +160,7 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
       recipe's pair;
     * `bits`: another budget of bits an element than the artifacts', which must have one;
     * `format`: the engine's 2-bit format, such as `sglang` or `vllm`;
-    * `rounding`: the codes of the arm that the decision is about: `nearest` or `feedback`;
+    * `rounding`: the codes of the arm that the decision is about;
     * `pooled`: measure each artifact with one rotation per layer, as `export --pooled` writes it;
     * `anyway`: measure artifacts that were made for other weights, too;
     * `prefill_chunk`: tokens of a prompt that are read at a time, and not one by one;

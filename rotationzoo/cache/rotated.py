@@ -46,8 +46,9 @@ class RotatedCache(DynamicCache):
     * `bits`: another budget of bits an element than the artifact's, which must have one;
     * `sink`, `recent`: how many first and last tokens stay exact, by default as the recipe says;
     * `group_size`: channels that share a scale; by default the recipe's, or the whole head;
-    * `rounding`: how rows get their codes: by error `feedback` where the artifact was calibrated
-      for it, which loses fewer answers, and else the `nearest`, as engines write them;
+    * `rounding`: how rows get their codes: by `transform` coding, in bytes of its own, or by error
+      `feedback` where the artifact was calibrated for it, and else the `nearest`, as engines write
+      them;
     * `prefill_layout`: which earlier tokens a chunk of a prompt reads exact: with `server`, the
       default, the sink alone; with `window`, as vLLM, the `recent` tokens before it as well;
     * `reading`: the form in which a decoding step reads: `rows` that are restored and rotated back,

@@ -189,7 +189,9 @@ def _extra_bits(places: Sequence[Place], bits: float, group_size: int | None) ->
     if bits < least - _NOTHING:
         raised = math.ceil((least - _NOTHING) * 1000) / 1000  # 2 + 16/192 may not be rounded down
         problem = f"a budget of {bits:g} bits is less than codes of 2 bits take with their scales"
-        raise RotationZooError(f"{problem}, {raised:g}", f"give {raised:g} or more")
+        raise RotationZooError(
+            f"{problem}, {raised:g}", f"give {raised:g} or more, or --recipe transform"
+        )
     return max(0.0, bits - least)
 
 

@@ -30,7 +30,7 @@ else:
 
 Engine = Annotated[EngineName | None, option("The engine that serves it.", "--for")]
 FormatName = Annotated[Format | None, option("The 2-bit format.")]
-Bits = Annotated[float | None, option("Another budget of bits.", "--bits", min=2, max=4)]
+Bits = Annotated[float | None, option("Another budget of bits.", "--bits", min=1, max=4)]
 HowRounded = Annotated[
     Rounding | None, option("How rows get their codes (the best that the artifact has).")
 ]

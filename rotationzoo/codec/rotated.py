@@ -26,7 +26,8 @@ class RotatedCodec:
 
     A simulation reads whole rows through `fake_quantize`. A cache that holds codes takes the same
     steps one by one: `pack` when a token leaves the exact window, and `restore` when it is
-    read. Raises `RotationZooError` for `feedback` with rotations that lack its factors.
+    read. Raises `RotationZooError` for `feedback` and `transform` with rotations that lack their
+    matrices.
     """
 
     rotations: Rotations
