@@ -61,7 +61,7 @@ def has_kernels(monkeypatch, libraries, device):
         monkeypatch.setattr(prompts, "_restore_kernel", restore)
 
     def choose(has):
-        for module in (pages, cuda_segments):
+        for module in (pages, prompts, cuda_segments):
             monkeypatch.setattr(module, "kernels_run_on", lambda device: has)
 
     return choose
