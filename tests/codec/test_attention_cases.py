@@ -42,11 +42,11 @@ def third_bits() -> Iterator[Case]:
 
 def segments() -> Iterator[Case]:
     """Channels of their own widths, in heads of every size, with all else that may vary."""
-    for dim, bits in itertools.product(DIMS, ((4, 4), (8, 3), (2, 6), (1, 0))):
+    for dim, bits in itertools.product(DIMS, ((4, 4), (8, 3), (2, 6), (1, 1))):
         case = Case("segments", SEGMENTS, dim, bits=bits, kv_heads=3, means=True, seed=dim)
         yield from (case, replace(case, group=8, new=2, sinks=True), replace(case, soft_cap=20.0))
     case = Case("segments", SEGMENTS, bits=(8, 8), lengths=(0, 500, 64, 333, 3000), seed=1)
-    yield from (case, replace(case, uneven=2.0), replace(case, query_scale=30.0))
+    yield from (case, replace(case, uneven=2.0), replace(case, query_scale=8.0))
     windows = {"head": (40, 64, 3, 0, 64), "tail": (9, 256, 40, 11, 100)}
     moved = replace(case, pooled=(0, 64, 62, 45, 2000), floors=(0, 490, 63, 333, 2998), **windows)
     yield from (replace(moved, new=new, bits=(5, 4)) for new in (2, 4))
