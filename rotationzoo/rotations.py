@@ -180,7 +180,8 @@ class Rotations(Mapping[int, LayerRotations]):
     @property
     def has_transform(self) -> bool:
         """Whether both sides of every layer have the matrix that transform coding needs."""
-        return all(rotation.transform is not None for _, _, rotation in self.each())
+        each = [rotation.transform is not None for _, _, rotation in self.each()]
+        return bool(each) and all(each)
 
     @property
     def has_budget(self) -> bool:

@@ -13,7 +13,7 @@ from rotationzoo.codec.formats import FINE, Format
 from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Segments, Strides, Window
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.slots import count_slots, slot_table
-from rotationzoo.codec.transform import SCALES, SegmentLayout
+from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.errors import RotationZooError
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
@@ -109,11 +109,6 @@ class Kernels:
     """Of a block of `attend`."""
     blocks: int
     """Blocks of `attend` that the GPU holds at once."""
-
-
-@cache
-def _scales(device: torch.device) -> torch.Tensor:
-    return torch.tensor([*SCALES, torch.nan], device=device)
 
 
 def _room(layout: Layout) -> float:
@@ -368,7 +363,7 @@ def _segments(variant: AttentionVariant, device: torch.device) -> Segments:
     key, value = variant.key, variant.value
     if isinstance(key, PageLayout) or isinstance(value, PageLayout):
         return Segments(None, None, None)
-    return Segments(slot_table(key, device), slot_table(value, device), _scales(device))
+    return Segments(slot_table(key, device), slot_table(value, device), list_scales(device))
 
 
 def _window(window: ExactWindow, dtype: torch.dtype) -> Window:

@@ -57,6 +57,14 @@ class SegmentLayout:
         """The layout of widths `[H, D / SEGMENT]`."""
         return cls(tuple(map(tuple, widths.tolist())), tokens)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.widths, self.tokens))
+
+    def __hash__(self) -> int:
+        # Kernels look a layout up at each call.
+        return self._hash
+
     @property
     def heads(self) -> int:
         """KV heads."""
