@@ -109,5 +109,5 @@ def test_the_script_runs_and_goes_on_where_it_was_cut_short(
     shown = capsys.readouterr().out
     assert "| keys and values, 3 bits | 4.000 |" in shown
     assert "q4_0 stores 32 channels together" in shown
-    assert {"keys, 2 bits", "kivi", "kvarn-k2v2", "out as it is"} <= set(arms)
+    assert {"keys, 2 bits", "kivi", "kvarn-k2v2", "out as it is: out+feedback"} <= set(arms)
     assert all(arm["kl"] > 0 for arm in arms.values())

@@ -108,7 +108,9 @@ def random_pages(layout: PageLayout | SegmentLayout, count: int, device: str) ->
     return pages
 
 
-def settings_of(shape: Shape, format: str, bits: float | None = None) -> CacheSettings:
+def settings_of(
+    shape: Shape, format: str, bits: float | None = None, device: str = "cuda"
+) -> CacheSettings:
     """Random rotations, with factors of error feedback; or with transform coding in so many
     bits."""
     geometry = [Layer(0, 0, shape.heads, shape.kv_heads, shape.dim, shape.dim)]
@@ -132,7 +134,7 @@ def settings_of(shape: Shape, format: str, bits: float | None = None) -> CacheSe
     if bits is not None:
         rotations, rounding = spend_bits(rotations, Budget(bits), None), "transform"
     layout = CacheLayout(SIMULATED[format], SINK, RECENT, prefill_layout="window")
-    like = torch.zeros(1, shape.kv_heads, 1, shape.dim, device="cuda")
+    like = torch.zeros(1, shape.kv_heads, 1, shape.dim, device=device)
     settings = CacheSettings(RotatedCodec(rotations, rounding=rounding), layout)
     return settings.for_layer(0, like, like)
 

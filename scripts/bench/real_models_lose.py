@@ -393,12 +393,13 @@ class Parts:
     def as_they_are(self) -> None:
         self.run.head("o. Artifacts")
         for artifact in self.artifacts:
-            for bits in self.run.options.bits or (artifact.recipe.budget.bits,):
-                budgets = (Budget(bits),)
+            for bits in self.run.options.bits or (None,):
+                budgets = (Budget(bits) or None,)
                 arms = build_arms([artifact], self.study.geometry, ["hadamard"], budgets=budgets)
                 for arm in arms:
                     if arm.about.rounding != "nearest":
-                        name = f"{artifact.folder.resolve().name}, {bits:g}: {arm.name}"
+                        stored = "as it is" if bits is None else f"in {bits:g} bits"
+                        name = f"{artifact.folder.resolve().name} {stored}: {arm.name}"
                         self.run.measure(name, arm.codec)
 
 

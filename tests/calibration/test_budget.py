@@ -123,7 +123,7 @@ def test_another_budget_needs_no_model(made):
     assert {int(rotation.fine_channels) for _, _, rotation in generous.each()} == {0, 32}
     with pytest.raises(RotationZooError, match=r"a budget of 2\.5 bits is less") as error:
         reduced_rotations(made, False, (), Budget(2.5))
-    assert error.value.hint == "give 3 or more"
+    assert error.value.hint == "give 3 or more, or --recipe transform"
     for bits in (float("nan"), 4.5, "many"):
         with pytest.raises(UsageError, match="bits = "):
             reduced_rotations(made, False, (), Budget(bits))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.cases import quick_first
 from support.models import add_tokenizer, load_saved, save_family, save_tiny
 
 from rotationzoo.calibration.calibrate import calibrate
@@ -47,7 +48,7 @@ class Noisy:
         return 16.0
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma4"])
+@pytest.fixture(scope="module", params=quick_first(["gemma2", "llama", "gemma4"]))
 def model(request, tmp_path_factory):
     """gemma2 has a soft cap, windows, and a cap on its logits; in gemma4, layers share a cache."""
     folder = tmp_path_factory.mktemp(request.param)
