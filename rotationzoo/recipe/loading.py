@@ -15,7 +15,6 @@ from rotationzoo.words import nearest, shortened
 
 _BITS = 3.0
 """Two real models kept 93 % and 95 % of their answers with them (docs/results.md)."""
-_TRANSFORM_BITS = 2.5
 _LENGTH = 8192
 """The mean of keys moves with RoPE, so that of short rows is not that of long contexts."""
 _OSCAR = Recipe(
@@ -26,16 +25,10 @@ _OSCAR = Recipe(
     bits=_BITS,
     data=Data(length=_LENGTH),
 )
+_OTHER_CODES = {"transform": True, "center_values": True, "feedback": False, "whiten": False}
 _RECIPES = (
     _OSCAR,
-    Recipe(
-        name="transform",
-        center_keys=True,
-        center_values=True,
-        transform=True,
-        bits=_TRANSFORM_BITS,
-        data=Data(length=_LENGTH),
-    ),
+    _OSCAR.model_copy(update=dict(_OTHER_CODES, name="transform", bits=2.5)),
     Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
     Recipe(name="hadamard", composition="hadamard"),
     Recipe(name="random", composition="random"),
