@@ -132,7 +132,7 @@ class Stream:
             blocks.length = max(blocks.length, forgotten - sink)
             begin = sink + blocks.length
             # Without a kernel, the codes of many tokens take hardly longer than those of one.
-            ahead = begin + 1 == end and self.codec.encoder(*kind, rows.device) is None
+            ahead = begin + 1 == end and not self.codec.packs_in_kernel(*kind, rows.device)
             leaving = rows[:, :, begin - self.tail_start :]
             leaving = leaving[:, :, : AHEAD if ahead else max(0, end - begin)]
             # A block at a time, because the codec takes float32 copies of what it quantizes.

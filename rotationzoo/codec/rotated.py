@@ -176,9 +176,20 @@ class RotatedCodec:
         self, layer: int, side: str, format: int2.Format, device: torch.device
     ) -> None:
         """Raise `RotationZooError` where a row since the last call could not be quantized."""
-        segments = self._segment_encoder(layer, side, device)
-        if encoder := segments or self.encoder(layer, side, format, device):
+        if encoder := self._packer(layer, side, format, device):
             encoder.check()
+
+    def packs_in_kernel(
+        self, layer: int, side: str, format: int2.Format, device: torch.device
+    ) -> bool:
+        """Whether a kernel does what `pack` does, on this device."""
+        return self._packer(layer, side, format, device) is not None
+
+    def _packer(
+        self, layer: int, side: str, format: int2.Format, device: torch.device
+    ) -> SegmentEncoder | Encoder | None:
+        segments = self._segment_encoder(layer, side, device)
+        return segments or self.encoder(layer, side, format, device)
 
     def _segment_encoder(
         self, layer: int, side: str, device: torch.device
