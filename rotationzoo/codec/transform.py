@@ -1,11 +1,14 @@
 """Rows whose channels have 0 to 8 bits each: from rows to bytes, and back, in plain torch.
 
 A row of one KV head is turned into channels (`linalg.transform_coding`), the widest first, each in
-steps of its own. `SEGMENT` channels have equal bits. The row has one of fifteen scales, which
-multiplies all steps: the one that leaves the smallest squared error. Its number takes the first
-four bits of the row, and the codes follow, one after another, lowest bits first, without gaps, up
-to a whole word of 32 bits. The level of a code of w bits is `(code + 1/2 - 2^(w-1)) * scale`: there
-is no offset. A row that cannot be stored has the number 15, and reads back as no number.
+steps of its own. The four channels of a segment have equal bits. The row has one of fifteen scales,
+which multiplies all steps: the one that leaves the smallest squared error. The level of a code of w
+bits is `(code + 1/2 - 2^(w-1)) * scale`: there is no offset. A row that cannot be stored has the
+number 15, and reads back as no number.
+
+A row is whole words of 32 bits. The codes of a segment lie in the four bytes of a word, at the same
+bits of each: so one mask takes all four. Byte j of each word is the next eight bits of a stream. It
+begins with bit j of the number of the scale, and `arrange` says where in it each segment is.
 """
 
 import math
@@ -20,7 +23,7 @@ import torch
 from rotationzoo.codec.int2 import find_refused
 from rotationzoo.linalg.transform_coding import SEGMENT, WORD
 
-SCALE_BITS = 4
+_BYTES = 0x01010101
 SCALES = tuple(0.5 * 5.6 ** (number / 14) for number in range(15))
 """From 0.5 to 2.8, in equal ratios."""
 NO_NUMBER = 15
@@ -34,7 +37,7 @@ class Tables(NamedTuple):
     widths: torch.Tensor
     """int64 `[H, D / SEGMENT]`."""
     starts: torch.Tensor
-    """The first bit of each segment in its row, int64 `[H, D / SEGMENT]`."""
+    """The first bit of each segment in its streams, int64 `[H, D / SEGMENT]`."""
     scales: torch.Tensor
     """float32 `[16]`."""
 
@@ -78,8 +81,8 @@ class SegmentLayout:
     @cached_property
     def row_bytes(self) -> list[int]:
         """Bytes of a row of each head: none where no channel has bits."""
-        taken = [SEGMENT * sum(its) for its in self.widths]
-        return [-(-(bits + SCALE_BITS) // WORD) * (WORD // 8) * (bits > 0) for bits in taken]
+        taken = map(sum, self.widths)
+        return [-(-(1 + bits) // 8) * (WORD // 8) * (bits > 0) for bits in taken]
 
     @cached_property
     def starts(self) -> list[int]:
@@ -95,7 +98,7 @@ class SegmentLayout:
     def places(self, device: torch.device) -> torch.Tensor:
         """What kernels know of each head, int32 `[H, 2 + D / SEGMENT]`: the first byte of its rows
         in a page and the bytes of a row; and of each segment, its bits and 16 times its first
-        bit."""
+        bit in its streams."""
         return _places(self, device)
 
     def empty(self, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -142,18 +145,15 @@ class SegmentLayout:
     def pack(self, codes: torch.Tensor, numbers: torch.Tensor) -> list[torch.Tensor]:
         """The rows `[B, 1, T, row bytes]` of each head."""
         tables, rows = _tables(self.widths, codes.device), []
-        places = torch.arange(SEGMENT, device=codes.device)
+        byte = torch.arange(SEGMENT, device=codes.device)
         for head, size in enumerate(self.row_bytes):
-            shifts = tables.widths[head][:, None] * places
-            segments = codes[:, head].long().unflatten(-1, (-1, SEGMENT))
-            values = (segments << shifts).sum(-1)
-            word, bit = tables.starts[head] // WORD, tables.starts[head] % WORD
-            # A segment has up to 32 bits, which may reach into the next word.
-            pair = values << bit
-            words = values.new_zeros(*values.shape[:2], size // 4 + 2)
-            words[..., 0] = numbers[:, head]
-            words.index_add_(-1, word, pair & 0xFFFFFFFF)
-            words.index_add_(-1, word + 1, pair >> WORD & 0xFFFFFFFF)
+            segments = (codes[:, head].long().unflatten(-1, (-1, SEGMENT)) << 8 * byte).sum(-1)
+            word, bit = tables.starts[head] // 8, tables.starts[head] % 8
+            words = segments.new_zeros(*segments.shape[:2], size // 4 + 2)
+            words[..., 0] = ((numbers[:, head, :, None].long() >> byte & 1) << 8 * byte).sum(-1)
+            # What leaves its byte at the top comes to the next word at the bottom.
+            words.index_add_(-1, word, segments << bit & _BYTES * (0xFF << bit & 0xFF))
+            words.index_add_(-1, word + 1, segments >> 8 - bit & _BYTES * ((1 << bit) - 1))
             data = words[..., : size // 4].to(torch.int32).contiguous().view(torch.uint8)
             rows.append(data[:, None])
         return rows
@@ -162,26 +162,47 @@ class SegmentLayout:
         """Codes `[B, H, T, D]` and numbers of scales `[B, H, T]`, uint8, of the rows of each
         head."""
         tables = _tables(self.widths, stored[0].device)
-        places = torch.arange(SEGMENT, device=stored[0].device)
+        byte = torch.arange(SEGMENT, device=stored[0].device)
         codes, numbers = [], []
         for head, rows in enumerate(stored):
             batch, _, tokens, size = rows.shape
             # A copy, because nothing of a page may begin anywhere.
             flat = rows.flatten().clone().view(torch.int32).long() & 0xFFFFFFFF
-            words = flat.view(batch, tokens, size // 4)
-            words = torch.nn.functional.pad(words, (0, 2))
-            word, bit = tables.starts[head] // WORD, tables.starts[head] % WORD
-            values = (words[..., word] | words[..., word + 1] << WORD) >> bit
-            width = tables.widths[head][:, None]
-            each = values[..., None] >> width * places & (1 << width) - 1
-            codes.append(each.flatten(-2))
-            numbers.append(words[..., 0] & 15)
+            words = torch.nn.functional.pad(flat.view(batch, tokens, size // 4), (0, 2))
+            word, bit = tables.starts[head] // 8, tables.starts[head] % 8
+            lower = words[..., word] >> bit & _BYTES * (0xFF >> bit)
+            upper = words[..., word + 1] << 8 - bit & _BYTES * (0xFF << 8 - bit & 0xFF)
+            mask = (1 << tables.widths[head][:, None]) - 1
+            codes.append(((lower | upper)[..., None] >> 8 * byte & mask).flatten(-2))
+            numbers.append(((words[..., :1] >> 8 * byte & 1) << byte).sum(-1))
         return torch.stack(codes, 1).to(torch.uint8), torch.stack(numbers, 1).to(torch.uint8)
 
     @staticmethod
     def _places(channels: torch.Tensor, scale: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
         """The codes, less their halves."""
         return (channels / scale).floor().maximum(-halves).minimum(halves - 1)
+
+
+def arrange(widths: Sequence[int]) -> list[int]:
+    """The first bit of each segment in its streams, from their widths, the widest first.
+
+    Each byte gets the widest segments that still fit, the narrowest of them at the bottom. Where
+    none fits, the widest one goes on in the next byte.
+    """
+    starts, end = [0] * len(widths), 1
+    left = [segment for segment, width in enumerate(widths) if width]
+    while left:
+        room, chosen = 8 - end % 8, list[int]()
+        for segment in left:
+            if widths[segment] <= room:
+                chosen.insert(0, segment)
+                room -= widths[segment]
+        left = [segment for segment in left if segment not in chosen]
+        if room and left:
+            chosen.append(left.pop(0))
+        for segment in chosen:
+            starts[segment], end = end, end + widths[segment]
+    return starts
 
 
 def sum_in_halves(numbers: torch.Tensor) -> torch.Tensor:
@@ -206,7 +227,7 @@ def _places(layout: SegmentLayout, device: torch.device) -> torch.Tensor:
 @cache
 def _tables(widths: tuple[tuple[int, ...], ...], device: torch.device) -> Tables:
     bits = torch.tensor(widths, device=device)
-    starts = SCALE_BITS + SEGMENT * (bits.cumsum(-1) - bits)
+    starts = torch.tensor([*map(arrange, widths)], device=device)
     halves = (1 << bits).float().repeat_interleave(SEGMENT, dim=-1)[:, None] / 2
     return Tables(halves, bits, starts, list_scales(device))
 

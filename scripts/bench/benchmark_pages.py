@@ -99,7 +99,7 @@ def random_pages(layout: PageLayout | SegmentLayout, count: int, device: str) ->
     sections = layout.view(pages)
     if isinstance(sections, list):
         for rows in sections:
-            rows[..., :1] &= 0xF7  # the number of a scale
+            rows[..., 3:4] &= 0xFE  # the highest bit of the number of a scale
         return pages
     sections.scale.uniform_(1.2, 1.8)
     # Both put the middle of the codes near zero.

@@ -5,9 +5,9 @@ import torch
 
 from rotationzoo.codec.transform import (
     NO_NUMBER,
-    SCALE_BITS,
     SCALES,
     SegmentLayout,
+    arrange,
     sum_in_halves,
 )
 from rotationzoo.linalg.transform_coding import SEGMENT
@@ -39,6 +39,31 @@ def random_steps(seed=2):
     return torch.rand(HEADS, DIM, generator=torch.Generator().manual_seed(seed)) + 0.1
 
 
+@pytest.mark.parametrize(
+    ("widths", "starts"),
+    [
+        # The scale takes one bit of the first byte. Then each byte is full.
+        ((7, 6, 5, 4, 4, 3, 2), [1, 10, 19, 28, 24, 16, 8]),
+        ((3, 3, 2, 2, 2, 0), [4, 1, 7, 11, 9, 0]),
+        # Where none fits, as in the line above, the widest one goes on in the next byte.
+        ((5, 5, 5, 1), [2, 7, 12, 1]),
+        ((8, 8), [1, 9]),
+        ((), []),
+    ],
+)
+def test_segments_fill_bytes(widths, starts):
+    assert arrange(widths) == starts
+
+
+def test_segments_take_all_bits_but_the_last():
+    for seed in range(20):
+        for widths in random_layout(seed).widths:
+            taken = [0]
+            for start, width in zip(arrange(widths), widths, strict=True):
+                taken += range(start, start + width)
+            assert sorted(taken) == [*range(1 + sum(widths))]
+
+
 def test_codes_are_packed_without_gaps():
     layout, generator = random_layout(), torch.Generator().manual_seed(3)
     widths = widths_of(layout)
@@ -54,15 +79,18 @@ def test_codes_are_packed_without_gaps():
     back, of_rows = layout.unpack(stored)
     assert torch.equal(back, codes)
     assert torch.equal(of_rows, numbers)
-    # By hand: the number that the bytes of a row spell.
+    # By hand: the numbers that every fourth byte of a row spells.
+    starts = arrange(layout.widths[0])
     for token in range(5):
-        spelled = int.from_bytes(bytes(stored[0][0, 0, token].tolist()), "little")
-        assert spelled % (1 << SCALE_BITS) == numbers[0, 0, token]
-        spelled >>= SCALE_BITS
-        for code, width in zip(codes[0, 0, token].tolist(), widths[0].tolist(), strict=True):
-            assert spelled % (1 << width) == code
-            spelled >>= width
-        assert spelled == 0
+        row = bytes(stored[0][0, 0, token].tolist())
+        for byte in range(4):
+            spelled = int.from_bytes(row[byte::4], "little")
+            assert spelled % 2 == numbers[0, 0, token] >> byte & 1
+            for segment, start in enumerate(starts):
+                width = layout.widths[0][segment]
+                code = spelled >> start & (1 << width) - 1
+                assert code == codes[0, 0, token, SEGMENT * segment + byte]
+            assert spelled >> 1 + sum(layout.widths[0]) == 0
 
 
 def test_codes_are_the_nearest_of_the_best_scale():

@@ -27,6 +27,7 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 
 // ---- threads ---------------------------------------------------------------------------------------------------------------
 

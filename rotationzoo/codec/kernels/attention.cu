@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     const float* mean, double scale, const int* segments, signed char* prepared, Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
   __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
-  __shared__ int pieces[SEGMENTS ? PREPARED : 1];
+  __shared__ int4 slots[SEGMENTS ? KEY_WORDS : 1];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
   const Count row = Count(batch) * heads + head;
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
     }
   if (SEGMENTS)
-    for (int i = threadIdx.x; i < PREPARED; i += blockDim.x) pieces[i] = HeadTable(segments, KEY_WORDS, head, KEY_ROW).piece(i);
+    for (int i = threadIdx.x; i < KEY_WORDS; i += blockDim.x) slots[i] = HeadTable(segments, KEY_WORDS, head, KEY_ROW).slots[i];
   wait_for_previous();
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   float top = 0.0f;
   if (SEGMENTS)
     for (int i = threadIdx.x; i < COLUMNS * PREPARED; i += blockDim.x) {
-      const Piece piece(pieces[i % PREPARED]);
+      const Piece piece(slots[i % PREPARED / 8], i / 4 % KEY_FIELDS, i % 4);
       top = fmaxf(top, fabsf(turned[i / PREPARED][piece.channel]) * piece.weight(i / 4 % KEY_FIELDS));
     }
   else
@@ -123,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     for (int i = lane; i < PREPARED; i += 32) {
       const int word = i / (4 * KEY_FIELDS), unit_of = word - 4 * KEY_CHUNKS;  // of third bits
       const bool third = KEY_FINE && unit_of >= 0, exists = third ? 16 * unit_of < KEY_FINE : word < KEY_WORDS;
-      const Piece piece(SEGMENTS ? pieces[i] : 0);
       const int field = i / 4 % KEY_FIELDS;
+      const Piece piece(slots[SEGMENTS ? i / 8 : 0], field, i % 4);
       const int ch = SEGMENTS ? piece.channel : third ? fine_channel(unit_of, i % 4, i / 4 % 4) : key_channel(word, i % 4, field);
       const int x = exists ? __float2int_rn(turned[c][ch] * (SEGMENTS ? piece.weight(field) : 1.0f) / unit) : 0;
       const int high = (x + 128) >> 8;
@@ -251,6 +251,9 @@ __device__ void attend_packed(
   for (int set = 0; set < SETS; set++) {
     float* to = merged + (warp * COLUMNS + 4 * set + part) * WIDTH;
 #if SEGMENTS
+    int4 slots[VALUE_CHUNKS];
+    #pragma unroll
+    for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) slots[chunk] = values.slots[8 * chunk + row];  // all at once, before any store
     for (int d = row; d < VALUE_DIM; d += 8) to[d] = 0.0f;
     // Other lanes may have the second pieces of a lane's codes.
     #pragma unroll
@@ -260,7 +263,7 @@ __device__ void attend_packed(
       for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
         #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const Piece piece(values.piece(8 * (8 * chunk + row) + i));
+          const Piece piece(slots[chunk], i / 4, i % 4);
           const float(&sums)[4] = state.output[set][4 * chunk + i / 2];
           const float sum = 16777216.0f * (sums[i % 2 * 2] + sums[i % 2 * 2 + 1]) + piece.middle() * state.offsets[0][set];
           if (piece.mask && piece.second == second) to[piece.channel] += piece.factor * sum;

@@ -2,6 +2,7 @@
 // That file has the macros and the method.
 
 #include "launches.cu"
+#include "segment_rows.cu"
 
 typedef unsigned long long Address;
 
@@ -53,7 +54,7 @@ constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * size
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
 constexpr bool NARROW = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1;
-constexpr int OF_SEGMENTS = SETS == 1 && VALUE_CHUNKS < 5 ? 3 : 2;
+constexpr int OF_SEGMENTS = SETS == 1 && VALUE_CHUNKS < 5 ? 3 + (VALUE_CHUNKS < 3) : 2;
 constexpr int BLOCKS = SEGMENTS ? OF_SEGMENTS : NARROW ? (SETS == 1 ? 4 : 3) - (VALUE_PLANES > 0) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
@@ -257,21 +258,20 @@ __device__ unsigned bytes_of(unsigned low, unsigned high) {
 
 // ---- segments --------------------------------------------------------------------------------------------------------------
 
-// Codes of any width lie in a row without gaps. Pieces of them are multiplied where they lie, as fields are: a slot is a word of the
-// row with two masks, which take pieces as if they were fields of 4 bits. With the query, or the output, times what a piece counts in
-// its code, all else is as it is for codes of 4 bits. codec/slots.py says which pieces a slot has, and writes the table of a head.
+// Codes have any width. Pieces of them are multiplied where they lie, as fields are: a slot is a word of the row with two masks for its
+// bytes, which take pieces as if they were fields of 4 bits. With the query, or the output, times what a piece counts in its code, all
+// else is as it is for codes of 4 bits. codec/slots.py says which pieces a slot has, and writes the table of a head.
 struct HeadTable {
   int row, start, used = 0;  // bytes of a row, first byte of a page, and slots
-  const int* slots;
+  const int4* slots;         // the first byte of a word, and two pieces
 
   __device__ HeadTable(const int* tables, int count, int head, int room) : row(room), start(head * PAGE * room) {
     if constexpr (SEGMENTS) {
-      const int* mine = tables + Count(head) * (3 + 11 * count);
-      row = mine[0], start = mine[1], used = mine[2], slots = mine + 3;
+      slots = reinterpret_cast<const int4*>(tables) + Count(head) * (1 + count) + 1;
+      const int4 mine = slots[-1];
+      row = mine.x, start = mine.y, used = mine.z;
     }
   }
-  __device__ const int* word(int slot) const { return slots + 11 * slot; }  // its first byte, and the masks
-  __device__ int piece(int i) const { return slots[11 * (i / 8) + 3 + i % 8]; }
 };
 
 struct Piece {
@@ -279,9 +279,9 @@ struct Piece {
   float factor;  // of the byte, as it is masked, in its code
   bool second;   // of two of a code
 
-  __device__ Piece(int packed) {
-    const int shift = (packed >> 9 & 31) - 8;
-    channel = packed & 511, mask = packed >> 16, factor = __int_as_float((127 + shift) << 23), second = shift > 0;
+  __device__ Piece(const int4& slot, int field, int byte) {
+    const int packed = field ? slot.z : slot.y, shift = (packed >> 9 & 31) - 8;
+    channel = (packed & 511) + byte, mask = packed >> 16, factor = __int_as_float((127 + shift) << 23), second = shift > 0;
   }
   // What a number of the query is multiplied by: products of field 0 count 16 times.
   __device__ float weight(int field) const { return mask ? factor * (1 << 4 * field) : 0.0f; }
@@ -385,23 +385,25 @@ struct Place {
   // With segments:
   int key_used, value_used;  // slots
   unsigned key_words[KEY_CHUNKS], key_masks[KEY_CHUNKS][KEY_FIELDS], value_words[VALUE_CHUNKS], value_masks[VALUE_CHUNKS][VALUE_FIELDS];
-  unsigned key_scale, value_scale;  // a mask of the number of a scale: 0 where there are no rows
+  unsigned key_scale, value_scale;  // masks of the words with numbers of scales: 0 where there are no rows
   float scale;                      // number lane % 16
 
   __device__ void read(const HeadTable& keys, const HeadTable& values, const float* scales) {
     key_row = key_numbers = keys.row, value_row = value_numbers = values.row;
     key_number = kept(token * key_row), value_number = kept(VALUE + token * value_row);
     key_used = keys.used, value_used = values.used;
-    key_scale = keys.row ? 15 : 0, value_scale = values.row ? 15 : 0, scale = scales[lane % 16];
+    key_scale = keys.row ? EACH_BYTE : 0, value_scale = values.row ? EACH_BYTE : 0, scale = scales[lane % 16];
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-      const int* word = keys.word(key_word(chunk, part));
-      key_words[chunk] = kept(token * key_row + word[0]), key_masks[chunk][0] = word[1], key_masks[chunk][KEY_FIELDS - 1] = word[2];
+      const int4 slot = keys.slots[key_word(chunk, part)];
+      key_words[chunk] = kept(token * key_row + slot.x);
+      key_masks[chunk][0] = kept(EACH_BYTE * (slot.y >> 16)), key_masks[chunk][KEY_FIELDS - 1] = kept(EACH_BYTE * (slot.z >> 16));
     }
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
-      const int* word = values.word(8 * chunk + row);
-      value_words[chunk] = kept(VALUE + part * value_row + word[0]), value_masks[chunk][0] = word[1], value_masks[chunk][VALUE_FIELDS - 1] = word[2];
+      const int4 slot = values.slots[8 * chunk + row];
+      value_words[chunk] = kept(VALUE + part * value_row + slot.x);
+      value_masks[chunk][0] = kept(0x00010001 * (slot.y >> 16)), value_masks[chunk][VALUE_FIELDS - 1] = kept(0x00010001 * (slot.z >> 16));
     }
   }
 
@@ -432,9 +434,9 @@ __device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from, const P
   }
 }
 
-// The scale of a row. With segments, its number is below the mask.
+// The scale of a row. With segments, its number lies in the word below the mask.
 __device__ float read_scale(unsigned at, int group, const Place& place, unsigned mask) {
-  return SEGMENTS ? __shfl_sync(ALL, place.scale, read_word(at) & mask) : read_number(at, group);
+  return SEGMENTS ? __shfl_sync(ALL, place.scale, gathered(read_word(at) & mask)) : read_number(at, group);
 }
 
 struct Query {  // what a lane needs of it
@@ -615,21 +617,15 @@ __device__ void accumulate(
         const int members = value_members(chunk, field, group);
         if (!members) continue;
         const bool none = members < 8 && value_group(8 * chunk + place.row, field) != group;
-        unsigned masks[4];
-        #pragma unroll
-        for (int byte = 0; byte < 4; byte++) {
-          const unsigned four = VALUE_CHUNKS > 4 ? kept(place.value_masks[chunk][field]) : place.value_masks[chunk][field];
-          const unsigned mask = SEGMENTS ? __byte_perm(four, 0, 0x4040 + 0x0101 * byte) : half_mask(field);
-          masks[byte] = none ? 0 : mask;
-        }
+        const unsigned mask = none ? 0 : SEGMENTS ? place.value_masks[chunk][field] : half_mask(field);
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
           float(*sums)[4] = state.output[set] + 2 * (VALUE_FIELDS * chunk + field);
           const unsigned b0 = pairs[group][set][0], b1 = pairs[group][set][1];
-          multiply(sums[0], bytes_of<0>(words[0], words[1]) & masks[0], bytes_of<1>(words[0], words[1]) & masks[1],
-                   bytes_of<0>(words[2], words[3]) & masks[0], bytes_of<1>(words[2], words[3]) & masks[1], b0, b1);
-          multiply(sums[1], bytes_of<2>(words[0], words[1]) & masks[2], bytes_of<3>(words[0], words[1]) & masks[3],
-                   bytes_of<2>(words[2], words[3]) & masks[2], bytes_of<3>(words[2], words[3]) & masks[3], b0, b1);
+          multiply(sums[0], bytes_of<0>(words[0], words[1]) & mask, bytes_of<1>(words[0], words[1]) & mask,
+                   bytes_of<0>(words[2], words[3]) & mask, bytes_of<1>(words[2], words[3]) & mask, b0, b1);
+          multiply(sums[1], bytes_of<2>(words[0], words[1]) & mask, bytes_of<3>(words[0], words[1]) & mask,
+                   bytes_of<2>(words[2], words[3]) & mask, bytes_of<3>(words[2], words[3]) & mask, b0, b1);
         }
       }
   }

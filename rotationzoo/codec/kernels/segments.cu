@@ -6,6 +6,7 @@
 // The macros are those of restore.cu, of which D, TYPE and TOKENS count.
 
 #include "restore.cu"
+#include "segment_rows.cu"
 
 constexpr int SEGMENT = 4, SCALES = 15, NO_NUMBER = 15;  // as in the definition
 constexpr int MINE = (D + 31) / 32;                      // a lane has every 32nd channel
@@ -21,7 +22,7 @@ struct Head {
   __device__ int bytes() const { return places[1]; }  // of a row
   __device__ Count row(Count place) const { return places[0] + place * places[1]; }
   __device__ int width(int channel) const { return places[2 + channel / SEGMENT] & 15; }
-  __device__ int start(int channel) const { return places[2 + channel / SEGMENT] >> 4; }  // the first bit of its segment
+  __device__ int start(int channel) const { return places[2 + channel / SEGMENT] >> 4; }  // the first bit of its segment in its streams
 };
 
 // ---- from channels to pages ------------------------------------------------------------------------------------------------
@@ -83,16 +84,18 @@ struct Row {
 #pragma unroll
     for (int m = 0; m < MINE; m++) good &= fabsf(x[m]) <= LARGEST;  // false for NaN
     good = __all_sync(ALL, good);
-    for (int i = lane; i < WORDS; i += 32) words[i] = i ? 0 : good ? best : NO_NUMBER;
+    for (int i = lane; i < WORDS; i += 32) words[i] = i ? 0 : spread(good ? best : NO_NUMBER);
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
       const int code = good ? int(__fadd_rn(place(m, __fdiv_rn(x[m], scale)), half[m])) : 0;
-      unsigned segment = unsigned(code) << width[m] * (lane % SEGMENT);
+      unsigned segment = unsigned(code) << 8 * (lane % SEGMENT);
       segment |= __shfl_xor_sync(ALL, segment, 1);
       segment |= __shfl_xor_sync(ALL, segment, 2);
-      const unsigned long long pair = (unsigned long long)segment << start[m] % 32;
-      if (lane % SEGMENT < 2 && width[m]) atomicAdd(words + start[m] / 32 + lane % SEGMENT, unsigned(pair >> 32 * (lane % SEGMENT)));
+      // What leaves its byte at the top comes to the next word at the bottom.
+      const int bit = start[m] % 8, next = lane % SEGMENT;
+      const unsigned piece = next ? segment >> 8 - bit & EACH_BYTE * ((1 << bit) - 1) : segment << bit & EACH_BYTE * (255 << bit & 255);
+      if (next < 2 && piece) atomicAdd(words + start[m] / 8 + next, piece);
     }
     __syncwarp();
     unsigned* to = reinterpret_cast<unsigned*>(into.memory + page * page_bytes + head.row(token));
@@ -209,23 +212,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_segments(
   const auto words_of = [=](Head side, const unsigned char* memory) {
     return reinterpret_cast<const unsigned*>(memory + at + side.row(place));
   };
-  if (value.bytes() && (*words_of(value, value_memory) & 15) == NO_NUMBER) {
+  if (value.bytes() && gathered(*words_of(value, value_memory)) == NO_NUMBER) {
     fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER);
     return;
   }
   const unsigned* words = words_of(head, is_value ? value_memory : key_memory);
-  const float scale = scales[head.bytes() ? *words & 15 : 0];
+  const float scale = scales[head.bytes() ? gathered(*words) : 0];
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     alignas(16) float x[RUN];
 #pragma unroll
     for (int first = 0; first < RUN; first += SEGMENT) {
-      const int channel = lane.channel(k) + first, width = head.width(channel), start = head.start(channel), bit = start % 32;
-      unsigned codes = width ? words[start / 32] >> bit : 0;
-      if (bit + SEGMENT * width > 32) codes |= words[start / 32 + 1] << 32 - bit;
+      const int channel = lane.channel(k) + first, width = head.width(channel), start = head.start(channel), bit = start % 8;
+      unsigned codes = width ? words[start / 8] >> bit & EACH_BYTE * (255 >> bit) : 0;
+      if (bit + width > 8) codes |= words[start / 8 + 1] << 8 - bit & EACH_BYTE * (255 << 8 - bit & 255);
 #pragma unroll
       for (int i = 0; i < SEGMENT; i++) {
-        const int code = codes >> width * i & (1 << width) - 1;
+        const int code = codes >> 8 * i & (1 << width) - 1;
         x[first + i] = __fmul_rn(code + 0.5f - 0.5f * (1 << width), scale);
       }
     }
