@@ -30,9 +30,9 @@ Place = tuple[int, str]
 """A layer and a side."""
 BLOCK = 256
 """Predictions whose logits are held at a time."""
-TOKENS, LONGEST = 16384, 4096
+TOKENS, LONGEST = 65536, 8192
 """Tokens of text, and of a row of it, at most: all layers' activations are held to go back."""
-DRAWS = {"text": 2, "answers": 4}
+DRAWS = {"text": 6, "answers": 4}
 """How often tokens are drawn. Going back takes twice as long as a forward pass."""
 
 

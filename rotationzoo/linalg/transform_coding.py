@@ -13,7 +13,7 @@ import torch
 
 from rotationzoo.linalg.compositions import eigenbasis, strongest_first
 
-DAMPING = 0.01
+DAMPING = 0.03
 """A share of the diagonal's mean, added to the metric, so that single rows' directions count."""
 STEPS = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 """The best step for a Gaussian of deviation 1 in codes of 0 to 8 bits (Max 1960, table II)."""

@@ -340,7 +340,7 @@ def assert_readers_alone(attend, device, format):
     for row, side in enumerate(inputs.packed.sides):
         sections = side.layout.view(side.blocks[0])
         if format == SEGMENTS:
-            sections[0][row, :, 7, 0] |= NO_NUMBER
+            sections[0][row, :, 7, :4] |= 1  # the number of its scale is none
         else:
             sections.scale[row, :, 7] = math.nan
     inputs.tail.key[2, :, 3, 9] = math.nan
