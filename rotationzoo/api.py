@@ -57,8 +57,8 @@ def calibrate(settings: CalibrationSettings) -> Artifact:
     * `output`: the artifact folder, by default `rotations/MODEL-RECIPE`. If it already holds the
       artifact of this job, that artifact is returned unchanged. A run that was stopped resumes from
       its checkpoint;
-    * `recipe`: a name, a YAML file, or a `Recipe`; by default the engine's, which is `oscar` for
-      most. It decides what the options below leave open;
+    * `recipe`: a name, a YAML file, or a `Recipe`; by default the engine's, which is `transform`
+      for most. It decides what the options below leave open;
     * `engine`: the engine that the rotations are for, such as `vllm`;
     * `bits`: a budget: bits an element, with scales, on average over layers and sides. Layers whose
       rounding costs more get more of them, in caches of the format `fine`;
@@ -96,11 +96,14 @@ def calibration_job(asked: CalibrationSettings) -> Job:
         name = source.name
     engine = find_engine(asked.engine or DEFAULT)
     recipe = engine.recipe if asked.recipe is None else asked.recipe
+    if asked.recipe is None and asked.is_without_transform and recipe == "transform":
+        recipe = "oscar"
     chosen = loading.load(recipe) if isinstance(recipe, str) else recipe
     # The user chose neither a preset's row length nor the default budget, which may not fit.
     fit_length = isinstance(recipe, str) and recipe in loading.PRESETS and asked.length is None
     budget = asked.budget
-    fit_budget = not budget and chosen.budget == loading.load("oscar").budget
+    usual = [loading.load(name).budget for name in ("transform", "oscar")]
+    fit_budget = not budget and chosen.budget in usual
     if asked.quick and budget:
         raise UsageError("a quick calibration has no budget of bits", "leave out --quick or --bits")
     if asked.quick or (fit_budget and not engine.budget):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.recipe import Recipe
 
-RECIPES = ("oscar", "transform", "oscar-v1", "hadamard", "random", "identity")
+RECIPES = ("transform", "oscar", "oscar-v1", "hadamard", "random", "identity")
 """The names in `recipe.PRESETS`, the default first."""
 MAX_NEW_TOKENS = 256
 Write = Callable[[str], None]
@@ -218,6 +218,12 @@ class CalibrationSettings(TextSettings):
     def budget(self) -> Budget:
         """The budget of bits. Raises `UsageError`."""
         return Budget(self.bits, self.key_bits, self.value_bits)
+
+    @property
+    def is_without_transform(self) -> bool:
+        """Whether no recipe with transform coding has these settings."""
+        others = self.quick, self.feedback is not None, self.images, self.audio, self.device_map
+        return any(others)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,12 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.checkpoint import Checkpoint, Identity, asked_recipe, finished_artifact
 from rotationzoo.calibration.collect import collect, read_row
-from rotationzoo.calibration.fisher import add_fisher, choose_texts, count_passes
+from rotationzoo.calibration.fisher import (
+    add_fisher,
+    check_backward,
+    choose_texts,
+    count_passes,
+)
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan, settle_centering
 from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
@@ -210,6 +215,8 @@ def run_model(
             if not getattr(model, loading.HEADLESS, False):
                 prediction.check_finite(model, logits, partial(model, input_ids=ids))
         recipe, notes = settle_centering(job.recipe, geometry)
+        if recipe.transform:
+            check_backward(model, geometry, ids[0])
         measures = bool(recipe.budget) and not recipe.transform
         if measures:
             try:
@@ -228,7 +235,7 @@ def run_model(
             texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         scored = choose_texts(text.rows, texts, recipe)
-        tokens = text.tokens + count_passes(scored)
+        tokens = text.tokens + count_passes(scored, recipe)
         if measures:
             tokens += sum(each.count_passes(layers) for each in texts)
         _tell_time(model, job, text.rows[0], tokens, note)

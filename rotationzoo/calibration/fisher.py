@@ -32,8 +32,9 @@ BLOCK = 256
 """Predictions whose logits are held at a time."""
 TOKENS, LONGEST = 65536, 8192
 """Tokens of text, and of a row of it, at most: all layers' activations are held to go back."""
-DRAWS = {"text": 6, "answers": 4}
-"""How often tokens are drawn. Going back takes twice as long as a forward pass."""
+FEWEST, MOST_FOR_ANSWERS = 2, 4
+"""How often tokens are drawn, where a recipe says nothing, and for answers at most. Going back
+takes twice as long as a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,29 @@ def mix(
 ) -> dict[Place, torch.Tensor]:
     """The sum of several metrics, each as a share of what is lost by it if nothing is stored of
     rows with these covariances, all `[KV heads, D, D]`."""
-    mixed: dict[Place, torch.Tensor] = {}
+    mixed = {place: torch.zeros_like(covariance) for place, covariance in covariances.items()}
     for its in metrics:
         lost = sum((its[place] * covariance).sum() for place, covariance in covariances.items())
+        if not lost:  # no query reads what is stored
+            continue
         for place in covariances:
-            mixed[place] = mixed.get(place, 0) + its[place] / lost
+            mixed[place] = mixed[place] + its[place] / lost
     return mixed
+
+
+def check_backward(model: PreTrainedModel, geometry: Geometry, ids: torch.Tensor) -> None:
+    """Raise `UnsupportedModel` for a model that cannot go back through a few tokens `[T]`: one
+    whose weights are not all in memory, or whose layers have kernels without gradients."""
+    hint = "give --recipe oscar"
+    if any(parameter.is_meta for parameter in model.parameters()):
+        problem = "Fisher information needs all weights in memory, and some are not"
+        raise UnsupportedModel(problem, hint)
+    text, nearly_all = Scored(ids, range(1, len(ids) - 1)), CacheLayout(sink=0, recent=1)
+    try:
+        collect_fisher(model, geometry, [text], nearly_all, draws=1)
+    except RuntimeError as error:
+        problem = f"transform coding needs gradients, which this model has none of: {error}"
+        raise UnsupportedModel(problem.splitlines()[0], hint) from error
 
 
 def choose_texts(
@@ -163,11 +181,17 @@ def choose_texts(
     return {"text": text, "answers": [Scored(its.ids, its.positions) for its in asked]}
 
 
-def count_passes(texts: Mapping[str, Sequence[Scored]]) -> int:
+def count_draws(recipe: Recipe) -> dict[str, int]:
+    """How often tokens are drawn for each kind of text."""
+    draws = recipe.draws or FEWEST
+    return {"text": draws, "answers": min(draws, MOST_FOR_ANSWERS)}
+
+
+def count_passes(texts: Mapping[str, Sequence[Scored]], recipe: Recipe) -> int:
     """How many tokens the model reads in the time that `add_fisher` takes."""
-    tokens = 0
+    tokens, draws = 0, count_draws(recipe)
     for name, its in texts.items():
-        tokens += (1 + 2 * DRAWS[name]) * sum(len(each.ids) for each in its)
+        tokens += (1 + 2 * draws[name]) * sum(len(each.ids) for each in its)
     return tokens
 
 
@@ -180,13 +204,10 @@ def add_fisher(
     progress: Progress,
 ) -> None:
     """Add the Fisher information of each side to the statistics: that of text and that of answers,
-    which count alike. Raises `UnsupportedModel` for a model whose weights are not all in memory."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        problem = "Fisher information needs all weights in memory, and some are not"
-        raise UnsupportedModel(problem, hint="give --recipe oscar")
+    which count alike."""
     sink, recent = windows_of(recipe, len(texts["text"][0].ids))
     cache, total = CacheLayout(sink=sink, recent=recent), sum(map(len, texts.values()))
-    found, covariances, done, count = [], {}, 0, 0
+    found, covariances, done, count, draws = [], {}, 0, 0, count_draws(recipe)
 
     def told(its: Sequence[Scored], before: int) -> Iterator[Scored]:
         for number, text in enumerate(its):
@@ -195,7 +216,7 @@ def add_fisher(
 
     for name, its in texts.items():
         found.append(
-            collect_fisher(model, geometry, told(its, done), cache, DRAWS[name], recipe.seed)
+            collect_fisher(model, geometry, told(its, done), cache, draws[name], recipe.seed)
         )
         done, count = done + len(its), count + sum(len(each.positions) for each in its)
     for layer, side in found[0]:

@@ -212,8 +212,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     if recipe.transform and any(dim % SEGMENT for dim in dims):
         problem = f"transform coding takes heads of a multiple of {SEGMENT} channels"
         raise RotationZooError(f"{problem}, and these have {max(dims)}", "give --recipe oscar")
-    if not recipe.transform:
-        check_room(recipe.budget, recipe.group_size, geometry)
+    check_room(recipe.budget, recipe.group_size, geometry, recipe.transform)
     # Build the rotations only for the errors that it raises.
     for dim in sorted(dims):
         if recipe.has_eigenbasis:

@@ -7,9 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.budget import Budget
 from rotationzoo.capacity.shape import CACHES, Shape, Storage, read_shape, weigh
-from rotationzoo.codec.bit_allocation import check_room
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.errors import UsageError
 from rotationzoo.model import loading
@@ -143,7 +141,6 @@ def measure_capacity(wish: Wish) -> Capacity:
     source = find(wish.model, wish.revision)
     config = read_json(source.folder / "config.json")
     shape = read_shape(source)
-    check_room(Budget(wish.storage.bits), None, list(shape.layers))
     weights, origin = weigh(source, config, shape)
     positions = position_count(loading.load_config(source, wish.rope_scaling))
     context = wish.context or min(CONTEXT, positions or CONTEXT)

@@ -24,9 +24,9 @@ def evaluate_command(
 ) -> None:
     """Measure what rotations keep of a model in 2 bits, and whether to serve them.
 
-    rotationzoo evaluate demo rotations/demo-oscar
+    rotationzoo evaluate demo rotations/demo-transform
 
-    rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --for vllm
+    rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-transform --for vllm
     """
     artifacts = [Path(str(each)) for each in as_tuple(settings.artifacts)]
     check_is_model(settings.model, "evaluate")

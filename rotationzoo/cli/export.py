@@ -32,9 +32,9 @@ def export_command(
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
-    rotationzoo export rotations/Qwen3-8B-oscar --for sglang
+    rotationzoo export rotations/Qwen3-8B-transform --for sglang
 
-    rotationzoo export rotations/Qwen3-8B-oscar --for llama.cpp --base Qwen3-8B-Q8_0.gguf
+    rotationzoo export rotations/Qwen3-8B-transform --for llama.cpp --base Qwen3-8B-Q8_0.gguf
     """
     if to is None:
         hint = "name it: --for vllm, or --for sglang"

@@ -43,7 +43,7 @@ def generate_command(
 
     rotationzoo generate Qwen/Qwen3-8B --chat --prompt "Why is the sky blue?"
 
-    rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --compare < long.txt
+    rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-transform --compare < long.txt
     """
     if out.mode == "quiet" and settings.compare:
         raise UsageError("--quiet prints one text, and --compare makes two", "--json prints both")

@@ -27,7 +27,7 @@ def plan_command(
     format: Literal["fine", "vllm", "sglang"] = option(
         "How our cache stores rows: by a budget (fine), or as an engine does.", default="fine"
     ),
-    bits: float | None = option("Bits of it (the recipe's 3).", min=2, max=4),
+    bits: float | None = option("Bits of it (the recipe's 2.5).", min=1, max=4),
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
 ) -> None:

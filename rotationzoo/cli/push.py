@@ -97,7 +97,7 @@ def push_command(
 ) -> None:
     """Verify an artifact and publish it, in one commit per hub.
 
-    rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
+    rotationzoo push rotations/Qwen3-8B-transform my-org/rotationzoo --to both
     """
     from rotationzoo.artifact.store import ANSWERS, Artifact
     from rotationzoo.report.charts import NOT_DRAWN, is_installed

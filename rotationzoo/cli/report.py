@@ -26,7 +26,7 @@ def report_command(
 
     It is one file, made from what evaluate --save and validate have stored.
 
-    rotationzoo report rotations/demo-oscar
+    rotationzoo report rotations/demo-transform
     """
     from rotationzoo.artifact.store import EVALUATION, REPORT, SIGNATURE, Artifact
     from rotationzoo.report.page import FOOTER

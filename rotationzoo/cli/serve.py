@@ -47,7 +47,7 @@ def serve_command(
 
     rotationzoo serve Qwen/Qwen3-8B
 
-    rotationzoo serve Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --max-model-len 131072
+    rotationzoo serve Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-transform --max-model-len 131072
     """
     handed_on = vllm_options or []
     if rotations is None and handed_on and (Path(handed_on[0]) / "manifest.json").exists():

@@ -16,7 +16,7 @@ def validate_command(
 ) -> None:
     """Check the CUDA reference on a GPU, bit by bit, against the codec, and measure its speed.
 
-    rotationzoo validate rotations/demo-oscar
+    rotationzoo validate rotations/demo-transform
     """
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.kernel import check_device, validate_kernel

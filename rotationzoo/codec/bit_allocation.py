@@ -158,15 +158,19 @@ def _place(rotation: Rotation) -> Place:
     return Place(float(rotation.sensitivity), len(rotation.clip), rotation.dim)
 
 
-def check_room(budget: Budget, group_size: int | None, geometry: Geometry) -> None:
-    """Raise `RotationZooError` for a budget below the bits of codes of 2 bits and their scales. A
-    geometry that only the weights will show, which is empty, has none to check."""
+def check_room(
+    budget: Budget, group_size: int | None, geometry: Geometry, transform: bool = False
+) -> None:
+    """Raise `RotationZooError` for a budget that leaves nothing to latents or, without transform
+    coding, that is below the bits of codes of 2 bits and their scales. A geometry that only the
+    weights will show, which is empty, has none to check."""
     for sides, bits in budget.shares if geometry else []:
         places = []
         for layer in cached_layers(geometry):
             mine = [side for side in layer.sides if side in sides]
             places += [Place(0, layer.kv_heads, layer.dims[side]) for side in mine]
-        _extra_bits(places, bits, group_size)
+        if not (transform and places):
+            _extra_bits(places, bits, group_size)
 
 
 def has_room(budget: Budget, group_size: int | None, geometry: Geometry) -> bool:

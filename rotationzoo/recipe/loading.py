@@ -13,8 +13,6 @@ from rotationzoo.recipe.schema import Data, Recipe, Section
 from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
 
-_BITS = 3.0
-"""Two real models kept 93 % and 95 % of their answers with them (docs/results.md)."""
 _LENGTH = 8192
 """The mean of keys moves with RoPE, so that of short rows is not that of long contexts."""
 _OSCAR = Recipe(
@@ -22,13 +20,13 @@ _OSCAR = Recipe(
     center_keys=True,
     feedback=True,
     whiten=True,
-    bits=_BITS,
+    bits=3.0,
     data=Data(length=_LENGTH),
 )
 _OTHER_CODES = {"transform": True, "center_values": True, "feedback": False, "whiten": False}
 _RECIPES = (
-    _OSCAR,
     _OSCAR.model_copy(update=dict(_OTHER_CODES, name="transform", bits=2.5)),
+    _OSCAR,
     Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
     Recipe(name="hadamard", composition="hadamard"),
     Recipe(name="random", composition="random"),
@@ -36,13 +34,13 @@ _RECIPES = (
 )
 PRESETS = {recipe.name: recipe for recipe in _RECIPES}
 """Name -> recipe, as `--recipe` and `extends` take it."""
-_NO_BUDGET = asdict(EQUAL) | {"transform": False}
+_NO_BUDGET = asdict(EQUAL) | {"transform": False, "draws": None}
 _MEDIA = {"images", "audio"}
 """Columns of `data` that exclude a budget of bits, which is measured on text."""
 
 
 def load(recipe: str) -> Recipe:
-    """Load a preset by name, or a YAML file, which may start from a preset with `extends: oscar`.
+    """Load a preset by name, or a YAML file, which may start from a preset with `extends: transform`.
     Raises `RotationZooError`, which names the file, the key and what is wrong with it."""
     if recipe in PRESETS:
         return PRESETS[recipe]
@@ -59,15 +57,15 @@ def load(recipe: str) -> Recipe:
     if not isinstance(content, dict):
         hint = "see configs/ for examples"
         raise RotationZooError(f"{path} is not a recipe: it holds no keys", hint)
-    return from_dict(content, str(path))
+    return from_dict(content, str(path), "transform")
 
 
-def from_dict(content: dict[str, Any], origin: str) -> Recipe:
-    """Build a recipe from parsed YAML or JSON, on top of the preset that it `extends` (`oscar`).
-    Raises `RotationZooError`, naming `origin`."""
+def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> Recipe:
+    """Build a recipe from parsed YAML or JSON, on top of the preset that it `extends`. Published
+    recipes name none. Raises `RotationZooError`, naming `origin`."""
     # YAML allows numbers as keys. As text, they get the usual error for unknown keys.
     content = {str(key): value for key, value in content.items()}
-    base = str(content.pop("extends", "oscar"))
+    base = str(content.pop("extends", extends))
     if base not in PRESETS:
         raise RotationZooError(
             f"{origin} extends an unknown recipe {shortened(base)!r}{nearest(base, PRESETS)}"
@@ -120,13 +118,13 @@ def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
     suffix = "feedback" if feedback else "nearest"
     base = recipe if feedback else without_budget(recipe)
     changes = {"feedback": feedback, "transform": False, "name": f"{recipe.name}-{suffix}"}
-    return _from_options({**base.model_dump(), **changes})
+    return _from_options({**base.model_dump(), **changes, "draws": None})
 
 
 def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
     """The recipe, renamed, with another budget of bits. Raises `UsageError`."""
     content = {**recipe.model_dump(), **asdict(budget)}
-    changed = _from_options(content, "as: --bits 2.5, with a recipe such as oscar")
+    changed = _from_options(content, "as: --bits 2.5, with a recipe such as transform")
     name = recipe.name.removesuffix(_name_budget(recipe.budget)) + _name_budget(budget)
     return changed.model_copy(update={"name": name})
 

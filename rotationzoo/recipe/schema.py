@@ -171,6 +171,9 @@ class Recipe(Section):
     """Also store a transform coding: keys and values become channels that do not correlate, and
     each gets 0 to 8 of the budget's bits, by the Fisher information of what is stored. For that the
     model also runs backward."""
+    draws: Annotated[Count | None, _LATER] = None
+    """With `transform`, how often gradients are drawn for each text, of which each takes as long as
+    two passes of `oscar`: more of them are a better estimate. None: 2."""
     bits: float | None = None
     """Bits an element of quantized rows, with scales, averaged over layers and sides. With
     `feedback`, layers that lose more get more, in the format `fine`; with `transform`, channels do.
@@ -209,12 +212,14 @@ class Recipe(Section):
             has_budget = bool(self.budget)
         except UsageError as error:
             raise ValueError(str(error)) from error
+        if has_budget and self.data.media:
+            raise ValueError("a budget of bits is measured on text alone, not on images or audio")
         if has_budget and not (self.feedback or self.transform):
             raise ValueError("a budget of bits needs error feedback or transform coding")
         if self.transform and (not has_budget or self.feedback):
             raise ValueError("transform coding needs a budget of bits, and no error feedback")
-        if has_budget and self.data.media:
-            raise ValueError("a budget of bits is measured on text alone, not on images or audio")
+        if self.draws and not self.transform:
+            raise ValueError("draws are for transform coding alone")
         return self
 
     @property

@@ -155,11 +155,14 @@ def test_the_default_has_a_budget_that_options_and_engines_leave_out():
         recipe = api.calibration_job(CalibrationSettings("demo", **options)).recipe
         return recipe.name, recipe.bits
 
-    assert planned() == planned(recipe="oscar") == planned(engine="vllm") == ("oscar", 3.0)
+    assert planned() == planned(engine="vllm") == ("transform", 2.5)
+    assert planned(recipe="oscar") == ("oscar", 3.0)
     assert planned(quick=True) == planned(engine="sglang") == ("oscar-quick", None)
     assert planned(engine="sglang", bits=2.5) == ("oscar-2.5-bits", 2.5)
+    assert planned(bits=2.25) == ("transform-2.25-bits", 2.25)
     assert planned(feedback=False) == ("oscar-nearest", None)
     assert planned(images="photo") == ("oscar", None)
+    assert planned(device_map="auto") == ("oscar", 3.0), "which the plan leaves out"
     assert planned(recipe="hadamard", quick=True) == ("hadamard", None)
     with pytest.raises(UsageError, match="a quick calibration has no budget"):
         planned(quick=True, bits=2.5)

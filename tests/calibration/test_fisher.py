@@ -9,13 +9,12 @@ from support.cases import quick_first
 from support.models import add_tokenizer, load_saved, save_family, save_tiny
 
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.fisher import Scored, add_fisher, collect_fisher, mix
+from rotationzoo.calibration.fisher import Scored, check_backward, collect_fisher, mix
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import divergence_of
-from rotationzoo.progress import silent
 from rotationzoo.recipe.loading import PRESETS, override
 from rotationzoo.sides import fisher_kind
 from rotationzoo.simulation.simulated import Simulation
@@ -112,4 +111,13 @@ def test_it_stands_with_the_statistics(tmp_path):
 def test_weights_on_a_disk_are_refused(model):
     weights = copy.deepcopy(model).to("meta")
     with pytest.raises(UnsupportedModel, match="all weights in memory"):
-        add_fisher({}, weights, geometry_of(model), {}, PRESETS["transform"], silent)
+        check_backward(weights, geometry_of(model), IDS)
+
+
+def test_layers_without_gradients_are_refused(model):
+    """As kernels of quantized weights are."""
+    check_backward(model, geometry_of(model), IDS)
+    ending = copy.deepcopy(model)
+    ending.get_decoder().norm.register_forward_hook(lambda *passed: passed[-1].detach())
+    with pytest.raises(UnsupportedModel, match="transform coding needs gradients"):
+        check_backward(ending, geometry_of(model), IDS)

@@ -210,9 +210,10 @@ def test_recipes_of_engines():
 
     recipes = {name: recipe_of(name) for name in ENGINES}
     assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
-    budgeted = {"vllm", "modelopt", "transformers"}
-    assert {name for name in recipes if recipes[name] == "oscar"} == budgeted
-    assert set(recipes.values()) == {"oscar", "oscar-quick", "oscar-v1"}
+    ours = {"vllm", "transformers"}
+    assert {name for name in recipes if recipes[name] == "transform"} == ours
+    assert {name for name in recipes if recipes[name] == "oscar"} == {"modelopt"}
+    assert set(recipes.values()) == {"transform", "oscar", "oscar-quick", "oscar-v1"}
     assert recipe_of("llama.cpp", recipe="random") == "random"
     with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):
         recipe_of("vlm")

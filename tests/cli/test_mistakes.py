@@ -52,7 +52,7 @@ MISTAKES = [
     ("plan demo --rope-scaling yarn", 2, "must be written as yarn:4"),
     ("plan demo --format gguf", 2, "'fine', 'vllm', 'sglang'"),
     ("plan demo --bits 2.5 --format vllm", 2, "rows of the format vllm have the same"),
-    ("plan demo --bits 2.1", 1, "less than codes of 2 bits take with their scales, 2.25"),
+    ("plan demo --bits 0.5", 2, "must be greater than or equal to 1"),
     ("push {made} zoo --dry-run", 2, "zoo is not a repository"),
     ("push {made} a/b/c --dry-run", 2, "a/b/c is not a repository"),
     ("push {made} a//b --dry-run", 2, "a//b is not a repository"),

@@ -39,7 +39,7 @@ def test_json(inside, qwen3_8b):
     assert report["max_context"]["int2"] > 6 * report["max_context"]["bf16"] > 0
     assert [card["name"] for card in report["cards"]][-3:] == ["H200", "B200", "MI300X"]
     assert report["fits"] is True
-    folder = "rotations/Qwen3-8B-oscar-quick"
+    folder = "rotations/Qwen3-8B-transform-quick"
     assert report["commands"] == [
         "rotationzoo calibrate Qwen3-8B --quick",
         f"rotationzoo generate Qwen3-8B --rotations {folder} --format vllm",
@@ -47,12 +47,12 @@ def test_json(inside, qwen3_8b):
     ]
 
 
-@pytest.mark.parametrize(("bits", "name"), [(None, "oscar"), (2.5, "oscar-2.5-bits")])
+@pytest.mark.parametrize(("bits", "name"), [(None, "transform"), (2.25, "transform-2.25-bits")])
 def test_the_budget_that_calibrate_spends_is_planned(inside, qwen3_8b, bits, name):
     words = ["--gpu", "2x24GiB", "--requests", "8", "--context", "32768"]
     given = [] if bits is None else ["--bits", str(bits)]
     report = ok(inside("plan", "Qwen3-8B", *words, *given, "--json"))
-    expected = (bits or 3.0) + 16 * 384 / 32_768
+    expected = (bits or 2.5) + 16 * 384 / 32_768
     assert report["bits_per_element"] == pytest.approx(expected)
     calibrate, _, serve = report["commands"]
     assert calibrate == " ".join(["rotationzoo calibrate Qwen3-8B", *given])
@@ -65,14 +65,14 @@ def test_the_budget_that_calibrate_spends_is_planned(inside, qwen3_8b, bits, nam
 def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made):
     planned = inside("plan", "demo", "--format", "sglang", "--json")
     export = shlex.split(json.loads(planned.stdout)["commands"][-1])
-    export[export.index("rotations/demo-oscar-quick")] = str(made)
+    export[export.index("rotations/demo-transform-quick")] = str(made)
     succeeded(inside(*export[1:], "-o", "exported"))
 
 
 def test_quiet_is_the_answer_alone(inside, qwen3_8b):
     result = inside(*LONG, "--gpu", "16GiB", "--quiet")
     assert result.stdout == (
-        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in 3 "
+        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in 2.5 "
         "bits; at most 2 fit\n"
     )
 
@@ -97,7 +97,8 @@ def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
     assert "1 request of 32,768 tokens" in planned.stdout
     calibrate, generate, last = ok(inside(*words, "--json"))["commands"]
     assert ("rotationzoo serve demo --rotations" in last) == (format == "fine")
-    folder = f"rotations/demo-oscar{'-quick' * (format == 'sglang')}-yarn-4"
+    name = {"sglang": "oscar-quick", "fine": "transform"}[format]
+    folder = f"rotations/demo-{name}-yarn-4"
     assert generate.startswith(
         f"rotationzoo generate demo --rope-scaling yarn:4 --rotations {folder}"
     )

@@ -162,8 +162,8 @@ def test_the_command_line_writes_it_to_a_log(inside, monkeypatch):
         "loading the model",
         "checking the capture",
         "calibrating",
+        "measuring what errors cost",
         "composing rotations",
-        "measuring what each layer loses",
     ]
     words += ["--recipe", "hadamard", "--output"]
     as_json = succeeded(inside(*words, "as-json", "--json"))

@@ -59,7 +59,7 @@ def test_a_model_alone_is_served_with_what_is_here_or_made_now(inside, started, 
     done = succeeded(inside("serve", model, "--port", "8123"))
     assert "Rotations: none here and none published; calibrating to rotations/" in done.stderr
     (folder,) = Path("rotations").iterdir()
-    assert Artifact.open(folder).recipe.bits == 3.0
+    assert Artifact.open(folder).recipe.bits == 2.5
     again = succeeded(inside("serve", model))
     assert f"Rotations: {folder}\n" in again.stderr
     assert "calibrating" not in again.stderr
@@ -99,7 +99,7 @@ def test_scaling_of_rope_is_the_users_word(zoo, published, started, scaling):
     published("--rope-scaling", scaling)
     refused = zoo.run("serve", MODEL, "--dry-run")
     assert refused.returncode == 2
-    assert f"do not fit: oscar-{scaling.replace(':', '-')} for revision" in refused.stderr
+    assert f"do not fit: transform-{scaling.replace(':', '-')} for revision" in refused.stderr
     done = succeeded(zoo.run("serve", MODEL))
     assert "none here and none published; calibrating to" in done.stderr
     pulled = succeeded(zoo.run("serve", MODEL, "--rope-scaling", scaling))

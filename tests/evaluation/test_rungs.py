@@ -97,7 +97,7 @@ def test_what_is_chosen_keeps_as_much_in_19_of_20_seeds(shares, fewest):
 @pytest.fixture(scope="module")
 def budgeted(induction, tmp_path_factory) -> Artifact:
     folder = tmp_path_factory.mktemp("rungs") / "mine"
-    return calibrate(str(induction), output=folder, bits=3.5, **SMALL)
+    return calibrate(str(induction), output=folder, recipe="oscar", bits=3.5, **SMALL)
 
 
 def test_the_rungs_are_those_that_rows_have_room_for(budgeted, artifacts):

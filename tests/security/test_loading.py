@@ -75,8 +75,8 @@ def test_generate_uses_no_artifact_that_somebody_put_there(inside, made):
     # Another's sound rotations: 1e-7 is less than rounding.
     planted = plant(made, inside.folder / "rotations" / "demo-oscar", 1 + 2e-7)
     error = refused(inside(*words))
-    assert "rotations/demo-oscar was neither calibrated nor pulled by you on this machine" in error
-    assert "add: --rotations rotations/demo-oscar" in error
+    assert "rotations/demo-transform was neither calibrated nor pulled by you on this machine" in error
+    assert "add: --rotations rotations/demo-transform" in error
     ran = succeeded(inside(*words, "--rotations", planted))
     # Beside the user's own, nor where its manifest has the hash of the user's own.
     own = Path(shutil.copytree(made, inside.folder / "rotations" / "own"))
