@@ -203,7 +203,7 @@ class CalibrationSettings(TextSettings):
     )
     output: OutputFolder = None
     feedback: bool | None = option("Store what error feedback needs.", "--feedback/--no-feedback")
-    bits: float | None = option("Budget: bits an element; layers that lose more get more.")
+    bits: float | None = option("Budget: bits an element; what costs more gets more.")
     key_bits: float | None = option("The same for keys alone.")
     value_bits: float | None = option("The same for values alone.")
     quick: bool = flag("No budget: 2-bit codes, with scales 2.25 to 3 bits an element.")
