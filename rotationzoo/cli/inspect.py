@@ -69,19 +69,20 @@ def _describe(rotation: "Rotation") -> dict[str, Any]:
 
 def _show_layers(artifact: "Artifact", layers: list[dict[str, Any]]) -> None:
     """A row for each side of each layer."""
-    columns = ["layer", "side", "KV heads", "channels"]
-    columns += ["bits a channel", "error left", "|R R^T - I|"]
+    has_feedback = artifact.rotations.has_feedback
+    columns = ["layer", "side", "KV heads", "channels", "bits a channel"]
+    columns += ["error left"] * has_feedback + ["|R R^T - I|"]
     sides, rows = artifact.rotations.cached.sides, []
     for layer, side in product(layers, sides):
         stored = layer[read_as(side)[0]]  # what is read as both is there as keys and as values
         cells = [str(layer["layer"]), side, str(layer["kv_heads"]), str(stored["dim"])]
-        cells += [number(stored["bits"], "g"), number(stored["feedback"], ".0%")]
+        cells += [number(stored["bits"], ".3g")]
+        cells += [number(stored["feedback"], ".0%")] * has_feedback
         rows.append([*cells, f"{stored['orthogonality_error']:.0e}"])
     table(f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}", columns, rows)
-    say(
-        "bits a channel: by a budget, without scales; |R R^T - I|: its largest entry",
-        "error left: the share of nearest codes' error that error feedback should leave",
-    )
+    say("bits a channel: by a budget, without scales; |R R^T - I|: its largest entry")
+    if has_feedback:
+        say("error left: the share of nearest codes' error that error feedback should leave")
     if centered := [side for side in sides if artifact.recipe.centers(side)]:
         names = " and ".join(f"{side}s" for side in centered)
         say(f"Centered: {names} lose the mean of their KV head before they are stored")

@@ -36,7 +36,7 @@ def plan_command(
     It reads the config alone, and counts all that a server takes. The answer is for caches in bf16,
     in fp8 and of ours, and for weights as published and in 4 bits.
 
-    rotationzoo plan meta-llama/Llama-3.3-70B-Instruct --gpu "2x RTX 3090" --bits 2.5
+    rotationzoo plan meta-llama/Llama-3.3-70B-Instruct --gpu "2x RTX 3090" --bits 2.25
 
     rotationzoo plan Qwen/Qwen3-4B --gpu H200 --context 100000 --requests 256
     """
