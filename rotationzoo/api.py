@@ -102,8 +102,8 @@ def calibration_job(asked: CalibrationSettings) -> Job:
     # The user chose neither a preset's row length nor the default budget, which may not fit.
     fit_length = isinstance(recipe, str) and recipe in loading.PRESETS and asked.length is None
     budget = asked.budget
-    usual = [loading.load(name).budget for name in ("transform", "oscar")]
-    fit_budget = not budget and chosen.budget in usual
+    presets = [loading.load(name).budget for name in ("transform", "oscar")]
+    fit_budget = not budget and chosen.budget in presets
     if asked.quick and budget:
         raise UsageError("a quick calibration has no budget of bits", "leave out --quick or --bits")
     if asked.quick or (fit_budget and not engine.budget):

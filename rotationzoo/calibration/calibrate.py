@@ -215,8 +215,7 @@ def run_model(
             if not getattr(model, loading.HEADLESS, False):
                 prediction.check_finite(model, logits, partial(model, input_ids=ids))
         recipe, notes = settle_centering(job.recipe, geometry)
-        if recipe.transform:
-            check_backward(model, geometry, ids[0])
+        check_backward(model, geometry, ids[0], recipe)
         measures = bool(recipe.budget) and not recipe.transform
         if measures:
             try:

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from rotationzoo.calibration.sensitivity import Text, windows_of
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import UnsupportedModel
+from rotationzoo.errors import UnsupportedModel, first_sentence
 from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Moment, Statistics, covariance
 from rotationzoo.model.loading import input_device
+from rotationzoo.model.placement import is_out_of_memory
 from rotationzoo.model.prediction import HiddenStates, run_decoder
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
@@ -152,9 +153,14 @@ def mix(
     return mixed
 
 
-def check_backward(model: PreTrainedModel, geometry: Geometry, ids: torch.Tensor) -> None:
-    """Raise `UnsupportedModel` for a model that cannot go back through a few tokens `[T]`: one
-    whose weights are not all in memory, or whose layers have kernels without gradients."""
+def check_backward(
+    model: PreTrainedModel, geometry: Geometry, ids: torch.Tensor, recipe: Recipe
+) -> None:
+    """Raise `UnsupportedModel` for a recipe with transform coding, and a model that cannot go back
+    through a few tokens `[T]`: one whose weights are not all in memory, or whose layers have
+    kernels without gradients."""
+    if not recipe.transform:
+        return
     hint = "give --recipe oscar"
     if any(parameter.is_meta for parameter in model.parameters()):
         problem = "Fisher information needs all weights in memory, and some are not"
@@ -163,8 +169,10 @@ def check_backward(model: PreTrainedModel, geometry: Geometry, ids: torch.Tensor
     try:
         collect_fisher(model, geometry, [text], nearly_all, draws=1)
     except RuntimeError as error:
-        problem = f"transform coding needs gradients, which this model has none of: {error}"
-        raise UnsupportedModel(problem.splitlines()[0], hint) from error
+        if is_out_of_memory(error):
+            raise
+        problem = "transform coding needs gradients, and this model has none"
+        raise UnsupportedModel(f"{problem}: {first_sentence(error)}", hint) from error
 
 
 def choose_texts(

@@ -45,9 +45,7 @@ def demo_command(
     from rotationzoo.words import percent
 
     folder = follow_link(output) or Path("rotations") / MODEL
-    job = calibration_job(
-        CalibrationSettings(MODEL, output=folder, restart=restart, tokens=TOKENS)
-    )
+    job = calibration_job(CalibrationSettings(MODEL, output=folder, restart=restart, tokens=TOKENS))
     of_prompt = min(TASKS[task] for task in ASKED)
     asked = EvaluationSettings(
         MODEL,

@@ -67,8 +67,8 @@ class Entry:
 
     @property
     def recipe(self) -> str:
-        """The preset to calibrate with: the default, one for 2-bit codes or bits of whole layers, or
-        the one that is made for one rotation per layer, no means and nearest codes."""
+        """The preset to calibrate with: the default, one for 2-bit codes or bits of whole layers,
+        or the one that is made for one rotation per layer, no means and nearest codes."""
         if self.budget and self.rotates:
             return "transform"
         return "oscar" if self.heads else "oscar-v1"

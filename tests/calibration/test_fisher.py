@@ -111,13 +111,14 @@ def test_it_stands_with_the_statistics(tmp_path):
 def test_weights_on_a_disk_are_refused(model):
     weights = copy.deepcopy(model).to("meta")
     with pytest.raises(UnsupportedModel, match="all weights in memory"):
-        check_backward(weights, geometry_of(model), IDS)
+        check_backward(weights, geometry_of(model), IDS, PRESETS["transform"])
 
 
 def test_layers_without_gradients_are_refused(model):
     """As kernels of quantized weights are."""
-    check_backward(model, geometry_of(model), IDS)
+    check_backward(model, geometry_of(model), IDS, PRESETS["transform"])
     ending = copy.deepcopy(model)
     ending.get_decoder().norm.register_forward_hook(lambda *passed: passed[-1].detach())
+    check_backward(ending, geometry_of(model), IDS, PRESETS["oscar"])
     with pytest.raises(UnsupportedModel, match="transform coding needs gradients"):
-        check_backward(ending, geometry_of(model), IDS)
+        check_backward(ending, geometry_of(model), IDS, PRESETS["transform"])

@@ -139,8 +139,8 @@ def test_the_fewest_bits_that_keep_enough_are_found_and_served(inside, induction
     words = ["calibrate", induction, "--tokens", 1024, "--length", 512, "--lengths", 512]
     ran = inside(*words, "--keep", 5)
     assert ran.returncode == 0, ran.stderr
-    folder = "rotations/induction-transform-2.25-bits"
-    assert f"Folder: {folder}\nServe it: induction-oscar-2.25-bits keeps" in ran.stdout
+    folder = "rotations/induction-transform-2-bits"
+    assert f"Folder: {folder}\nServe it: induction-transform-2-bits keeps" in ran.stdout
     assert ran.stderr.endswith(f"Next: rotationzoo serve {induction} --rotations {folder}\n")
     refused = inside(*words, "--keep", 99.9)
     assert refused.returncode == 1

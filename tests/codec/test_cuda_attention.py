@@ -29,7 +29,6 @@ from rotationzoo.codec.bit_allocation import WIDEST
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.slots import list_slots
-from rotationzoo.codec.transform import NO_NUMBER
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.transform_coding import SEGMENT
 

@@ -73,9 +73,11 @@ def test_float32_decides_as_float64_does(dim, imported, allowed):
 def test_generate_uses_no_artifact_that_somebody_put_there(inside, made):
     words = ("generate", "demo", "--prompt", "def", "--max-new-tokens", "2")
     # Another's sound rotations: 1e-7 is less than rounding.
-    planted = plant(made, inside.folder / "rotations" / "demo-oscar", 1 + 2e-7)
+    planted = plant(made, inside.folder / "rotations" / "demo-transform", 1 + 2e-7)
     error = refused(inside(*words))
-    assert "rotations/demo-transform was neither calibrated nor pulled by you on this machine" in error
+    assert (
+        "rotations/demo-transform was neither calibrated nor pulled by you on this machine" in error
+    )
     assert "add: --rotations rotations/demo-transform" in error
     ran = succeeded(inside(*words, "--rotations", planted))
     # Beside the user's own, nor where its manifest has the hash of the user's own.
