@@ -40,8 +40,9 @@ _MEDIA = {"images", "audio"}
 
 
 def load(recipe: str) -> Recipe:
-    """Load a preset by name, or a YAML file, which starts from `transform` or another preset that
-    it `extends`. Raises `RotationZooError`, which names the file, the key and what is wrong with it."""
+    """Load a preset by name, or a YAML file, which may start from another preset than `transform`
+    with `extends: oscar`. Raises `RotationZooError`, which names the file, the key and what is
+    wrong with it."""
     if recipe in PRESETS:
         return PRESETS[recipe]
     path = Path(recipe)
