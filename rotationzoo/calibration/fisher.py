@@ -8,6 +8,7 @@ one metric holds what each layer, KV head and channel is worth, and nothing else
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from rotationzoo.calibration.sensitivity import Text, windows_of
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import UnsupportedModel, first_sentence
+from rotationzoo.errors import RotationZooError, UnsupportedModel, first_sentence
 from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import Moment, Statistics, covariance
 from rotationzoo.model.loading import input_device
@@ -203,6 +204,19 @@ def count_passes(texts: Mapping[str, Sequence[Scored]], recipe: Recipe) -> int:
     return tokens
 
 
+@contextmanager
+def _full_memory(length: int) -> Iterator[None]:
+    """Say what to do where rows of so many tokens are too long to go back through."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = f"the activations of {length:,} tokens do not fit the device's memory"
+        hint = f"add: --length {length // 2}, or --recipe oscar"
+        raise RotationZooError(problem, hint) from error
+
+
 def add_fisher(
     statistics: Statistics,
     model: PreTrainedModel,
@@ -212,7 +226,7 @@ def add_fisher(
     progress: Progress,
 ) -> None:
     """Add the Fisher information of each side to the statistics: that of text and that of answers,
-    which count alike."""
+    which count alike. Raises `RotationZooError` where the activations of a row do not fit."""
     sink, recent = windows_of(recipe, len(texts["text"][0].ids))
     cache, total = CacheLayout(sink=sink, recent=recent), sum(map(len, texts.values()))
     found, covariances, done, count, draws = [], {}, 0, 0, count_draws(recipe)
@@ -223,9 +237,11 @@ def add_fisher(
             yield text
 
     for name, its in texts.items():
-        found.append(
-            collect_fisher(model, geometry, told(its, done), cache, draws[name], recipe.seed)
-        )
+        with _full_memory(len(its[0].ids)):
+            metric = collect_fisher(
+                model, geometry, told(its, done), cache, draws[name], recipe.seed
+            )
+        found.append(metric)
         done, count = done + len(its), count + sum(len(each.positions) for each in its)
     for layer, side in found[0]:
         rows = statistics[layer][side]

@@ -8,11 +8,13 @@ import torch
 from support.cases import quick_first
 from support.models import add_tokenizer, load_saved, save_family, save_tiny
 
+from rotationzoo.calibration import calibrate as calibration
+from rotationzoo.calibration import fisher
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.fisher import Scored, check_backward, collect_fisher, mix
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import divergence_of
 from rotationzoo.recipe.loading import PRESETS, override
@@ -106,6 +108,26 @@ def test_it_stands_with_the_statistics(tmp_path):
         assert moment.count > 0
         assert torch.equal(moment.second_moment, moment.second_moment.mT)
         assert torch.linalg.eigvalsh(moment.second_moment).min() > -1e-12
+
+
+def test_rows_that_are_too_long_for_a_device_are_named(tmp_path, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    folder, recipe = save_tiny(tmp_path / "tiny"), PRESETS["transform"]
+    monkeypatch.setattr(fisher, "_add_draws", fail)
+    monkeypatch.setattr(calibration, "check_backward", print)
+    job = Job(
+        add_tokenizer(folder),
+        override(recipe, tokens=512, length=128),
+        tmp_path / "made",
+        device="cpu",
+    )
+    with pytest.raises(
+        RotationZooError, match="the activations of 128 tokens do not fit"
+    ) as raised:
+        calibrate(job)
+    assert raised.value.hint == "add: --length 64, or --recipe oscar"
 
 
 def test_weights_on_a_disk_are_refused(model):
