@@ -238,10 +238,10 @@ def add_fisher(
 
     for name, its in texts.items():
         with _full_memory(len(its[0].ids)):
-            metric = collect_fisher(
+            its_metrics = collect_fisher(
                 model, geometry, told(its, done), cache, draws[name], recipe.seed
             )
-        found.append(metric)
+        found.append(its_metrics)
         done, count = done + len(its), count + sum(len(each.positions) for each in its)
     for layer, side in found[0]:
         rows = statistics[layer][side]

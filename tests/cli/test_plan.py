@@ -39,7 +39,7 @@ def test_json(inside, qwen3_8b):
     assert report["max_context"]["int2"] > 6 * report["max_context"]["bf16"] > 0
     assert [card["name"] for card in report["cards"]][-3:] == ["H200", "B200", "MI300X"]
     assert report["fits"] is True
-    folder = "rotations/Qwen3-8B-transform-quick"
+    folder = "rotations/Qwen3-8B-oscar-quick"
     assert report["commands"] == [
         "rotationzoo calibrate Qwen3-8B --quick",
         f"rotationzoo generate Qwen3-8B --rotations {folder} --format vllm",
@@ -65,7 +65,7 @@ def test_the_budget_that_calibrate_spends_is_planned(inside, qwen3_8b, bits, nam
 def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made):
     planned = inside("plan", "demo", "--format", "sglang", "--json")
     export = shlex.split(json.loads(planned.stdout)["commands"][-1])
-    export[export.index("rotations/demo-transform-quick")] = str(made)
+    export[export.index("rotations/demo-oscar-quick")] = str(made)
     succeeded(inside(*export[1:], "-o", "exported"))
 
 
