@@ -19,6 +19,7 @@ from support.vllm import pretend
 from rotationzoo import calibrate
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.model.source import DEMO
+from rotationzoo.recipe.loading import PRESETS, override
 from rotationzoo.vllm import KEY, WORKER, command, plugin
 from rotationzoo.writer import add_files
 from rotationzoo.zoo import lookup
@@ -47,7 +48,10 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
 
 @pytest.fixture
 def started(monkeypatch, vllm):
-    """The commands that were started in the place of this process."""
+    """The commands that were started in the place of this process. What is calibrated for them
+    reads less text than usual, for which `serve` has no option."""
+    short = override(PRESETS["transform"], tokens=2048, length=512)
+    monkeypatch.setitem(PRESETS, "transform", short)
     commands = []
     monkeypatch.setattr(os, "execvpe", lambda program, words, environment: commands.append(words))
     return commands
