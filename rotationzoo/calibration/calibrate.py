@@ -233,7 +233,7 @@ def run_model(
         if recipe.budget:
             texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        scored = choose_texts(text.rows, texts, recipe)
+        scored = choose_texts(text.rows, texts, recipe, job.torch_device == "cpu")
         tokens = text.tokens + count_passes(scored, recipe)
         if measures:
             tokens += sum(each.count_passes(layers) for each in texts)

@@ -32,8 +32,9 @@ Place = tuple[int, str]
 """A layer and a side."""
 BLOCK = 256
 """Predictions whose logits are held at a time."""
-TOKENS, LONGEST = 65536, 8192
-"""Tokens of text, and of a row of it, at most: all layers' activations are held to go back."""
+TOKENS, LONGEST, LONGEST_ON_CPU = 65536, 8192, 2048
+"""Tokens of text, and of a row of it, at most: all layers' activations are held to go back. On a
+CPU, these have the square of a row's tokens: 30 layers and rows of 8,192 did not fit 23 GB."""
 FEWEST, MOST_FOR_ANSWERS = 2, 4
 """How often tokens are drawn, where a recipe says nothing, and for answers at most. Going back
 takes twice as long as a forward pass."""
@@ -177,14 +178,14 @@ def check_backward(
 
 
 def choose_texts(
-    rows: Sequence[torch.Tensor], asked: Sequence[Text], recipe: Recipe
+    rows: Sequence[torch.Tensor], asked: Sequence[Text], recipe: Recipe, on_cpu: bool
 ) -> dict[str, list[Scored]]:
-    """What the Fisher information is that of: `text`, from rows of token ids `[T]` that are as long
-    as the longest, and the `answers` that are asked for. Nothing if the recipe needs none."""
+    """What the Fisher information is that of: `text`, from rows of token ids `[T]`, cut into equal
+    pieces, and the `answers` that are asked for. Nothing if the recipe needs none."""
     if not recipe.transform:
         return {}
-    length = min(LONGEST, max(map(len, rows)))
-    whole = [row[:length] for row in rows if len(row) >= length]
+    length = min(LONGEST_ON_CPU if on_cpu else LONGEST, max(map(len, rows)))
+    whole = [part for row in rows for part in row.split(length) if len(part) == length]
     positions = range(sum(windows_of(recipe, length)), length - 1)
     text = [Scored(row, positions) for row in whole[: max(1, TOKENS // length)]]
     return {"text": text, "answers": [Scored(its.ids, its.positions) for its in asked]}
