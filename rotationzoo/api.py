@@ -60,8 +60,8 @@ def calibrate(settings: CalibrationSettings) -> Artifact:
     * `recipe`: a name, a YAML file, or a `Recipe`; by default the engine's, which is `transform`
       for most. It decides what the options below leave open;
     * `engine`: the engine that the rotations are for, such as `vllm`;
-    * `bits`: a budget: bits an element, with scales, on average over layers and sides. Layers whose
-      rounding costs more get more of them, in caches of the format `fine`;
+    * `bits`: a budget: bits an element, with scales, on average over layers and sides. What costs
+      more gets more of them, in caches of the format `fine`;
     * `key_bits`, `value_bits`: budgets of keys and of values, instead of `bits`;
     * `quick`: leave the recipe's budget out: codes of 2 bits in all layers, which take 2.25 to 3
       with their scales, and no measuring of what each loses;

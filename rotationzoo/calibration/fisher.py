@@ -206,7 +206,7 @@ def count_passes(texts: Mapping[str, Sequence[Scored]], recipe: Recipe) -> int:
 
 
 @contextmanager
-def _full_memory(length: int) -> Iterator[None]:
+def _explain_full_memory(length: int) -> Iterator[None]:
     """Say what to do where rows of so many tokens are too long to go back through."""
     try:
         yield
@@ -238,7 +238,7 @@ def add_fisher(
             yield text
 
     for name, its in texts.items():
-        with _full_memory(len(its[0].ids)):
+        with _explain_full_memory(len(its[0].ids)):
             its_metrics = collect_fisher(
                 model, geometry, told(its, done), cache, draws[name], recipe.seed
             )
