@@ -60,12 +60,11 @@ def calibrate(settings: CalibrationSettings) -> Artifact:
     * `recipe`: a name, a YAML file, or a `Recipe`; by default the engine's, which is `transform`
       for most. It decides what the options below leave open;
     * `engine`: the engine that the rotations are for, such as `vllm`;
-    * `bits`: a budget: bits an element, with scales, on average over layers and sides. What costs
-      more gets more of them, in caches of the format `fine`;
+    * `bits`: a budget: bits an element, with scales, on average over channels. Those whose errors
+      cost more get more of them;
     * `key_bits`, `value_bits`: budgets of keys and of values, instead of `bits`;
-    * `quick`: leave the recipe's budget out: codes of 2 bits in all layers, which take 2.25 to 3
-      with their scales, and no measuring of what each loses;
-    * `feedback`: store, or leave out, what a cache needs to choose codes by error feedback;
+    * `quick`: the recipe `oscar`: codes of 2 bits, which take 2.25 to 3 with their scales, and no
+      measuring of what errors cost;
     * `data`: a data set id, a `.jsonl`, `.txt` or `.parquet` file, or `bundled`; of a data set
       `subset`, `split` and `column`;
     * `tokens`, `length`: tokens in total, and per row;
@@ -95,24 +94,18 @@ def calibration_job(asked: CalibrationSettings) -> Job:
         source, run = _take_loaded(asked)
         name = source.name
     engine = find_engine(asked.engine or DEFAULT)
-    recipe = engine.recipe if asked.recipe is None else asked.recipe
-    if asked.recipe is None and asked.is_without_transform and recipe == "transform":
-        recipe = "oscar"
+    recipe = asked.recipe or engine.recipe
+    if asked.quick:
+        if asked.recipe or asked.budget:
+            problem = "a quick calibration has a recipe of its own, without a budget of bits"
+            raise UsageError(problem, "leave out --quick, or --recipe and --bits")
+        recipe = "oscar" if engine.heads else engine.recipe
     chosen = loading.load(recipe) if isinstance(recipe, str) else recipe
     # The user chose neither a preset's row length nor the default budget, which may not fit.
     fit_length = isinstance(recipe, str) and recipe in loading.PRESETS and asked.length is None
-    budget = asked.budget
-    presets = [loading.load(name).budget for name in ("transform", "oscar")]
-    fit_budget = not budget and chosen.budget in presets
-    if asked.quick and budget:
-        raise UsageError("a quick calibration has no budget of bits", "leave out --quick or --bits")
-    if asked.quick or (fit_budget and not engine.budget):
-        chosen = loading.quicken(chosen)
     chosen = loading.override(chosen, **asked.text, images=asked.images, audio=asked.audio)
-    if asked.feedback is not None:
-        chosen = loading.with_feedback(chosen, asked.feedback)
-    if budget:
-        chosen = loading.with_budget(chosen, budget)
+    if asked.budget:
+        chosen = loading.with_budget(chosen, asked.budget)
     if asked.rope_scaling is not None:
         chosen = loading.with_rope_scaling(chosen, asked.rope_scaling)
     if source and chosen.rope_scaling:
@@ -129,7 +122,6 @@ def calibration_job(asked: CalibrationSettings) -> Job:
         engine=asked.engine or DEFAULT,
         restart=asked.restart,
         fit_length=fit_length,
-        fit_budget=fit_budget,
         source=source,
         **run,
     )
@@ -250,7 +242,7 @@ def _as_engine(asked: EvaluationSettings, artifacts: list[Artifact]) -> Evaluati
         "format": choose_format(asked.engine or DEFAULT, has_budget),
         "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
     }
-    if not engine.feedback:
+    if not engine.budget:
         chosen["rounding"] = "nearest"
     if not engine.windows:
         chosen["windows"] = (0, 0)

@@ -1,5 +1,5 @@
-"""The rotations of a model: matrices, clip ratios, means and factors of error feedback for
-the keys and values of every cached layer."""
+"""The rotations of a model: matrices, clip ratios, means and transform coding for the keys and
+values of every cached layer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ SIDES = HEADS.sides
 @dataclass(frozen=True)
 class Rotation:
     """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix`, and
-    are clipped before they get the nearest codes. With error feedback, they become
-    `(x - mean) @ whitening @ matrix`."""
+    are clipped before they get the nearest codes. Or they become the channels of transform coding,
+    `(x - mean) @ transform`."""
 
     matrix: torch.Tensor
     """`[H, D, D]` float32, with H = 1 if all KV heads share it. In float64, as tests use it, rows
@@ -29,20 +29,6 @@ class Rotation:
     """Eigenvalues `[H, D]` of the fitted statistic, ascending. None if imported files lack them."""
     mean: torch.Tensor | None = None
     """Mean row `[KV heads, D]`, subtracted before the rotation. None if not centered."""
-    feedback: torch.Tensor | None = None
-    """The factor `[KV heads, D, D]`, float32, of the metric of errors of rotated rows, as
-    `codec.feedback` takes it; one per KV head, even if heads share a matrix. None without error
-    feedback: codes are then the nearest."""
-    whitening: torch.Tensor | None = None
-    """The symmetric matrix `[KV heads, D, D]`, float32, that gives the channels of a row equal
-    variance. None if not whitened."""
-    sensitivity: torch.Tensor | None = None
-    """The model's loss in nats per predicted token, at answers to recall questions (or at the last
-    tokens of rows too short for them), with only this side of this layer in 2-bit codes: float64
-    `[]`. None without a budget of bits."""
-    fine_channels: torch.Tensor | None = None
-    """Bits of a row beyond 2 a channel, in a format without an offset: int64 `[]`. Up to one a
-    channel they are `Format.fine_channels`; beyond, channels get as many. None: the format's."""
     transform: torch.Tensor | None = None
     """The matrix `[KV heads, D, D]`, float32, that turns centered rows into the channels of
     transform coding, the strongest first (`linalg.transform_coding`). It is not orthogonal. None
@@ -53,20 +39,6 @@ class Rotation:
     """What each of them costs without bits, in nats a token, float64 `[KV heads, D]`."""
     widths: torch.Tensor | None = None
     """Their bits, the same for each `SEGMENT` channels, int64 `[KV heads, D / SEGMENT]`."""
-
-    @property
-    def forward(self) -> torch.Tensor:
-        """`[H, D, D]`: what centered rows are multiplied by with error feedback."""
-        if self.whitening is None:
-            return self.matrix
-        return self.whitening.to(self.matrix) @ self.matrix
-
-    @property
-    def inverse(self) -> torch.Tensor:
-        """`[H, D, D]`: the inverse of `forward`. Raises as `invert`."""
-        if self.whitening is None:
-            return self.matrix.mT
-        return self.matrix.mT @ invert(self.whitening).to(self.matrix)
 
     @property
     def steps(self) -> torch.Tensor:
@@ -173,11 +145,6 @@ class Rotations(Mapping[int, LayerRotations]):
         return any(rotation.per_head for _, _, rotation in self.each())
 
     @property
-    def has_feedback(self) -> bool:
-        """Whether both sides of every layer have the factor that error feedback needs."""
-        return all(rotation.feedback is not None for _, _, rotation in self.each())
-
-    @property
     def has_transform(self) -> bool:
         """Whether both sides of every layer have the matrix that transform coding needs."""
         each = [rotation.transform is not None for _, _, rotation in self.each()]
@@ -185,9 +152,8 @@ class Rotations(Mapping[int, LayerRotations]):
 
     @property
     def has_budget(self) -> bool:
-        """Whether layers and sides have different bits."""
-        budgets = [(each.fine_channels, each.widths) for _, _, each in self.each()]
-        return any(each is not None for budget in budgets for each in budget)
+        """Whether channels have different bits."""
+        return any(rotation.widths is not None for _, _, rotation in self.each())
 
     @property
     def orthogonality_error(self) -> float:

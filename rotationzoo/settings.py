@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.recipe import Recipe
 
-RECIPES = ("transform", "oscar", "oscar-v1", "hadamard", "random", "identity")
+RECIPES = ("transform", "attention", "oscar", "oscar-v1", "hadamard", "random", "identity")
 """The names in `recipe.PRESETS`, the default first."""
 MAX_NEW_TOKENS = 256
 Write = Callable[[str], None]
@@ -202,11 +202,10 @@ class CalibrationSettings(TextSettings):
         f"{', '.join(RECIPES)}, or a YAML file (the engine's).", kind=str | None
     )
     output: OutputFolder = None
-    feedback: bool | None = option("Store what error feedback needs.", "--feedback/--no-feedback")
     bits: float | None = option("Budget: bits an element; what costs more gets more.")
     key_bits: float | None = option("The same for keys alone.")
     value_bits: float | None = option("The same for values alone.")
-    quick: bool = flag("No budget: 2-bit codes, with scales 2.25 to 3 bits an element.")
+    quick: bool = flag("The recipe oscar: 2-bit codes, with scales 2.25 to 3 bits an element.")
     images: str | None = option("Column of images (vision models).")
     audio: str | None = option("Column of audio, as WAV.")
     batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
@@ -218,12 +217,6 @@ class CalibrationSettings(TextSettings):
     def budget(self) -> Budget:
         """The budget of bits. Raises `UsageError`."""
         return Budget(self.bits, self.key_bits, self.value_bits)
-
-    @property
-    def is_without_transform(self) -> bool:
-        """Whether no recipe with transform coding has these settings."""
-        others = self.quick, self.feedback is not None, self.images, self.audio, self.device_map
-        return any(others)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Composes the rotations that a recipe asks for from second moments: the eigenbasis, then the
-factors with which a writer chooses codes by error feedback, or the basis of transform coding."""
+"""Composes the rotations that a recipe asks for from second moments: the eigenbasis, and the basis
+of transform coding."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,50 +12,19 @@ from rotationzoo.artifact.layout import Problem, matrix_count
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.linalg import compositions, orthogonality
-from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.linalg.moments import Average, Moment, Statistics, covariance
 from rotationzoo.linalg.transform_coding import Transform, decorrelate, keep_basis
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
-from rotationzoo.sides import cost_kinds, fisher_kind
+from rotationzoo.sides import fisher_kind
 
 LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
 """Kind -> moment of one layer, as sums or as averages."""
 Moments = Mapping[int, LayerMoments]
 """Layer -> kind -> moment."""
 
-# Refitted on the same processor, with any kernels and threads, nothing differed; factors of a new
-# calibration there differed by 1.4e-5 of the largest.
-_CLOSE, _NOTHING = 1e-4, 1e-6
-
-
-def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
-    """The metric `[KV heads, D, D]`, float64, in which errors of rotated rows count.
-
-    `moment` is C `[KV heads, D, D]`: the second moment `C_Q` of the queries for keys and `C_S` of
-    the attention outputs for values. Stored rows are `y = (x - mean) @ T`, so an error e of y is
-    the error `e @ T^-1` of x, and `M = T^-1 @ C @ T^-T`; without whitening, T is the rotation. With
-    `C_Q`, `e M e^T` is the mean squared change of a score. For values, OSCAR weights errors by C_S;
-    docs/history.md compares these metrics.
-    """
-    inverse = rotation.inverse.double()
-    return inverse @ moment.double().cpu() @ inverse.mT
-
-
-def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
-    """Add the whitening and the factors of both sides' metrics if the recipe has error feedback.
-    Raises `RotationZooError` if there are no statistics."""
-    if not recipe.feedback:
-        return rotations
-    if statistics is None:
-        raise RotationZooError(f"the recipe {recipe.name} has error feedback and needs statistics")
-
-    def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
-        moment = sum_moments(statistics[layer], cost_kinds(side))
-        whitened = replace(rotation, whitening=whiten(statistics, recipe, layer, side))
-        return replace(whitened, feedback=factorize(error_metric(whitened, moment)))
-
-    return rotations.replace(add_factor)
+_CLOSE = 1e-4
+"""Refitted on the same processor, with any kernels and threads, nothing differed."""
 
 
 def add_transforms(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
@@ -118,34 +87,6 @@ def transform_problems(
                 break
 
 
-def factor_problems(
-    rotations: Rotations, statistics: Moments | None, recipe: Recipe
-) -> Iterator[Problem]:
-    """Factors that are not triangular, or do not follow from the statistics and the rotations. The
-    tensors must be finite and have the shapes that the recipe requires."""
-    if not recipe.feedback:
-        return
-    expected = rotations if statistics is None else add_factors(rotations, statistics, recipe)
-    for layer, side, rotation in rotations.each():
-        factor, wanted = rotation.feedback, expected[layer][side]
-        assert factor is not None, "a missing factor is a problem of the layout"
-        if not torch.equal(factor, factor.triu()):
-            yield f"{side} feedback not upper triangular", layer
-        elif not (factor.diagonal(dim1=-2, dim2=-1) > 0).all():
-            yield f"{side} feedback without a positive diagonal", layer
-        elif not _agree(factor, wanted.feedback):
-            yield f"{side} feedback not that of the statistics and the rotation", layer
-        elif not _agree(rotation.whitening, wanted.whitening):
-            yield f"{side} whitening not that of the statistics", layer
-
-
-def _agree(stored: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Whether two tensors are equal up to rounding, or both missing."""
-    if stored is None or expected is None:
-        return stored is expected
-    return torch.allclose(stored, expected, rtol=_CLOSE, atol=_NOTHING)
-
-
 # Allowed orthogonality error before the cast to float32; 3e-15 was measured up to D = 512.
 EXACT = 1e-12
 
@@ -158,8 +99,7 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Ro
     for layer in cached_layers(geometry):
         rotations = {side: _fit_side(statistics, recipe, layer, side) for side in layer.sides}
         layers[layer.index] = LayerRotations.of_sides(rotations)
-    composed = add_factors(Rotations(layers), statistics, recipe)
-    return add_transforms(composed, statistics, recipe)
+    return add_transforms(Rotations(layers), statistics, recipe)
 
 
 def target_moment(moments: LayerMoments, recipe: Recipe, side: str) -> torch.Tensor:
@@ -186,19 +126,6 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
         assert statistics is not None
         mean = statistics[layer.index][side].mean.float().cpu().contiguous()
     return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous(), mean)
-
-
-def whiten(statistics: Moments, recipe: Recipe, layer: int, side: str) -> torch.Tensor | None:
-    """The whitening `[H, D, D]` of a side, from the second moment of its stored rows (about the
-    mean if the recipe centers them). None if the recipe does not whiten."""
-    if not recipe.whiten:
-        return None
-    average = statistics[layer][side]
-    moment, mean = average.second_moment.double().cpu(), average.mean
-    if recipe.centers(side):
-        assert mean is not None
-        moment = covariance(moment, mean.double().cpu())
-    return whitening(moment)
 
 
 def _compose_side(

@@ -23,10 +23,7 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.sides import fisher_kind, rows_of
 
-OPTIONAL = (
-    "eigenvalues", "mean", "feedback", "whitening", "sensitivity", "fine_channels", "transform",
-    "deviations", "costs", "widths",
-)  # fmt: skip
+OPTIONAL = "eigenvalues", "mean", "transform", "deviations", "costs", "widths"
 """The fields of a rotation, and tensors of the same names, that may be missing."""
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensor name -> dtype and shape."""
@@ -111,10 +108,6 @@ def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layou
             }
             if recipe.centers(side):
                 fields["mean"] = torch.float32, (layer.kv_heads, dim)
-            if recipe.feedback:
-                fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
-            if recipe.feedback and recipe.whiten:
-                fields["whitening"] = torch.float32, (layer.kv_heads, dim, dim)
             if recipe.transform:
                 fields |= {
                     "transform": (torch.float32, (layer.kv_heads, dim, dim)),
@@ -122,8 +115,6 @@ def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layou
                     "costs": (torch.float64, (layer.kv_heads, dim)),
                     "widths": (torch.int64, (layer.kv_heads, dim // SEGMENT)),
                 }
-            elif recipe.budget:
-                fields |= {"sensitivity": (torch.float64, ()), "fine_channels": (torch.int64, ())}
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape
     return Layout(shapes, ".eigenvalues" if imported else None)

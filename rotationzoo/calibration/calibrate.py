@@ -27,10 +27,10 @@ from rotationzoo.calibration.fisher import (
 )
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.plan import Job, Plan, plan, settle_centering
-from rotationzoo.calibration.sensitivity import check_cache, measure_sensitivities, write_texts
+from rotationzoo.calibration.sensitivity import add_attention_metric, check_cache, write_texts
 from rotationzoo.calibration.soundness import FETCH_AGAIN, check_recipe, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
-from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
+from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.geometry import Geometry, geometry_json
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading, prediction
@@ -45,8 +45,7 @@ from rotationzoo.model.source import (
     weights_fingerprint,
 )
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import Recipe
-from rotationzoo.recipe.loading import without_budget
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
@@ -216,24 +215,20 @@ def run_model(
                 prediction.check_finite(model, logits, partial(model, input_ids=ids))
         recipe, notes = settle_centering(job.recipe, geometry)
         check_backward(model, geometry, ids[0], recipe)
-        measures = bool(recipe.budget) and not recipe.transform
+        measures = recipe.transform and not recipe.goes_back
         if measures:
-            try:
-                check_cache(model, ids)
-            except UnsupportedModel as error:
-                if not job.fit_budget:
-                    raise
-                recipe, reason = without_budget(recipe), str(error)
-                notes.append(f"all layers have 2-bit codes with scales: {reason}")
-                measures = False
+            check_cache(model, ids)
         if not (text.media or getattr(model, loading.HEADLESS, False)):
             guessed = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
             notes += prediction.doubt_loss(guessed.item(), logits.shape[-1])
-        texts = []
-        if recipe.budget:
-            texts = write_texts(text.rows, recipe, loading.load_tokenizer(planned.source))
+        texts, rows = [], text.rows
+        if recipe.transform:
+            tokenizer = loading.load_tokenizer(planned.source)
+            if text.media:  # predictions are compared without images and audio
+                rows = read_corpus(_without_media(recipe.data), tokenizer).rows
+            texts = write_texts(rows, recipe, tokenizer)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        scored = choose_texts(text.rows, texts, recipe, job.torch_device == "cpu")
+        scored = choose_texts(rows, texts, recipe, job.torch_device == "cpu")
         tokens = text.tokens + count_passes(scored, recipe)
         if measures:
             tokens += sum(each.count_passes(layers) for each in texts)
@@ -242,14 +237,17 @@ def run_model(
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         if scored:
             add_fisher(statistics, model, geometry, scored, recipe, progress)
-        progress("composing rotations", 0, 0)
-        rotations = fit(statistics, recipe, geometry)
-        group = recipe.group_size
         if measures:
-            rotations = measure_sensitivities(model, geometry, rotations, texts, group, progress)
-        rotations = spend_bits(rotations, recipe.budget, group)
+            add_attention_metric(statistics, model, geometry, texts, recipe, progress)
+        progress("composing rotations", 0, 0)
+        rotations = spend_bits(fit(statistics, recipe, geometry), recipe.budget)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
+
+
+def _without_media(data: Data) -> Data:
+    """The bundled text, in rows of the same number and length."""
+    return Data(tokens=data.tokens, length=data.length, seed=data.seed)
 
 
 @torch.no_grad()

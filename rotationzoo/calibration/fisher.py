@@ -158,12 +158,12 @@ def mix(
 def check_backward(
     model: PreTrainedModel, geometry: Geometry, ids: torch.Tensor, recipe: Recipe
 ) -> None:
-    """Raise `UnsupportedModel` for a recipe with transform coding, and a model that cannot go back
-    through a few tokens `[T]`: one whose weights are not all in memory, or whose layers have
+    """Raise `UnsupportedModel` for a recipe with Fisher information, and a model that cannot go
+    back through a few tokens `[T]`: one whose weights are not all in memory, or whose layers have
     kernels without gradients."""
-    if not recipe.transform:
+    if not recipe.goes_back:
         return
-    hint = "give --recipe oscar"
+    hint = "give --recipe attention, which needs no gradients"
     if any(parameter.is_meta for parameter in model.parameters()):
         problem = "Fisher information needs all weights in memory, and some are not"
         raise UnsupportedModel(problem, hint)
@@ -173,7 +173,7 @@ def check_backward(
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        problem = "transform coding needs gradients, and this model has none"
+        problem = "Fisher information needs gradients, and this model has none"
         raise UnsupportedModel(f"{problem}: {first_sentence(error)}", hint) from error
 
 
@@ -182,7 +182,7 @@ def choose_texts(
 ) -> dict[str, list[Scored]]:
     """What the Fisher information is that of: `text`, from rows of token ids `[T]`, cut into equal
     pieces, and the `answers` that are asked for. Nothing if the recipe needs none."""
-    if not recipe.transform:
+    if not recipe.goes_back:
         return {}
     length = min(LONGEST_ON_CPU if on_cpu else LONGEST, max(map(len, rows)))
     whole = [part for row in rows for part in row.split(length) if len(part) == length]
@@ -214,7 +214,7 @@ def _explain_full_memory(length: int) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         problem = f"the activations of {length:,} tokens do not fit the device's memory"
-        hint = f"add: --length {length // 2}, or --recipe oscar"
+        hint = f"add: --length {length // 2}, or --recipe attention"
         raise RotationZooError(problem, hint) from error
 
 

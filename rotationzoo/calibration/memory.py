@@ -91,12 +91,12 @@ class Footprint:
     @property
     def rotations(self) -> int:
         """The rotations: a float32 matrix per side and head, or pooled layer; and the matrices of
-        error feedback, or of transform coding."""
+        transform coding."""
         total = 0
         for layer in cached_layers(self.geometry):
             squares = sum(layer.dims[side] ** 2 for side in layer.sides)
             total += 4 * matrix_count(self.recipe, layer.kv_heads) * squares
-            if self.recipe.feedback or self.recipe.transform:
+            if self.recipe.transform:
                 total += 4 * layer.kv_heads * squares
         return total
 

@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.calibration import memory as memories
 from rotationzoo.calibration.soundness import check_recipe
-from rotationzoo.codec.bit_allocation import has_room
 from rotationzoo.codec.engine_needs import DEFAULT
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry, shift_reason, shifted_layers
@@ -24,7 +23,6 @@ from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find, has_weights
 from rotationzoo.recipe import Recipe
-from rotationzoo.recipe.loading import without_budget
 from rotationzoo.recipe.rope import check_positions, position_count
 from rotationzoo.settings import RunSettings
 from rotationzoo.storage import files, folders, strict_json
@@ -48,8 +46,6 @@ class Job(RunSettings):
     restart: bool = False
     fit_length: bool = False
     """Whether rows that are too long are shortened, not refused: if the length is the default."""
-    fit_budget: bool = False
-    """Whether a budget that does not fit is left out, not refused: if it is the default."""
     source: Source | None = None
     """The model that the caller loaded."""
     asked_tokens: tuple[float, float] = (0, 0)
@@ -139,24 +135,11 @@ def plan(job: Job) -> Plan:
     notes += check_engine(source.folder, job.engine)
     if source.model is not None and not has_weights(source):
         notes.append("the weights are not identified: the loaded model is in no files here")
-    if job.fit_budget and (reason := _reason_for_equal_bits(job, geometry or [])):
-        recipe = without_budget(recipe)
-        notes.append(f"all layers have 2-bit codes with scales: {reason}")
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error
     job = replace(job, recipe=recipe, batch=1 if recipe.data.media else job.batch)
     return _with_sizes(Plan(job, source, config, geometry, None, notes=tuple(notes)), model)
-
-
-def _reason_for_equal_bits(job: Job, geometry: Geometry) -> str | None:
-    """Why a default budget of bits is left out."""
-    budget = job.recipe.budget
-    if budget and job.device_map is not None:
-        return "a budget would fetch spread weights hundreds of times (--bits does)"
-    if not (job.recipe.transform or has_room(budget, job.recipe.group_size, geometry)):
-        return f"scales take too much of a budget of {budget.shares[0][1]:g}"
-    return None
 
 
 def settle_centering(recipe: Recipe, geometry: Geometry) -> tuple[Recipe, list[str]]:

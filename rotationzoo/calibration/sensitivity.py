@@ -1,23 +1,32 @@
-"""What a model's predictions lose by 2-bit codes of one side of one layer, with all else exact.
+"""The metric of errors for models that do not run backward: errors of attention, times what the
+model's predictions lose by them.
 
-Losses nearly add up: on a trained model of eight layers, their sum was 0.87 of the joint loss.
+An error of a key costs its squared product with queries, and one of a value its squared product
+with attention outputs (`C_Q` and `C_S`). What these are worth in nats is measured: with one side of
+one layer stored, and all else exact. Losses nearly add up: on a trained model of eight layers,
+their sum was 0.87 of the joint loss.
 """
 
 import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.codec.bit_allocation import COARSE
+from rotationzoo.artifact.fit import fit, sum_moments
+from rotationzoo.budget import EvenBudget
+from rotationzoo.codec.bit_allocation import spend_bits
+from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import Geometry
+from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.linalg.transform_coding import REMAINING, SEGMENT
 from rotationzoo.model import prediction
 from rotationzoo.model.capture import Call, Intercept, intercept, returned_cache
 from rotationzoo.model.changing_rope import reading_whole
@@ -27,14 +36,23 @@ from rotationzoo.progress import Progress
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recall.questions import QUOTE, TASKS
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import Rotation, Rotations
+from rotationzoo.rotations import Rotations
+from rotationzoo.sides import cost_kinds, fisher_kind, rows_of
 
+BITS = 2.0
+"""Bits an element of the side that is stored, whose loss is measured."""
+SMALLEST = 1e-3
+"""The share of the mean loss that every side loses at least. In bfloat16, a loss may be too small
+to be measured."""
 ASKED = ("needles", "key-value", QUOTE)
 """The recall tasks whose answers are compared."""
 QUESTIONS, LONGEST = 8, 2048
 """Questions of each task, and tokens of a prompt, at most."""
 ROWS, POSITIONS = 8, 64
 """Rows of plain text that take the place of prompts, and the last predictions of each, at most."""
+_TINY = 1e-300  # where nothing is lost of a side that nothing reads
+Place = tuple[int, str]
+"""A layer and a side."""
 Stored = tuple[int, Intercept]
 """A layer, and attention that reads one side of its cache as it is stored."""
 
@@ -56,18 +74,50 @@ class Text:
         return 3 * first + layers * (last - first)
 
 
+def add_attention_metric(
+    statistics: Statistics,
+    model: PreTrainedModel,
+    geometry: Geometry,
+    texts: Sequence[Text],
+    recipe: Recipe,
+    progress: Progress,
+) -> None:
+    """Add the metric of each side to the statistics: `C_Q` or `C_S`, so scaled that errors cost
+    what the model was measured to lose, in nats a token. Raises as `measure_losses`."""
+    weights: dict[Place, float] = {}
+    for kinds in statistics.values():
+        for side in rows_of(kinds).sides:
+            kinds[fisher_kind(side)] = _one_row(sum_moments(kinds, cost_kinds(side)))
+    rotations = spend_bits(fit(statistics, recipe, geometry), EvenBudget(BITS))
+    losses = measure_losses(model, geometry, rotations, texts, progress)
+    least = SMALLEST * sum(losses.values()) / len(losses)
+    for layer, side, rotation in rotations.each():
+        assert rotation.costs is not None
+        assert rotation.widths is not None
+        left = torch.tensor(REMAINING, dtype=torch.float64)[rotation.widths]
+        predicted = (rotation.costs * left.repeat_interleave(SEGMENT, dim=-1)).sum().item()
+        weights[layer, side] = max(losses[layer, side], least) / max(predicted, _TINY)
+    for (layer, side), weight in weights.items():
+        metric = statistics[layer][fisher_kind(side)].second_moment
+        statistics[layer][fisher_kind(side)] = _one_row(weight * metric)
+
+
+def _one_row(metric: torch.Tensor) -> Moment:
+    """A metric `[KV heads, D, D]` as the moment of one row."""
+    heads, dim, _ = metric.shape
+    return Moment(metric, metric.new_zeros(heads, dim), metric.new_ones(heads))
+
+
 @torch.no_grad()
-def measure_sensitivities(
+def measure_losses(
     model: PreTrainedModel,
     geometry: Geometry,
     rotations: Rotations,
     texts: Sequence[Text],
-    group_size: int | None,
     progress: Progress,
-) -> Rotations:
-    """The rotations with sensitivities: the mean `KL(exact || stored)` in nats a token of
-    predictions at the compared positions, with `group_size` channels a scale (None: whole rows),
-    minus the arithmetic's own noise.
+) -> dict[Place, float]:
+    """The mean `KL(exact || stored)` in nats a token of predictions at the compared positions, with
+    one side of one layer stored by transform coding, minus the arithmetic's own noise.
 
     Tokens before these positions are read once; the others once exact, and for every layer and side
     without the layers before. Raises `RotationZooError` for predictions that are not finite.
@@ -75,7 +125,7 @@ def measure_sensitivities(
     layers = prediction.decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
         layers = []  # a layer that reads another one's cache needs it to run
-    codec = RotatedCodec(rotations, group_size, rounding="feedback")
+    codec = RotatedCodec(rotations, rounding="transform")
     places = [(layer, side) for layer, side, _ in rotations.each()]
     losses = dict.fromkeys(places, 0.0)
     done, total = 0, len(texts) * len(places)
@@ -88,15 +138,11 @@ def measure_sensitivities(
         for (index, side), loss in zip(places, found, strict=True):
             progress("measuring what each layer loses", done, total)
             if not math.isfinite(loss - noise):  # a maximum of 0 and NaN is 0
-                hint = "add: --quick, which measures no losses"
+                hint = "give --quick, which measures no losses"
                 raise RotationZooError(f"what {side}s of layer {index} lose is not finite", hint)
             losses[index, side] += max(0.0, loss - noise) / len(texts)
             done += 1
-
-    def add_loss(layer: int, side: str, rotation: Rotation) -> Rotation:
-        return replace(rotation, sensitivity=torch.tensor(losses[layer, side], dtype=torch.float64))
-
-    return rotations.replace(add_loss)
+    return losses
 
 
 @torch.no_grad()
@@ -105,8 +151,7 @@ def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
     cache = returned_cache(model(input_ids=ids, use_cache=True))
     if cache.get_seq_length() != ids.shape[1]:
         whose = f"{type(model).__name__}, whose own cache loses count of its tokens"
-        hint = "leave out --bits, or add --quick"
-        raise UnsupportedModel(f"a budget of bits is not measured for {whose}", hint)
+        raise UnsupportedModel(f"losses are not measured for {whose}", "add: --quick")
 
 
 def write_texts(
@@ -174,7 +219,7 @@ def _predict(model: PreTrainedModel, text: Text, cache: Any) -> torch.Tensor:
 
 
 def _reading_stored(
-    codec: RotatedCodec, geometry: Geometry, text: Text, place: tuple[int, str], rounds: bool = True
+    codec: RotatedCodec, geometry: Geometry, text: Text, place: Place, rounds: bool = True
 ) -> Stored:
     """Attention that reads one side of a layer's cache in 2 bits, or only rotated and back."""
     owner, side = place
@@ -188,7 +233,7 @@ def _reading_stored(
         if first == last:
             return exact
         if rounds:
-            read = codec.fake_quantize(stored, owner, side, COARSE)
+            read = codec.fake_quantize(stored, owner, side, SEGMENTS)
         else:
             read = codec.restore(codec.rotate(stored, owner, side), owner, side).to(rows.dtype)
         return torch.cat([exact[:, :, :first], read, exact[:, :, last:]], dim=2)

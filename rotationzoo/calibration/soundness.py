@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact.fit import factor_problems, fit, target_moment, transform_problems
+from rotationzoo.artifact.fit import fit, target_moment, transform_problems
 from rotationzoo.artifact.layout import (
     Problem,
     rotation_layout,
@@ -104,9 +104,8 @@ class Claim:
         problems = chain(
             self.side_problems(rotations, statistics or {}),
             self.origin_problems(rotations, statistics),
-            factor_problems(rotations, statistics, self.recipe),
             transform_problems(rotations, statistics, self.recipe),
-            budget_problems(rotations, self.recipe.budget, self.recipe.group_size),
+            budget_problems(rotations, self.recipe.budget),
         )
         return sentences(problems) + self.centering_problems(rotations)
 
@@ -148,7 +147,7 @@ class Claim:
     def _formula_problems(self, rotations: Rotations) -> Iterator[Problem]:
         """Rotations that differ from those that a recipe without an eigenbasis makes."""
         # Leave out what comes from statistics, which is checked elsewhere.
-        measured = "center_keys", "center_values", "feedback", "whiten", "transform"
+        measured = "center_keys", "center_values", "transform"
         alone = self.recipe.model_copy(update=dict.fromkeys(measured, False) | asdict(EQUAL))
         for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix
@@ -212,7 +211,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     if recipe.transform and any(dim % SEGMENT for dim in dims):
         problem = f"transform coding takes heads of a multiple of {SEGMENT} channels"
         raise RotationZooError(f"{problem}, and these have {max(dims)}", "give --recipe oscar")
-    check_room(recipe.budget, recipe.group_size, geometry, recipe.transform)
+    check_room(recipe.budget, geometry)
     # Build the rotations only for the errors that it raises.
     for dim in sorted(dims):
         if recipe.has_eigenbasis:
@@ -251,8 +250,6 @@ def check(
     problems = claim.content_problems(rotations, statistics)
     origin = "agreement with the statistics" if statistics else "the recipe"
     checked += ["orthogonality", "clip ratios", origin]
-    if claim.recipe.feedback:
-        checked.append("error feedback")
     if claim.recipe.transform:
         checked.append("transform coding")
     return Verification(problems, rotations.orthogonality_error, checked)

@@ -12,7 +12,7 @@ from rotationzoo.cli.next_steps import named, served, shell_line, typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.codec.formats import BUDGETED, FINE, FORMATS
+from rotationzoo.codec.formats import BUDGETED, FORMATS, SEGMENTS
 from rotationzoo.errors import Interrupted, ModelUnavailable, RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json
 from rotationzoo.options import as_tuple, flag, option
@@ -203,13 +203,12 @@ def _plan_json(known: "Plan") -> dict[str, Any]:
         layouts = {name: CacheLayout.of_recipe(recipe, each) for name, each in FORMATS.items()}
         bits |= {name: bits_per_element(cached, layout) for name, layout in layouts.items()}
         if recipe.budget:
-            exact = CacheLayout.of_recipe(recipe, FINE)
+            exact = CacheLayout.of_recipe(recipe, SEGMENTS)
             bits = {BUDGETED: codec_bits(cached, BudgetSizes(recipe.budget), exact), **bits}
     return {
         "model": known.source.name,
         "revision": known.source.revision,
         "recipe": recipe.name,
-        "feedback": recipe.feedback,
         "layers": len(cached),
         "kv_heads": _common(cached, "kv_heads"),
         "head_dim": _common(cached, "key_dim"),

@@ -41,10 +41,8 @@ class Entry:
     `head`."""
     windows: bool = True
     """Whether it keeps sink and recent tokens exact."""
-    feedback: bool = False
-    """Whether it chooses codes by error feedback, and not the nearest."""
     budget: bool = False
-    """Whether it stores the rows of each layer with the bits that a budget gives them."""
+    """Whether it stores rows with the bits that a budget gives them."""
     sliding: bool = True
     """Whether it stores layers with a sliding window in 2 bits. Where not, all others get the same
     bits of a budget."""
@@ -67,9 +65,9 @@ class Entry:
 
     @property
     def recipe(self) -> str:
-        """The preset to calibrate with: the default, one for 2-bit codes or bits of whole layers,
-        or the one that is made for one rotation per layer, no means and nearest codes."""
-        if self.budget and self.rotates:
+        """The preset to calibrate with: the default, one for 2-bit codes, or the one that is made
+        for one rotation per layer and no means."""
+        if self.budget:
             return "transform"
         return "oscar" if self.heads else "oscar-v1"
 
@@ -83,7 +81,6 @@ ENGINES = {
         means=EVERY_SIDE,
         on_cpu=LATENTS.sides,
         clip="head",
-        feedback=True,
         budget=True,
         sliding=False,
         prefill_layout="window",
@@ -99,7 +96,6 @@ ENGINES = {
         means=EVERY_SIDE,
         takes=EVERY_SIDE,
         clip="head",
-        feedback=True,
         budget=True,
         gguf=("*",),
     ),

@@ -76,7 +76,10 @@ FINE = Format(
 )
 """As many bytes as `SGLANG` where a row is one group: a float16 scale and 48 third bits take the
 place of a float32 scale and a float32 offset. Our own cache has it, and the plugin for vLLM."""
-BUDGETED = "fine"
+SEGMENTS = Format(
+    interpolated=False, metadata="float32", offset="none", packing="consecutive", bits=4
+)
+BUDGETED = "segments"
 """The name of the format whose rows may have other bits in every layer."""
 
 FORMATS = {"sglang": SGLANG, "vllm": VLLM}
@@ -84,6 +87,7 @@ FORMATS = {"sglang": SGLANG, "vllm": VLLM}
 
 SIMULATED = FORMATS | {
     "fine": FINE,
+    "segments": SEGMENTS,
     "sglang-3": replace(SGLANG, bits=3),
     "sglang-4": replace(SGLANG, bits=4),
 }

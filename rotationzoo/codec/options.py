@@ -14,7 +14,7 @@ from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.options import Settings, option
 
-Rounding = Literal["nearest", "feedback", "transform"]
+Rounding = Literal["nearest", "transform"]
 Layout = Literal["server", "window"]
 Reading = Literal["auto", "rows", "pages"]
 """Restored `rows`, or the `pages` themselves. `auto` reads pages where there is a kernel for it."""
@@ -83,7 +83,7 @@ class CacheOptions(Settings):
         engine, format = find_engine(name), choose_format(name, has_budget)
         chosen: dict[str, str | int] = {"engine": name, "format": format}
         chosen["prefill_layout"] = engine.prefill_layout
-        if not engine.feedback:
+        if not engine.budget:
             chosen["rounding"] = "nearest"
         if not engine.windows:
             chosen |= {"sink": 0, "recent": 0}

@@ -26,17 +26,15 @@ class RotatedCodec:
 
     A simulation reads whole rows through `fake_quantize`. A cache that holds codes takes the same
     steps one by one: `pack` when a token leaves the exact window, and `restore` when it is
-    read. Raises `RotationZooError` for `feedback` and `transform` with rotations that lack their
-    matrices.
+    read. Raises `RotationZooError` for transform coding with rotations that lack its matrices.
     """
 
     rotations: Rotations
     group_size: int | None = None
     """Channels that share a scale; None is the whole head."""
     rounding: Rounding = "nearest"
-    """How rows get their codes: each channel the nearest one, as engines write today, or together
-    by error feedback (`codec.feedback`), both in the bytes of a format; or by transform coding, in
-    bytes of its own."""
+    """How rows get their codes: each channel the nearest one in the bytes of a format, as engines
+    write today, or by transform coding in bytes of its own."""
     _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | None] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -48,10 +46,6 @@ class RotatedCodec:
     )
 
     def __post_init__(self) -> None:
-        if self.rounding == "feedback" and not self.rotations.has_feedback:
-            problem = "the rotations have no factors to choose codes by error feedback with"
-            hint = "calibrate with --feedback"
-            raise RotationZooError(problem, hint)
         if self.rounding == "transform" and not self.rotations.has_transform:
             problem = "the rotations have no matrices for transform coding"
             hint = "calibrate with --recipe transform"
@@ -68,8 +62,7 @@ class RotatedCodec:
         if self.rounding == "transform":
             layout = self.segments(layer, side)
             return 8 * sum(layout.row_bytes) / (layout.heads * dim)
-        stored = self.stored_format(layer, side, format)
-        return int2.bits_per_element(dim, self.group_size, stored)
+        return int2.bits_per_element(dim, self.group_size, format)
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values `[B, H, T, D]` of a layer as the exact windows store them.
@@ -98,7 +91,7 @@ class RotatedCodec:
             stored = layout.levels(*layout.quantize(rotated.float(), self.steps(layer, side)))
         else:
             quantized = self.quantize(rotated, layer, side, format)
-            stored = int2.dequantize(quantized, self.stored_format(layer, side, format))
+            stored = int2.dequantize(quantized, format)
         return self.restore(stored, layer, side).to(rows.dtype)
 
     def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
@@ -115,20 +108,8 @@ class RotatedCodec:
         """Choose the codes `[B, H, T, D]` of rotated float32 rows `[B, H, T, D]`, with their scales
         and offsets `[B, H, T, G]`. Codes are chosen nowhere else, neither in a simulation nor in a
         cache."""
-        rotation, stored = self.rotations[layer][side], self.stored_format(layer, side, format)
-        if self.rounding == "nearest" or rotation.feedback is None:
-            ratio = clip.ratio_for_bits(rotation.clip[..., None], stored.bits)
-            return int2.quantize(rows, ratio, self.group_size, stored)
-        # By its definition, error feedback takes thousands of operations on a GPU.
-        if encode := self.encoder(layer, side, format, rows.device):
-            packed = encode(rows)
-            encode.check()
-            return replace(packed, codes=int2.unpack(packed.codes, stored))
-        # Here, because a server with a kernel never needs it.
-        from rotationzoo.codec import feedback
-
-        factor = rotation.feedback.to(rows.device)
-        return feedback.quantize(rows, factor, self.group_size, stored)
+        ratio = clip.ratio_for_bits(self.rotations[layer][side].clip[..., None], format.bits)
+        return int2.quantize(rows, ratio, self.group_size, format)
 
     def pack(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, apart: bool = False
@@ -157,20 +138,10 @@ class RotatedCodec:
             return layout.pack(*layout.quantize(rotated.float(), steps)), is_bad
         good = rotated.masked_fill(is_bad[..., None], 0)
         quantized = self.quantize(good, layer, side, format)
-        codes = int2.pack(quantized.codes, self.stored_format(layer, side, format))
+        codes = int2.pack(quantized.codes, format)
         scale = quantized.scale.masked_fill(is_bad[..., None], torch.nan)
         stored = int2.Quantized(codes, scale, quantized.offset)
         return self._page_layout(layer, side, 0, format).split(stored), is_bad
-
-    def stored_format(self, layer: int, side: str, format: int2.Format) -> int2.Format:
-        """The format of the stored rows, given the format of the cache: with the bits that the
-        budget gives this side of this layer, if the format can hold them."""
-        rotation = self.rotations[layer][side] if self.rotations.has_budget else None
-        if format.offset != "none" or rotation is None or rotation.fine_channels is None:
-            return format
-        more = int(rotation.fine_channels)
-        whole, fine = divmod(more, rotation.dim) if more > rotation.dim else (0, more)
-        return replace(format, bits=2 + whole, fine_channels=fine)
 
     def check_packed(
         self, layer: int, side: str, format: int2.Format, device: torch.device
@@ -212,13 +183,9 @@ class RotatedCodec:
         if place in self._encoders:
             return self._encoders[place]
         group = self.group_size or rotation.dim
-        stored = self.stored_format(layer, side, format)
-        variant, made = Variant(rotation.dim, group, torch.float32, stored), None
+        variant, made = Variant(rotation.dim, group, torch.float32, format), None
         if cuda_encoder.supports(variant) and cuda_encoder.kernels_run_on(device):
-            if self.rounding == "feedback" and rotation.feedback is not None:
-                made = cuda_encoder.feedback_encoder(rotation.feedback, variant, device)
-            else:
-                made = cuda_encoder.clip_encoder(rotation.clip, variant, device)
+            made = cuda_encoder.clip_encoder(rotation.clip, variant, device)
         self._encoders[place] = made
         return made
 
@@ -239,8 +206,7 @@ class RotatedCodec:
     def _page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
         rotation = self.rotations[layer][side]
         groups = rotation.dim // (self.group_size or rotation.dim)
-        stored = self.stored_format(layer, side, format)
-        return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, stored)
+        return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, format)
 
     def packed_side(
         self,
@@ -263,22 +229,21 @@ class RotatedCodec:
 
     def forward(self, layer: int, side: str) -> torch.Tensor:
         """The matrices `[H, D, D]` that rows without their mean are multiplied by, made once."""
-        return self._matrix(layer, side, "forward")
+        return self._matrix(layer, side, "to_steps")
 
     def inverse(self, layer: int, side: str) -> torch.Tensor:
         """The matrices `[H, D, D]` that take dequantized rows to the model's frame, made once, and
         contiguous as a kernel reads them."""
-        return self._matrix(layer, side, "inverse")
+        return self._matrix(layer, side, "from_steps")
 
     def _matrix(self, layer: int, side: str, way: str) -> torch.Tensor:
         if (layer, side, way) not in self._matrices:
             rotation = self.rotations[layer][side]
-            if self.rounding == "nearest":  # such codes are of rows that are not whitened
-                rotation = replace(rotation, whitening=None)
-            name = way
+            matrix: torch.Tensor = rotation.matrix
             if self.rounding == "transform":
-                name = {"forward": "to_steps", "inverse": "from_steps"}[way]
-            matrix: torch.Tensor = getattr(rotation, name)
+                matrix = getattr(rotation, way)
+            elif way == "from_steps":
+                matrix = matrix.mT
             every = matrix.expand(len(rotation.clip), -1, -1).contiguous()
             self._matrices[layer, side, way] = every
         return self._matrices[layer, side, way]
@@ -316,7 +281,7 @@ class RotatedCodec:
 def move(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
-    names = "matrix", "mean", "feedback", "whitening", "transform", "deviations"
+    names = "matrix", "mean", "transform", "deviations"
     tensors = [(name, getattr(rotation, name)) for name in names]
     return replace(
         rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}

@@ -59,7 +59,7 @@ def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOption
     known = options.as_engine(rotations.has_budget)
     assert known.format is not None
     assert known.prefill_layout is not None
-    default: Rounding = "feedback" if rotations.has_feedback else "nearest"
+    default: Rounding = "nearest"
     if rotations.has_transform:
         default = "transform"
     group_size = known.group_size or recipe.group_size
@@ -80,7 +80,6 @@ def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOption
 
 def reduce_rotations(
     rotations: Rotations,
-    group_size: int | None,
     uncentered: Collection[str],
     budget: Budget | None = None,
 ) -> Rotations:
@@ -90,7 +89,7 @@ def reduce_rotations(
         # A server spends no bits where rotations keep their own budget.
         from rotationzoo.codec.bit_allocation import spend_bits
 
-        rotations = spend_bits(rotations, budget, group_size)
+        rotations = spend_bits(rotations, budget)
 
     def reduce(_: int, side: str, rotation: Rotation) -> Rotation:
         return replace(rotation, mean=None) if side in uncentered else rotation

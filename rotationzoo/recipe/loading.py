@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.recipe.schema import Data, Recipe, Section
+from rotationzoo.recipe.schema import GONE, Data, Recipe, Section
 from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
 
@@ -18,14 +18,12 @@ _LENGTH = 8192
 _OSCAR = Recipe(
     name="oscar",
     center_keys=True,
-    feedback=True,
-    whiten=True,
-    bits=3.0,
     data=Data(length=_LENGTH),
 )
-_OTHER_CODES = {"transform": True, "center_values": True, "feedback": False, "whiten": False}
+_CODED = {"transform": True, "center_values": True}
 _RECIPES = (
-    _OSCAR.model_copy(update=dict(_OTHER_CODES, name="transform", bits=2.5)),
+    _OSCAR.model_copy(update=dict(_CODED, name="transform", bits=2.5)),
+    _OSCAR.model_copy(update=dict(_CODED, name="attention", metric="attention", bits=3.0)),
     _OSCAR,
     Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
     Recipe(name="hadamard", composition="hadamard"),
@@ -34,9 +32,6 @@ _RECIPES = (
 )
 PRESETS = {recipe.name: recipe for recipe in _RECIPES}
 """Name -> recipe, as `--recipe` and `extends` take it."""
-_NO_BUDGET = asdict(EQUAL) | {"transform": False, "draws": None}
-_MEDIA = {"images", "audio"}
-"""Columns of `data` that exclude a budget of bits, which is measured on text."""
 
 
 def load(recipe: str) -> Recipe:
@@ -71,6 +66,10 @@ def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> R
         raise RotationZooError(
             f"{origin} extends an unknown recipe {shortened(base)!r}{nearest(base, PRESETS)}"
         )
+    gone = [content.pop(key, default) for key, default in GONE.items()]
+    if any(gone):
+        problem = f"{origin} asks for error feedback, which transform coding has replaced"
+        raise RotationZooError(problem, "calibrate anew: rotationzoo calibrate MODEL")
     preset = PRESETS[base].model_dump()
     # The section is merged key by key, so that a file holds only what differs.
     changes = content.get("data") or {}
@@ -80,8 +79,6 @@ def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> R
     own_budget = asdict(EQUAL).keys() & content
     if own_budget:
         preset |= asdict(EQUAL)
-    if changes.keys() & _MEDIA or content.get("feedback") is False:
-        preset |= _NO_BUDGET
     content["data"] = {**preset["data"], **changes}
     try:
         return Recipe(**{**preset, **content})
@@ -92,13 +89,10 @@ def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> R
 
 def override(recipe: Recipe, **data: Any) -> Recipe:
     """The recipe with these `data` settings; None changes nothing. Without an eigenbasis, `seed` is
-    also its own seed. With media, it has no budget of bits. Raises `UsageError`."""
+    also its own seed. Raises `UsageError`."""
     # The recipe is built anew, because pydantic's `model_copy` does not validate.
     changes = {key: value for key, value in data.items() if value is not None}
-    base = recipe
-    if changes.keys() & _MEDIA:
-        base = without_budget(recipe)
-    content = {**base.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
+    content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
     if "seed" in changes and not recipe.has_eigenbasis:
         content["seed"] = changes["seed"]
     return _from_options(content)
@@ -112,16 +106,6 @@ def _from_options(content: dict[str, Any], hint: str | None = None) -> Recipe:
         raise UsageError(str(error), hint or error.hint) from error
 
 
-def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
-    """The recipe, renamed, with feedback, or without it and its budget. Raises `UsageError`."""
-    if recipe.feedback == feedback:
-        return recipe
-    suffix = "feedback" if feedback else "nearest"
-    base = recipe if feedback else without_budget(recipe)
-    changes = {"feedback": feedback, "transform": False, "name": f"{recipe.name}-{suffix}"}
-    return _from_options({**base.model_dump(), **changes, "draws": None})
-
-
 def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
     """The recipe, renamed, with another budget of bits. Raises `UsageError`."""
     content = {**recipe.model_dump(), **asdict(budget)}
@@ -132,18 +116,6 @@ def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
 
 def _name_budget(budget: Budget) -> str:
     return "".join(f"-{number:g}" for number in filter(None, asdict(budget).values())) + "-bits"
-
-
-def without_budget(recipe: Recipe) -> Recipe:
-    """The recipe with the same bits in all layers."""
-    return recipe.model_copy(update=_NO_BUDGET)
-
-
-def quicken(recipe: Recipe) -> Recipe:
-    """The recipe without its budget of bits, under a name that says so."""
-    if not recipe.budget:
-        return recipe
-    return without_budget(recipe).model_copy(update={"name": f"{recipe.name}-quick"})
 
 
 def with_rope_scaling(recipe: Recipe, scaling: str | None) -> Recipe:

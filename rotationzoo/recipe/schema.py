@@ -61,6 +61,9 @@ Tokens = Annotated[int, Field(gt=0, le=10**8)]
 """Tokens to read: 3,000 times what a preset does."""
 # Recipes without such a key keep the hash that is published.
 _LATER = Field(exclude_if=lambda value: not value)
+_UNLESS_FISHER = Field(exclude_if=lambda value: value == "fisher")
+GONE = {"feedback": False, "whiten": False}
+"""Keys that recipes had, with their defaults: published recipes keep their hash."""
 _DAY = pydantic.BeforeValidator(lambda day: date.fromisoformat(str(day)).isoformat())
 WindowSize = Annotated[int, Field(ge=0, le=10**9)]
 
@@ -162,22 +165,19 @@ class Recipe(Section):
     attention does not, its keys keep their mean, and the artifact's recipe says so."""
     center_values: bool = False
     """Subtract each KV head's mean value; the reader adds it back, times the attention received."""
-    feedback: bool = False
-    """Also store how errors of keys and values count, to choose a row's codes together."""
-    whiten: bool = False
-    """With `feedback`, also store matrices that even out the channels before the rotation. Queries
-    and outputs are then multiplied by other matrices than the rotations."""
     transform: Annotated[bool, _LATER] = False
     """Also store a transform coding: keys and values become channels that do not correlate, and
-    each gets 0 to 8 of the budget's bits, by the Fisher information of what is stored. For that the
-    model also runs backward."""
+    each gets 0 to 8 of the budget's bits, by what its errors cost."""
+    metric: Annotated[Literal["fisher", "attention"], _UNLESS_FISHER] = "fisher"
+    """With `transform`, what errors cost. `fisher`: the Fisher information of what is stored, for
+    which the model also runs backward. `attention`: `C_Q` for keys and `C_S` for values, times what
+    the model loses for each side of each layer."""
     draws: Annotated[Count | None, _LATER] = None
-    """With `transform`, how often gradients are drawn for each text, of which each takes as long as
+    """With `fisher`, how often gradients are drawn for each text, of which each takes as long as
     two passes of `oscar`: more of them are a better estimate. None: 2."""
     bits: float | None = None
-    """Bits an element of quantized rows, with scales, averaged over layers and sides. With
-    `feedback`, layers that lose more get more, in the format `fine`; with `transform`, channels do.
-    None: the same bits for all."""
+    """With `transform`, bits an element of quantized rows, with scales, on average over layers,
+    sides and channels."""
     key_bits: float | None = None
     value_bits: float | None = None
     """The same for keys and for values, instead of `bits`."""
@@ -212,14 +212,10 @@ class Recipe(Section):
             has_budget = bool(self.budget)
         except UsageError as error:
             raise ValueError(str(error)) from error
-        if has_budget and self.data.media:
-            raise ValueError("a budget of bits is measured on text alone, not on images or audio")
-        if has_budget and not (self.feedback or self.transform):
-            raise ValueError("a budget of bits needs error feedback or transform coding")
-        if self.transform and (not has_budget or self.feedback):
-            raise ValueError("transform coding needs a budget of bits, and no error feedback")
-        if self.draws and not self.transform:
-            raise ValueError("draws are for transform coding alone")
+        if has_budget != self.transform:
+            raise ValueError("a budget of bits and transform coding need each other")
+        if self.draws and not self.goes_back:
+            raise ValueError("draws are for Fisher information alone")
         return self
 
     @property
@@ -234,7 +230,7 @@ class Recipe(Section):
 
     def published(self) -> dict[str, Any]:
         """The recipe as JSON, with the names of local files and folders instead of their paths."""
-        return without_paths(self.model_dump())
+        return without_paths(self.model_dump()) | GONE
 
     @property
     def has_eigenbasis(self) -> bool:
@@ -244,7 +240,12 @@ class Recipe(Section):
     @property
     def needs_statistics(self) -> bool:
         """False for data-free recipes, which read no text and run no model."""
-        return self.has_eigenbasis or bool(self.centered) or self.feedback or self.transform
+        return self.has_eigenbasis or bool(self.centered) or self.transform
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the model runs backward, too."""
+        return self.transform and self.metric == "fisher"
 
     @property
     def centered(self) -> tuple[str, ...]:
