@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.measured import Measured
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
-_KERNELS = "validation.json", "int2.cu", "feedback.cu"
 ANSWERS, REPORT = "answers.png", "report.html"
-ADDED = (EVALUATION, *_KERNELS, ANSWERS, REPORT)
+ADDED = EVALUATION, "validation.json", "int2.cu", ANSWERS, REPORT
 SIGNATURE = "model.sig"
 """The signature of the manifest and of the files that it lists."""
 EXPORT = "export.json"
 """What `export` writes about the files for an engine."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
-# Only a folder that holds nothing else is replaced, whatever its manifest claims.
-PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
+# Only a folder that holds nothing else is replaced, whatever its manifest claims. The last name is
+# of older releases.
+PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED, "feedback.cu"}
 
 
 @dataclass(frozen=True, repr=False)

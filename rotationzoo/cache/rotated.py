@@ -42,13 +42,13 @@ class RotatedCache(DynamicCache):
     * `model`: the transformers model that will read the cache;
     * `engine`: store an artifact as this engine does, such as `sglang`, where other options do not
       say otherwise. The default, `transformers`, loses nothing of it;
-    * `format`: `sglang` (the default), `fine` (that of a budget of bits) or `vllm`;
+    * `format`: `segments` (the default where the artifact has transform coding), `sglang` (the
+      default elsewhere) or `vllm`;
     * `bits`: another budget of bits an element than the artifact's, which must have one;
     * `sink`, `recent`: how many first and last tokens stay exact, by default as the recipe says;
     * `group_size`: channels that share a scale; by default the recipe's, or the whole head;
-    * `rounding`: how rows get their codes: by `transform` coding, in bytes of its own, or by error
-      `feedback` where the artifact was calibrated for it, and else the `nearest`, as engines write
-      them;
+    * `rounding`: how rows get their codes: by `transform` coding, in the format `segments`, where
+      the artifact was calibrated for it, and else the `nearest`, as engines write them;
     * `prefill_layout`: which earlier tokens a chunk of a prompt reads exact: with `server`, the
       default, the sink alone; with `window`, as vLLM, the `recent` tokens before it as well;
     * `reading`: the form in which a decoding step reads: `rows` that are restored and rotated back,

@@ -14,7 +14,7 @@ from torch.utils.benchmark import Timer
 
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec import cuda, cuda_rows, feedback, int2, kernels
+from rotationzoo.codec import cuda, cuda_rows, int2, kernels
 from rotationzoo.codec.cuda_encoder import clip_encoder
 from rotationzoo.codec.cuda_rows import dequantize
 from rotationzoo.errors import RotationZooError
@@ -28,7 +28,6 @@ from rotationzoo.writer import add_files, check_writable
 EDGE_ROWS = 8
 _TAIL_DEGREES = 3  # degrees of freedom of drawn rows' Student t: few of them make heavy tails
 _HINT = "do not publish; report the GPU, the driver and this line as an issue"
-_FEW_ROWS = 16  # of each head
 _FLOAT32_ROUNDING = 2.0**-24
 _SMALLEST_BOUND = 1e-37  # the bound for rows of zeros: products below it are subnormal in float32
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -87,29 +86,20 @@ class KernelComparison:
     """Without a GPU, only the definition itself is checked for consistency."""
     rows: int = 0
     elements: int = 0
-    feedback_rows: int = 0
-    """Rows whose codes were also chosen by error feedback."""
     rotation_error: float = 0.0
     """The largest error of a rotation, as a fraction of the bound for float32."""
     name: str = ""
     """The layer and side that are being compared, for error messages."""
 
     def compare(
-        self,
-        name: str,
-        rows: torch.Tensor,
-        rotation: torch.Tensor,
-        clip: torch.Tensor,
-        factor: torch.Tensor | None = None,
+        self, name: str, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
     ) -> None:
-        """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios `[H]`,
-        and with a `factor` `[H, D, D]` also the encoder of error feedback."""
+        """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios
+        `[H]`."""
         self.name = name
         self.rows += rows.shape[0] * rows.shape[1]
         if self.on_gpu:
-            rotated = self._compare_kernel(rows, rotation, clip)
-            if factor is not None:
-                self._compare_feedback(rotated, factor)
+            self._compare_kernel(rows, rotation, clip)
         else:
             self._check_definition(rows, rotation, clip)
 
@@ -126,7 +116,6 @@ class KernelComparison:
             "codes_equal": equal,
             "dequantized_equal": equal,
             "max_difference": difference,
-            "feedback_rows": self.feedback_rows,
             "rotation_error": self.rotation_error,
             "formats": list(int2.FORMATS),
             "quantize_bytes_per_second": None,
@@ -136,8 +125,8 @@ class KernelComparison:
 
     def _compare_kernel(
         self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
-    ) -> torch.Tensor:
-        """Compare the kernels of `int2.cu`. Returns the rows as they rotated them."""
+    ) -> None:
+        """Compare the kernels of `int2.cu`."""
         rotated = torch.empty(rows.shape, device="cuda")
         # Models produce keys and values in bfloat16, so that is what the kernel rotates.
         narrow = rows.bfloat16()
@@ -155,21 +144,6 @@ class KernelComparison:
             for typed in rows_of_each_type(rotated.cpu()):
                 packed = cuda_rows.quantize(typed.cuda(), clip, self.group_size, format)
                 self._check_quantized(packed, typed, clip, format)
-        return rotated.cpu()
-
-    def _compare_feedback(self, rotated: torch.Tensor, factor: torch.Tensor) -> None:
-        """Compare the kernel of `feedback.cu` on rotated rows, with its definition on the GPU."""
-        self.feedback_rows += rotated.shape[0] * rotated.shape[1]
-        factor = factor.cuda()
-        for format in int2.FORMATS.values():
-            for typed in rows_of_each_type(rotated):
-                # All of them, and so few that another kernel takes them.
-                for on_gpu in (typed.cuda(), typed[:, :_FEW_ROWS].cuda()):
-                    packed = cuda_rows.quantize_with_feedback(
-                        on_gpu, factor, self.group_size, format
-                    )
-                    expected = feedback.quantize(on_gpu, factor, self.group_size, format)
-                    self.check_stored(packed, expected, format)
 
     def _check_definition(
         self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
@@ -185,17 +159,9 @@ class KernelComparison:
     def _check_quantized(
         self, packed: cuda.Packed, rows: torch.Tensor, clip: torch.Tensor, format: int2.Format
     ) -> int2.Quantized:
-        """Check the kernel on rotated rows. Returns what the definition stores."""
+        """Check that the kernel stored rotated rows as the definition does, and that the reader
+        restores them. Returns what the definition stores."""
         expected = int2.quantize(rows, clip[:, None], self.group_size, format)
-        self.check_stored(packed, expected, format)
-        return expected
-
-    def check_stored(
-        self, packed: cuda.Packed, expected: int2.Quantized, format: int2.Format
-    ) -> None:
-        """Check that a kernel stored what the definition does, and that the reader restores it."""
-        tensors = expected.codes, expected.scale, expected.offset
-        expected = int2.Quantized(*(tensor.cpu() for tensor in tensors))
         codes = int2.unpack(packed.codes.cpu(), format)
         self._check_equal("code", codes, expected.codes)
         metadata = torch.stack([expected.scale, expected.offset], dim=-1)
@@ -205,6 +171,7 @@ class KernelComparison:
             defined = int2.dequantize(expected, format).to(dtype)
             self._check_equal("dequantized value", values, defined)
         self.elements += codes.numel()
+        return expected
 
     def _check_equal(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise `RotationZooError` unless the tensors are equal bit by bit."""
@@ -233,7 +200,7 @@ class KernelComparison:
             raise RotationZooError(f"{self.name}, head {head}, row {row}: {off}", _HINT)
 
 
-VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
+VALIDATION, SOURCE = "validation.json", "int2.cu"
 _MEASURED_ROWS = 4 << 20
 
 
@@ -241,7 +208,7 @@ def validate_kernel(
     artifact: Artifact, rows: int = 1024, device: str = "auto", progress: Progress = silent
 ) -> dict[str, Any]:
     """Compare the kernel with the codec's definition on `rows` rows of every layer, KV head and
-    side, and return the report, which is added to the artifact with the sources that ran.
+    side, and return the report, which is added to the artifact with the source that ran.
 
     Raises `RotationZooError` at the first difference. Without a GPU only the definition is checked,
     as the report says, and the artifact is not changed.
@@ -259,8 +226,6 @@ def validate_kernel(
     report |= _measure_rates(dim, artifact.recipe.group_size, artifact.recipe.key_clip)
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: kernels.source_of(SOURCE).encode()}
-    if report["feedback_rows"]:
-        files[FEEDBACK_SOURCE] = kernels.source_of(FEEDBACK_SOURCE).encode()
     summary = {"device": report["device"], "rows": report["rows"]}
     add_files(artifact, files, {"validation": summary})
     return report
@@ -294,7 +259,7 @@ def _compare_layers(
                 rows = rows - rotation.mean[:, None]
             matrices = rotation.matrix.expand(layer.kv_heads, -1, -1)
             name = side_name(layer.index, side)
-            comparison.compare(name, rows, matrices, rotation.clip, rotation.feedback)
+            comparison.compare(name, rows, matrices, rotation.clip)
             progress("validating", done := done + 1, total)
     return comparison
 

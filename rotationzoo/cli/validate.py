@@ -39,8 +39,6 @@ def validate_command(
         shares = [report[f"{step}_bytes_per_second"] / copy for step in ("quantize", "dequantize")]
         of_copy = "clipping and quantizing {:.1%}, dequantizing {:.1%}".format(*shares)
         say(f"Device copy {copy / 1e12:.2f} TB/s; of that: {of_copy}")
-        if rows := report["feedback_rows"]:
-            say(f"Codes chosen by error feedback: equal to feedback.py's for {rows:,} rows")
 
     out.result(report, opened.identity, human)
     suggest_step(out, opened)

@@ -1,5 +1,5 @@
 """How kernels of the table in `codec.kernels` are compiled and launched on an NVIDIA GPU; and the
-variants of those of `int2.cu` and `feedback.cu`, and what they store.
+variants of those of `int2.cu`, and what they store.
 
 NVIDIA's cuda.core compiles a source with NVRTC for the GPU that it finds, keeps the result in the
 user's cache, and launches it on torch's stream. Unlike torch's extension builder, it needs no CUDA
@@ -19,12 +19,9 @@ from rotationzoo.errors import RotationZooError
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Row types that the kernels read and write -> the number that `int2.cu` uses for each."""
-_LARGEST_DIM, _THREADS = 512, 128  # these are per block: WARPS in `int2.cu`, times 32
-_FEEDBACK_ROWS = 32  # per block, and as many threads: ROWS in `feedback.cu`
-FEW_THREADS = 128
-"""Threads for a row where rows are few: FEW_THREADS in `feedback.cu`."""
-FEW = "quantize_few_with_feedback"
-"""The kernel of `feedback.cu` for few rows."""
+_LARGEST_DIM = 512
+THREADS = 128
+"""Of a block: WARPS in `int2.cu`, times 32."""
 INSTALL = "pip install 'cuda-bindings>=13,<14' 'cuda-core>=1' 'nvidia-cuda-nvrtc>=13,<14'"
 _EARLY = "programmatic_stream_serialization"
 _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` is an instruction
@@ -137,8 +134,7 @@ def _values(arguments: tuple[Any, ...]) -> list[int | float]:
 @dataclass(frozen=True)
 class Packed:
     """Stored rows: `codes` are bytes `[H, N, format.row_bytes(D)]`, as `int2.pack` returns them;
-    `metadata` `[H, N, D / group, format.metadata_numbers]` holds scale and offset in the format's
-    type."""
+    `metadata` `[H, N, D / group, 2]` holds scale and offset in the format's type."""
 
     codes: torch.Tensor
     metadata: torch.Tensor
@@ -158,19 +154,14 @@ class Variant:
     """Whether any ratio is below 1."""
     rotates: bool = False
     """Whether rows are multiplied by a matrix."""
-    feedback: bool = False
-    """Whether codes are chosen by error feedback, with the kernel of `feedback.cu`."""
 
     def macros(self) -> list[tuple[str, str]]:
         """The macros that compile the source into this variant. Raises `RotationZooError` for
         shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
-        thirds = format.fine_channels
-        if format.bits == 3 or thirds % 16 or (thirds and format.bits != 2):
-            raise RotationZooError(
-                "the CUDA kernel has 2, 4 or 8 bits, and third bits of a multiple of 16 channels"
-            )
+        if format.bits != 2:
+            raise RotationZooError(f"the CUDA kernel has codes of 2 bits, and not of {format.bits}")
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
             raise RotationZooError(
@@ -184,45 +175,30 @@ class Variant:
             "TYPE": TYPES[self.dtype],
             "CLIP": self.clips,
             "ROTATE": self.rotates,
-            "BITS": format.bits,
             "INTERPOLATED": format.interpolated,
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
-            "SYMMETRIC": format.offset == "none",
-            "FINE": format.fine_channels,
             "STRIDED": format.packing == "strided",
         }
         return [(name, str(int(value))) for name, value in values.items()]
 
     @property
-    def source(self) -> str:
-        """The source that has the variant's kernels."""
-        return "feedback.cu" if self.feedback else "int2.cu"
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return _FEEDBACK_ROWS if self.feedback else _THREADS
-
-    @property
     def block_rows(self) -> int:
         """Rows that one thread block handles, as in the source. In `int2.cu`, `lanes` threads share
         a row, and each holds runs of neighbouring channels from every quarter of it."""
-        if self.feedback:
-            return _FEEDBACK_ROWS
         quarter = self.dim // 4
         wide = self.dtype != torch.float32 and quarter % 8 == 0 and self.group % 8 == 0
         run = 8 if wide and not self.rotates else 4
         lanes = max(2, 1 << (quarter // run - 1).bit_length())
         rows_of_a_lane = 4 if self.rotates else 1
-        return _THREADS // lanes * rows_of_a_lane
+        return THREADS // lanes * rows_of_a_lane
 
 
 def empty_packed(rows: torch.Tensor, group: int, format: Format) -> Packed:
     """Room for what a kernel stores of rows `[H, N, D]`."""
     heads, count, dim = rows.shape
     codes = rows.new_empty(heads, count, format.row_bytes(dim), dtype=torch.uint8)
-    shape = heads, count, dim // group, format.metadata_numbers
+    shape = heads, count, dim // group, 2
     metadata = rows.new_empty(shape, dtype=METADATA_TYPES[format.metadata])
     return Packed(codes, metadata, format)
 
@@ -234,14 +210,13 @@ class Kernel:
 
     function: Any
     block_rows: int
-    threads: int
 
     def __call__(self, rows: torch.Tensor, arguments: tuple[Any, ...]) -> None:
         """Launch for rows `[H, N, ...]`, whose values or codes are among the arguments."""
         if not rows.numel():  # CUDA refuses an empty grid
             return
         grid = -(-rows.shape[1] // self.block_rows), rows.shape[0], 1
-        Launcher(rows.device)(self.function, grid, self.threads, arguments, early=False)
+        Launcher(rows.device)(self.function, grid, THREADS, arguments, early=False)
 
 
 @cache
@@ -251,7 +226,5 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
     Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the
     kernel does not support.
     """
-    function = build(variant.source, tuple(variant.macros()), device).get_kernel(name)
-    if name == FEW:
-        return Kernel(function, 1, FEW_THREADS)
-    return Kernel(function, variant.block_rows, variant.threads)
+    function = build("int2.cu", tuple(variant.macros()), device).get_kernel(name)
+    return Kernel(function, variant.block_rows)

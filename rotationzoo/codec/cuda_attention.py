@@ -1,7 +1,7 @@
 """Attention over packed keys and values on an NVIDIA GPU, as `codec.attention` defines it: what the
 kernels of `attention.cu` read, in tiles of how many tokens, and how their work is cut up."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import TYPES, Launcher, build
-from rotationzoo.codec.formats import FINE, Format
+from rotationzoo.codec.formats import SEGMENTS, Format
 from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Segments, Strides, Window
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.slots import count_slots, slot_table
@@ -28,7 +28,6 @@ _WAVES = 3
 the last of them."""
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 _WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
-_OF_SLOTS = replace(FINE, bits=4, fine_channels=0, metadata="float32", packing="consecutive")
 Layout = PageLayout | SegmentLayout
 
 
@@ -63,13 +62,10 @@ class AttentionVariant:
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of a query that `prepare` writes: two of each channel and of each third bit.
-        `COLUMN` in the source."""
+        """Bytes of a query that `prepare` writes: two of each channel. `COLUMN` in the source."""
         if isinstance(self.key, SegmentLayout):
             return 16 * count_slots(self.key)
-        bits = self.key.format.bits
-        chunks, planes = -(-self.key.dim * bits // 128), -(-self.key.format.fine_channels // 64)
-        return (chunks * 128 // bits + planes * 64) * 2
+        return -(-self.key.dim // 64) * 128
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
@@ -84,14 +80,11 @@ class AttentionVariant:
         values |= {
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
-            "SYMMETRIC": format.offset == "none",
             "STRIDED": format.packing == "strided",
             "SEGMENTS": isinstance(self.key, SegmentLayout),
         }
         for side, layout in (("KEY", self.key), ("VALUE", self.value)):
             values |= {f"{side}_DIM": layout.dim, f"{side}_GROUP": layout.dim // _groups(layout)}
-            values |= {f"{side}_BITS": _format(layout).bits}
-            values |= {f"{side}_FINE": _format(layout).fine_channels}
             segments = isinstance(layout, SegmentLayout)
             values |= {f"{side}_SLOTS": _slots(layout), f"{side}_ROOM": segments and _room(layout)}
         return tuple((name, str(int(value))) for name, value in values.items())
@@ -127,8 +120,7 @@ def _groups(layout: Layout) -> int:
 
 
 def _format(layout: Layout) -> Format:
-    """Slots are to the kernels as codes of four bits without offsets."""
-    return layout.format if isinstance(layout, PageLayout) else _OF_SLOTS
+    return layout.format if isinstance(layout, PageLayout) else SEGMENTS
 
 
 def supports(key: Layout, value: Layout, dtype: torch.dtype, exact_tokens: int = 0) -> bool:
@@ -137,15 +129,12 @@ def supports(key: Layout, value: Layout, dtype: torch.dtype, exact_tokens: int =
     # Windows are cut into parts one by one, and packed tokens are at least one more.
     variant = AttentionVariant(key, value, dtype, soft_cap=False, columns=4)
     parts = exact_tokens // variant.window + 3
-    formats = _format(key), _format(value)
-    alike = replace(formats[1], bits=formats[0].bits, fine_channels=formats[0].fine_channels)
     return (
         parts <= _MOST_TOTALS
         and dtype in TYPES
-        and type(key) is type(value)
-        and 3 not in (formats[0].bits, formats[1].bits)
         and 4 * variant.tile_bytes <= _SHARED_MEMORY  # two of each warp
-        and (alike, key.tokens, key.heads) == (formats[0], value.tokens, value.heads)
+        and _format(key).bits == 2
+        and (_format(key), key.tokens, key.heads) == (_format(value), value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
         and _has_few_groups(key)
@@ -157,13 +146,9 @@ def _has_few_groups(layout: Layout) -> bool:
     """Whether a token has as few scales as the kernels can keep apart."""
     if isinstance(layout, SegmentLayout):
         return True
-    group = layout.dim // layout.groups
-    fine = layout.format.fine_channels
-    # Codes that share a 32-bit word and a field of its bytes must share a scale, and third bits
-    # that are read together.
-    run = 4 if layout.format.packing == "strided" and not fine else 16
-    few = layout.groups <= _MOST_GROUPS
-    return few and group % run == 0 and fine in range(0, layout.dim + 1, 16)
+    # Codes that share a 32-bit word and a field of its bytes must share a scale.
+    run = 4 if layout.format.packing == "strided" else 16
+    return layout.groups <= _MOST_GROUPS and layout.dim // layout.groups % run == 0
 
 
 def choose_columns(columns: int, key: Layout, value: Layout) -> int:

@@ -5,7 +5,7 @@ import torch
 
 from rotationzoo.codec import cuda
 from rotationzoo.codec.cuda import Packed, Variant
-from rotationzoo.codec.cuda_encoder import check_factor, clip_encoder, feedback_encoder
+from rotationzoo.codec.cuda_encoder import clip_encoder
 from rotationzoo.codec.formats import SGLANG, Format
 from rotationzoo.codec.kernels import Dequantize
 
@@ -26,21 +26,10 @@ def quantize(
     rows that are not finite or above 1e18, and for shapes and types that the kernel does not
     support.
     """
-    ratios = torch.as_tensor(clip).expand(len(rows))
-    encoder = clip_encoder(ratios, _variant(rows, group_size, format), rows.device, rotation)
+    ratios, dim = torch.as_tensor(clip).expand(len(rows)), rows.shape[-1]
+    variant = Variant(dim, group_size or dim, rows.dtype, format)
+    encoder = clip_encoder(ratios, variant, rows.device, rotation)
     packed = encoder.store(rows, rotated)
-    encoder.check()
-    return packed
-
-
-def quantize_with_feedback(
-    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
-) -> Packed:
-    """Quantize and pack rows `[H, N, D]` on a GPU, as `feedback.quantize` and `int2.pack` do. The
-    factor is as in `feedback_encoder`, and refused rows are as in `quantize`."""
-    check_factor(factor, len(rows), rows.shape[-1])
-    encoder = feedback_encoder(factor, _variant(rows, group_size, format), rows.device)
-    packed = encoder.store(rows)
     encoder.check()
     return packed
 
@@ -51,7 +40,7 @@ def dequantize(
     """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`. A given `rotation` is
     undone by multiplying with its transpose."""
     heads, count, bytes_of_a_row = packed.codes.shape
-    dim = (8 * bytes_of_a_row - packed.format.fine_channels) // packed.format.bits
+    dim = 4 * bytes_of_a_row
     groups, device = packed.metadata.shape[2], packed.codes.device
     rows = torch.empty(heads, count, dim, dtype=dtype, device=device)
     matrix = None if rotation is None else rotation.float().mT.contiguous()
@@ -60,8 +49,3 @@ def dequantize(
     codes, metadata = packed.codes, packed.metadata
     kernel(codes, Dequantize(codes, metadata, count, rotation=matrix, rows=rows))
     return rows
-
-
-def _variant(rows: torch.Tensor, group_size: int | None, format: Format) -> Variant:
-    dim = rows.shape[-1]
-    return Variant(dim, group_size or dim, rows.dtype, format)

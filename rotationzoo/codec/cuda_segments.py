@@ -14,8 +14,8 @@ from rotationzoo.codec.kernels import IntoPages, StoreSegments
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 
 FEW = 2000
-"""Rows of a side up to which a block for each multiplies and stores them: taken from error feedback
-(`cuda_encoder`), and not timed for these kernels."""
+"""Rows of a side up to which a block for each multiplies and stores them: found for an earlier
+kernel with a block a row, and not timed for these."""
 _WARPS = 4  # rows of a block: `WARPS` in `int2.cu`
 _LARGEST_DIM = 256  # a block of few has 4 threads a channel
 

@@ -35,11 +35,8 @@ class RotatedCodec:
     rounding: Rounding = "nearest"
     """How rows get their codes: each channel the nearest one in the bytes of a format, as engines
     write today, or by transform coding in bytes of its own."""
-    _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | None] = field(
-        init=False, default_factory=dict, repr=False, compare=False
-    )
-    _segment_encoders: dict[tuple[int, str, torch.device], SegmentEncoder | None] = field(
-        init=False, default_factory=dict, repr=False, compare=False
+    _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | SegmentEncoder | None] = (
+        field(init=False, default_factory=dict, repr=False, compare=False)
     )
     _matrices: dict[tuple[int, str, str], torch.Tensor] = field(
         init=False, default_factory=dict, repr=False, compare=False
@@ -112,18 +109,14 @@ class RotatedCodec:
         return int2.quantize(rows, ratio, self.group_size, format)
 
     def pack(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format, apart: bool = False
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> Sequence[torch.Tensor]:
         """The sections `[B, H or 1, T, ...]` of rows `[B, H, T, D]` of the model, as pages have
         them. On a GPU with a kernel, nothing waits for the result, and rows that cannot be
-        quantized are reported by `check_packed`. `apart`: as each token alone is rotated, to the
-        last bit."""
-        parts = rows.split(1 if apart else rows.shape[2] or 1, dim=2)
-        rotated = torch.cat([self.rotate(part, layer, side) for part in parts], dim=2)
+        quantized are reported by `check_packed`."""
+        rotated = self.rotate(rows, layer, side)
         if encoder := self.encoder(layer, side, format, rows.device):
-            return self._page_layout(layer, side, 0, format).split(encoder(rotated))
-        if segments := self._segment_encoder(layer, side, rows.device):
-            return segments(rotated)
+            return encoder(rotated)
         int2.check_values(rotated)
         return self.encode(rotated, layer, side, format)[0]
 
@@ -140,52 +133,30 @@ class RotatedCodec:
         quantized = self.quantize(good, layer, side, format)
         codes = int2.pack(quantized.codes, format)
         scale = quantized.scale.masked_fill(is_bad[..., None], torch.nan)
-        stored = int2.Quantized(codes, scale, quantized.offset)
-        return self._page_layout(layer, side, 0, format).split(stored), is_bad
+        return int2.Quantized(codes, scale, quantized.offset), is_bad
 
     def check_packed(
         self, layer: int, side: str, format: int2.Format, device: torch.device
     ) -> None:
         """Raise `RotationZooError` where a row since the last call could not be quantized."""
-        if encoder := self._packer(layer, side, format, device):
+        if encoder := self.encoder(layer, side, format, device):
             encoder.check()
-
-    def packs_in_kernel(
-        self, layer: int, side: str, format: int2.Format, device: torch.device
-    ) -> bool:
-        """Whether a kernel does what `pack` does, on this device."""
-        return self._packer(layer, side, format, device) is not None
-
-    def _packer(
-        self, layer: int, side: str, format: int2.Format, device: torch.device
-    ) -> SegmentEncoder | Encoder | None:
-        segments = self._segment_encoder(layer, side, device)
-        return segments or self.encoder(layer, side, format, device)
-
-    def _segment_encoder(
-        self, layer: int, side: str, device: torch.device
-    ) -> SegmentEncoder | None:
-        """A kernel that packs by transform coding; None where there is none for this device."""
-        if self.rounding != "transform":
-            return None
-        if (layer, side, device) not in self._segment_encoders:
-            layout, steps = self.segments(layer, side), self.steps(layer, side).to(device)
-            self._segment_encoders[layer, side, device] = make_encoder(layout, steps)
-        return self._segment_encoders[layer, side, device]
 
     def encoder(
         self, layer: int, side: str, format: int2.Format, device: torch.device
-    ) -> Encoder | None:
-        """A kernel that does what `quantize` does; None where there is none for this device."""
+    ) -> Encoder | SegmentEncoder | None:
+        """A kernel that does what `encode` does; None where there is none for this device."""
         place, rotation = (layer, side, format, device), self.rotations[layer][side]
-        if self.rounding == "transform":
-            return None
         if place in self._encoders:
             return self._encoders[place]
-        group = self.group_size or rotation.dim
-        variant, made = Variant(rotation.dim, group, torch.float32, format), None
-        if cuda_encoder.supports(variant) and cuda_encoder.kernels_run_on(device):
-            made = cuda_encoder.clip_encoder(rotation.clip, variant, device)
+        made: Encoder | SegmentEncoder | None = None
+        if self.rounding == "transform":
+            made = make_encoder(self.segments(layer, side), self.steps(layer, side).to(device))
+        else:
+            group = self.group_size or rotation.dim
+            variant = Variant(rotation.dim, group, torch.float32, format)
+            if cuda_encoder.supports(variant) and cuda_encoder.kernels_run_on(device):
+                made = cuda_encoder.clip_encoder(rotation.clip, variant, device)
         self._encoders[place] = made
         return made
 
@@ -195,18 +166,15 @@ class RotatedCodec:
         """How a page of `tokens` tokens holds what `pack` returns."""
         if self.rounding == "transform":
             return self.segments(layer, side, tokens)
-        return self._page_layout(layer, side, tokens, format)
+        rotation = self.rotations[layer][side]
+        groups = rotation.dim // (self.group_size or rotation.dim)
+        return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, format)
 
     def segments(self, layer: int, side: str, tokens: int = 1) -> SegmentLayout:
         """How a page holds the rows of transform coding."""
         widths = self.rotations[layer][side].widths
         assert widths is not None
         return SegmentLayout.of(widths, tokens)
-
-    def _page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
-        rotation = self.rotations[layer][side]
-        groups = rotation.dim // (self.group_size or rotation.dim)
-        return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, format)
 
     def packed_side(
         self,

@@ -13,7 +13,6 @@ import torch
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import PackedSide
-from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows
@@ -65,10 +64,6 @@ class LatentPages(LayerPages):
         rope = rows["key"][:, :, -self.rope_dim :]
         self._count(step, ROPE, int2.find_refused(rope.transpose(0, 1).float()))
         self.rope(self.memory[ROPE])[step.pages, step.page_offsets] = rope[:, 0]
-
-    def find_few(self, rows: Rows) -> list[Encoder]:
-        """None: there is no kernel for latents."""
-        return []
 
     def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
         blocks = (PageBlocks(self.memory[name], decode.page_table, room) for name in (LATENT, ROPE))

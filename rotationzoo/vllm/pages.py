@@ -7,7 +7,7 @@ and a prompt fills it in parts. So a token is written as codes as soon as it is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, overload
 
 import torch
@@ -16,7 +16,6 @@ from rotationzoo.codec import attention, cuda, cuda_attention, cuda_segments
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
-from rotationzoo.codec.formats import Format
 from rotationzoo.codec.kernels import (
     Begin,
     CopiedRows,
@@ -24,8 +23,6 @@ from rotationzoo.codec.kernels import (
     IntoPages,
     SegmentSide,
     Store,
-    StoredSide,
-    StoreFew,
     StoreFewSegments,
 )
 from rotationzoo.codec.page_layout import PageLayout
@@ -138,13 +135,10 @@ class LayerPages:
         if self.has_segments:
             self._store_segments(step, rows)
             return
-        if few := self.find_few(rows):
-            self._store_few(step, rows, few)
-            return
         for side, of_side in rows.items():
             encoder = self.codec.encoder(self.layer, side, self.format, of_side.device)
             rotated = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)
-            if encoder is not None:
+            if isinstance(encoder, Encoder):
                 self._store(step, side, encoder.store(rotated[0]))
                 continue
             stored, is_bad = self.codec.encode(rotated, self.layer, side, self.format)
@@ -172,9 +166,8 @@ class LayerPages:
             places=step.page_offsets,
             memory=memory,
             page_bytes=memory.stride(0),
-            code_bytes=layout.code_bytes,
-            third_bytes=layout.third_bytes,
-            begin=Begin(*layout.starts[1:4]),
+            code_bytes=layout.format.row_bytes(layout.dim),
+            begin=Begin(*layout.starts[1:3]),
             groups=layout.groups,
             number_bytes=packed.metadata.element_size(),
             bad=self.bad[SIDES.index(side)],
@@ -195,46 +188,7 @@ class LayerPages:
 
     def is_few(self, rows: Rows) -> bool:
         """Whether one launch takes rows of the model to pages."""
-        if self.has_segments:
-            return rows["key"].shape[:2].numel() <= cuda_segments.FEW
-        return bool(self.find_few(rows))
-
-    def find_few(self, rows: Rows) -> list[Encoder]:
-        """The sides' encoders, where kernels choose codes of few rows by error feedback."""
-        first = next(iter(rows.values()))
-        of_layer = partial(self.codec.encoder, self.layer, format=self.format, device=first.device)
-        encoders, count = [of_layer(side) for side in rows], len(first) * self.heads
-        few = [each for each in encoders if each and each.is_for_few(count)]
-        return few if len(few) == len(SIDES) else []
-
-    def _store_few(self, step: Step, rows: Rows, encoders: Sequence[Encoder]) -> None:
-        """Rotate rows, choose their codes by error feedback, and write these to pages: in one
-        launch, or in two where keys and values have different bits."""
-        sides = []
-        for side, encoder, bad in zip(SIDES, encoders, self.bad, strict=True):
-            stored = StoredSide(
-                rows=rows[side],
-                stride=rows[side].stride(0),
-                matrix=self.codec.forward(self.layer, side),
-                mean=self.codec.rotations[self.layer][side].mean,
-                factors=encoder.inputs["factors"],
-                memory=self.memory[side],
-                bad=bad,
-            )
-            sides.append(stored)
-        layouts = [self.layouts[side] for side in SIDES]
-        alike = layouts[0] == layouts[1]
-        launches = [sides]
-        if not alike:
-            launches = [[each, each] for each in sides]
-        device, dtype = rows["key"].device, self.copies["key"].dtype
-        grid = len(rows["key"]), self.heads, 1 + alike
-        tokens = step.pages, step.page_offsets, self.memory["key"].stride(0)
-        for layout, (key, value) in zip(layouts, launches, strict=False):
-            begin = Begin(*layout.starts[1:4])
-            arguments = StoreFew(*tokens, begin=begin, key=key, value=value)
-            kernel = _few_kernel(layout, dtype, device)
-            Launcher(device)(kernel, grid, cuda.FEW_THREADS, arguments)
+        return self.has_segments and rows["key"].shape[:2].numel() <= cuda_segments.FEW
 
     @property
     def has_segments(self) -> bool:
@@ -279,7 +233,7 @@ class LayerPages:
         return cuda_segments.compiled(name, *kind)
 
     def _kernel(self, name: str) -> Any:
-        return _store_kernel(name, self.tokens, self.format, self.memory["key"].device)
+        return _store_kernel(name, self.tokens, self.memory["key"].device)
 
     @torch.no_grad()
     def attend(self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor) -> None:
@@ -321,20 +275,8 @@ class LayerPages:
 
 
 @cache
-def _store_kernel(name: str, tokens: int, format: Format, device: torch.device) -> Any:
-    """A kernel of `store.cu`, compiled for this format and for `tokens` tokens per page."""
-    macros = ("TOKENS", str(tokens)), ("NUMBERS", str(format.metadata_numbers))
-    kernel = build("store.cu", macros, device).get_kernel(name)
-    cuda.run_beside(kernel, device)
-    return kernel
-
-
-@cache
-def _few_kernel(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Any:
-    """The kernel of `store_few.cu` for pages of this layout and rows of this type."""
-    group = layout.dim // layout.groups
-    variant = cuda.Variant(layout.dim, group, dtype, layout.format, feedback=True)
-    macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
-    kernel = build("store_few.cu", macros, device).get_kernel("store_few")
+def _store_kernel(name: str, tokens: int, device: torch.device) -> Any:
+    """A kernel of `store.cu`, compiled for `tokens` tokens per page."""
+    kernel = build("store.cu", (("TOKENS", str(tokens)),), device).get_kernel(name)
     cuda.run_beside(kernel, device)
     return kernel

@@ -5,14 +5,14 @@ the codes, and what they read is rotated back once.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from rotationzoo.codec.attention import Scores, attend_rows
-from rotationzoo.codec.cuda import Kernel, Launcher, Variant, build
+from rotationzoo.codec.cuda import THREADS, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.kernels import (
     Begin,
@@ -282,7 +282,7 @@ class LayerReader:
                 key=key,
                 value=value,
             )
-            self._launch("gather", exact.read, 2, arguments, self.pages.layouts["key"])
+            self._launch("gather", exact.read, arguments)
             return
         prompt, position = exact.read.positions()
         pages, at = self._places(table, prompt, position)
@@ -298,21 +298,18 @@ class LayerReader:
         if self.pages.has_segments:
             self._restore_segments(table, segment, into)
             return
-        layouts = [self.pages.layouts[side] for side in SIDES]
+        layout = self.pages.layouts["key"]
         both = [
             RestoredRows(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)
         ]
-        has_codes = isinstance(layouts[0], PageLayout)
-        if has_codes and kernels_run_on(into[0].device):
-            alike = layouts[0] == layouts[1]  # one launch does for both
-            several = zip(layouts[: 2 - alike], both, both[::-1], strict=False)
-            for number, (layout, first, second) in enumerate(several):
-                begin, given = Begin(*layout.starts[1:4]), (_tokens(segment, table), len(into[0]))
-                arguments = RestoreRows(*given, *self._value_scales, number, begin, first, second)
-                self._launch("restore_rows", segment, 1 + alike, arguments, layout)
+        if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
+            begin, tokens = Begin(*layout.starts[1:3]), _tokens(segment, table)
+            arguments = RestoreRows(tokens, len(into[0]), begin, *both)
+            self._launch("restore_rows", segment, arguments)
             return
         pages, at = self._places(table, *segment.positions())
-        for layout, (memory, target) in zip(layouts, both, strict=True):
+        for side, (memory, target) in zip(SIDES, both, strict=True):
+            layout = self.pages.layouts[side]
             target[: len(pages)] = self.pages.dequantize(layout, memory, pages, at)
 
     def _restore_segments(
@@ -324,14 +321,7 @@ class LayerReader:
         )
         scales = list_scales(table.device)
         arguments = RestoreSegments(_tokens(segment, table), len(into[0]), scales, *both)
-        self._launch("restore_segments", segment, 2, arguments, self.pages.layouts["key"])
-
-    @cached_property
-    def _value_scales(self) -> tuple[torch.Tensor, int]:
-        """Those of page 0, and how many a row has."""
-        layout = self.pages.layouts["value"]
-        assert isinstance(layout, PageLayout)
-        return layout.view(self.pages.memory["value"]).scale, layout.groups
+        self._launch("restore_segments", segment, arguments)
 
     def _places(
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor
@@ -342,20 +332,15 @@ class LayerReader:
         return table[prompt, number] // stride, position % tokens
 
     def _launch(
-        self,
-        name: str,
-        of: Segment,
-        sides: int,
-        arguments: Gather | RestoreRows | RestoreSegments,
-        layout: PageLayout | SegmentLayout,
+        self, name: str, of: Segment, arguments: Gather | RestoreRows | RestoreSegments
     ) -> None:
-        """Launch a kernel of `restore.cu` or `segments.cu` for the tokens of a segment and for so
-        many sides."""
-        device = of.bounds.device
-        kernel = _restore_kernel(name, layout, self.pages.copies["key"].dtype, device)
+        """Launch a kernel of `restore.cu` or `segments.cu` for the tokens of a segment, and both
+        sides."""
+        device, pages = of.bounds.device, self.pages
+        kernel = _restore_kernel(name, pages.layouts["key"], pages.copies["key"].dtype, device)
         rows = min(of.room + _BEHIND, arguments.room)
-        grid = -(-rows // kernel.block_rows), self.pages.heads, sides
-        Launcher(device)(kernel.function, grid, kernel.threads, arguments, early=False)
+        grid = -(-rows // kernel.block_rows), pages.heads, 2
+        Launcher(device)(kernel.function, grid, THREADS, arguments, early=False)
 
 
 @cache
@@ -370,7 +355,7 @@ def _restore_kernel(
         source, variant = "restore.cu", Variant(layout.dim, group, dtype, layout.format)
     macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
     code = build(source, macros, device)
-    return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
+    return Kernel(code.get_kernel(name), variant.block_rows)
 
 
 def _tokens(of: Segment, table: torch.Tensor) -> Tokens:

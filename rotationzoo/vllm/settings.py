@@ -38,12 +38,12 @@ class Options(strict_json.Strict, extra="forbid"):
 
     artifact: str
     """The folder of the artifact."""
-    format: Literal["sglang", "vllm", "fine"] | None = None
-    """By default `fine` where the artifact has a budget of bits, and else `vllm`."""
+    format: Literal["sglang", "vllm", "segments"] | None = None
+    """By default `segments` where the artifact has transform coding, and else `vllm`."""
     bits: float | None = None
     """Another budget of bits an element than the artifact's, which must have one."""
     rounding: Rounding | None = None
-    """By default `feedback` where the artifact has its factors."""
+    """By default `transform` where the artifact has it."""
     sink: int | None = Field(default=None, ge=0)
     recent: int | None = Field(default=None, ge=1)
     """First and last tokens that stay exact; by default the recipe's. A new token reads itself
@@ -106,7 +106,7 @@ def make_settings(options: Options, name: str, folder: Path, has_others: bool) -
     budget = None if options.bits is None else Budget(options.bits)
     budget = caches.budget_beside_others(budget, recipe.budget, has_others)
     uncentered = find_engine("vllm").uncentered
-    rotations = caches.reduce_rotations(artifact.rotations, recipe.group_size, uncentered, budget)
+    rotations = caches.reduce_rotations(artifact.rotations, uncentered, budget)
     chosen = CacheOptions(
         engine="vllm",
         format=options.format,
@@ -171,7 +171,7 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
     """The settings of a process that holds these KV heads of each layer."""
 
     def select(_: int, __: str, rotation: Rotation) -> Rotation:
-        names = ["matrix", "clip", "eigenvalues", "mean", "feedback", "whitening"]
+        names = ["matrix", "clip", "eigenvalues", "mean"]
         names += ["transform", "deviations", "costs", "widths"]
         tensors = {name: getattr(rotation, name) for name in names}
         # All KV heads may share one matrix.

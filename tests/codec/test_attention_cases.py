@@ -28,18 +28,6 @@ def formats() -> Iterator[Case]:
             yield Case("formats", format, dim, group_size=group, kv_heads=4, means=True)
 
 
-def third_bits() -> Iterator[Case]:
-    """Keys and values with third bits of no, some and all channels, a plane of 64 and more."""
-    for dim in DIMS:
-        case = Case("third bits", "fine", dim, means=True, unread=torch.nan)
-        for fine in ((48, 48), (0, 0), (dim, 0), (16, dim), (dim - 16, 32)):
-            yield replace(case, fine=fine, group=8 if dim == 128 else 4)
-    for group in (32, 64):
-        yield Case("third bits", "fine", fine=(80, 112), group_size=group, new=3)
-    yield Case("third bits", "fine", dim=192, value_dim=128, fine=(96, 48), soft_cap=20.0)
-    yield Case("third bits", "fine", lengths=(LONG + 13,), page=256, head=64, tail=256, group=8)
-
-
 def segments() -> Iterator[Case]:
     """Channels of their own widths, in heads of every size, with all else that may vary."""
     for dim, bits in itertools.product(DIMS, ((4, 4), (8, 3), (2, 6), (1, 0))):
@@ -95,7 +83,7 @@ def sliding() -> Iterator[Case]:
     sizes = {"lengths": (35, 500, 64, 333, 3000), "pooled": (34, 64, 62, 45, 2000)}
     case = Case("sliding", head=(40, 64, 3, 0, 64), tail=(9, 256, 40, 11, 100), **sizes)
     floors = (34, 490, 63, 333, 2998)
-    for format, new in itertools.product(("sglang", "vllm", "fine"), (2, 3, 4, 7)):
+    for format, new in itertools.product(("sglang", "vllm"), (2, 3, 4, 7)):
         yield replace(case, format=format, floors=floors, new=new, unread=torch.nan)
     yield replace(case, floors=floors, dim=256, group=8, new=4, means=True, soft_cap=20.0)
 
@@ -164,8 +152,7 @@ def splits() -> Iterator[Case]:
 
 def graphs() -> Iterator[Case]:
     """A captured call, replayed after the lengths have grown."""
-    kinds = "sglang", "vllm", "fine"
-    for format, size in itertools.product(kinds, (70, 5000, 40_000)):
+    for format, size in itertools.product(FORMATS, (70, 5000, 40_000)):
         lengths = size, 0, size // 3
         yield Case("graphs", format, lengths=lengths, tail=(40, 2, 7), page=256, replayed=True)
 
@@ -178,13 +165,12 @@ def quick() -> Iterator[Case]:
     yield replace(case, dim=256, lengths=(2000, 700, 1))
     yield replace(case, pooled=(70, 0, 33))
     yield replace(case, pooled=(70, 0, 31), floors=(296, 0, 32), tail=(40, 6, 9), new=4)
-    yield replace(case, format="fine", fine=(48, 16))
     yield replace(case, format=SEGMENTS, bits=(5, 4))
     yield replace(case, dim=96, value_dim=64, new=1)
 
 
 CASES = (
-    formats, third_bits, segments, ratios, lengths, slots, sliding, scores, types, peaks,
+    formats, segments, ratios, lengths, slots, sliding, scores, types, peaks,
     magnitudes, long_contexts, splits, graphs,
 )  # fmt: skip
 EVERY = [case for cases in CASES for case in cases()]
@@ -248,7 +234,7 @@ def test_a_page_is_where_its_layout_says():
     layout = PageLayout(3, dim, 2, 8, FORMATS["vllm"])
     codes, numbers = 3 * 8 * dim // 4, 3 * 8 * 2
     aligned = -(-2 * numbers // 16) * 16
-    assert layout.starts == [0, codes, codes, codes + aligned, codes + 2 * aligned]
+    assert layout.starts == [0, codes, codes + aligned, codes + 2 * aligned]
     assert layout.bytes == layout.starts[-1]
     block = layout.empty(2)
     sections = layout.view(block)

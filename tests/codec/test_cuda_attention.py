@@ -20,13 +20,13 @@ from support.codec import (
     on_cpu,
     on_gpu,
 )
-from support.decode_cases import DIMS, LAYOUTS, SEGMENTS, Case, Drawing, Inputs, error_of, reference
+from support.decode_cases import DIMS, SEGMENTS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention, kernels
 from rotationzoo.codec.attention import ExactWindow, PackedTokens
-from rotationzoo.codec.bit_allocation import WIDEST
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
+from rotationzoo.codec.formats import FORMATS, SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.slots import list_slots
 from rotationzoo.errors import RotationZooError
@@ -45,7 +45,7 @@ def layouts(format: str, dim: int, groups: int = 1) -> tuple[Any, Any]:
     """Keys and values of this format."""
     if format == SEGMENTS:
         return Drawing(Case("", SEGMENTS, dim, bits=(5, 4)), "cpu").layouts()
-    layout = PageLayout(2, dim, groups, 64, LAYOUTS[format])
+    layout = PageLayout(2, dim, groups, 64, SIMULATED[format])
     return layout, layout
 
 
@@ -55,7 +55,7 @@ def variant(format: str, dim: int, groups: int = 1) -> AttentionVariant:
     )
 
 
-@pytest.mark.parametrize("format", [*LAYOUTS, SEGMENTS])
+@pytest.mark.parametrize("format", [*FORMATS, SEGMENTS])
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_format_and_head_dimension_is_supported(format, dim):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -67,34 +67,24 @@ def test_every_format_and_head_dimension_is_supported(format, dim):
     ("format", "key", "value", "supported"),
     [
         ("vllm", {}, {"heads": 4}, False),
-        ("vllm", {}, {"format": LAYOUTS["sglang"]}, False),
+        ("vllm", {}, {"format": SIMULATED["sglang"]}, False),
+        ("sglang-4", {}, {}, False),
         *(
             ("vllm", each, each, False)
             for each in ({"groups": 16}, {"tokens": 48}, {"dim": 120}, {"dim": 272})
         ),
-        ("fine", {}, {"fine": 80}, True),
-        ("fine", {"fine": 8}, {"fine": 8}, False),
-        ("fine", {"groups": 16}, {"groups": 16}, False),  # of 8 channels
-        ("vllm", {"bits": 8}, {}, True),
-        # Two tiles of 256 channels of both sides, for each of two warps, take 64 KiB.
-        ("vllm", {"bits": 8, "dim": 256}, {"bits": 8, "dim": 256}, False),
-        # A budget may give both sides as many.
-        ("fine", *[{"bits": 8, "fine": 0, "dim": WIDEST}] * 2, True),
     ],
 )
 def test_what_else_is_supported(format, key, value, supported):
-    both = []
-    for layout, changes in zip(layouts(format, 128), (key, value), strict=True):
-        codes = {"bits": layout.format.bits, "fine": layout.format.fine_channels} | changes
-        stored = changes.get("format", layout.format)
-        stored = replace(stored, bits=codes.pop("bits"), fine_channels=codes.pop("fine"))
-        both.append(replace(layout, **codes | {"format": stored}))
-    assert supports(*both, FLOAT) == supported
+    of_both = zip(layouts(format, 128), (key, value), strict=True)
+    assert (
+        supports(*(replace(layout, **changes) for layout, changes in of_both), FLOAT) == supported
+    )
 
 
 def test_what_is_supported_of_segments():
     key, value = layouts(SEGMENTS, 128)
-    assert not supports(key, layouts("fine", 128)[1], FLOAT)
+    assert not supports(key, layouts("vllm", 128)[1], FLOAT)
     assert not supports(key, replace(value, widths=value.widths[:1]), FLOAT)
     assert not supports(*(replace(each, tokens=48) for each in (key, value)), FLOAT)
     # Two tiles for each of two warps: 192 bytes of keys and 176 of values, and one word more.
@@ -129,8 +119,8 @@ def test_what_is_not_supported_is_refused():
 def test_the_memory_of_a_block_holds_two_tiles_of_each_warp():
     # A tile of 256 channels is 6 KiB: 2 KiB of keys and of values, and 1 KiB of numbers of each.
     assert [variant("vllm", dim, groups=8).warps for dim in (128, 256)] == [4, 2]
-    # A prepared query: two bytes for each channel of two chunks, and of each third bit.
-    assert [variant(*each).column_bytes for each in (("vllm", 80), ("fine", 128))] == [256, 384]
+    # A prepared query: two bytes for each channel of two chunks of 64.
+    assert variant("vllm", 80).column_bytes == 256
 
 
 def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:
@@ -217,7 +207,7 @@ def test_grids_that_are_empty_or_too_large():
 
 IN_PTX = (
     "from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
-    "|read_word|read_two|read_four|read_half|read_number|end_group|wait_groups"
+    "|read_word|read_two|read_four|read_number|end_group|wait_groups"
 )
 KERNELS = "prepare", "attend", "finish", "finish_many"
 PAGES = """
@@ -268,16 +258,9 @@ RUN_ON_CPU = [
         "vllm",
         {"dim": 64, "pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4, "tail": (12, 7, 9)},
     ),
-    ("fine", {"dim": 96, "fine": (16, 96), "soft_cap": 20, "means": True}),
-    ("fine", {"dim": 128, "fine": (0, 16), "bits": (8, 2), "group": 7}),
     ("vllm", {"dim": 80, "group": 5, "sinks": True}),
     ("vllm", {"dim": 64, "head": (3, 0, 40), "tail": (70, 3, 9), "pooled": (0, 0, 50)}),
-    ("fine", {"dim": 128, "group": 7}),
-    ("fine", {"dim": 160, "group_size": 32, "fine": (80, 0), "pooled": (0, 0, 50)}),
-    ("fine", {"dim": 64, "fine": (0, 0), "bits": (4, 2), "means": True}),
-    ("vllm", {"dim": 80, "bits": (4, 4), "soft_cap": 20}),
-    ("vllm", {"dim": 64, "bits": (2, 8), "new": 2, "group": 3}),
-    ("sglang", {"dim": 96, "group_size": 32, "bits": (8, 4)}),
+    ("sglang", {"dim": 96, "group_size": 32, "soft_cap": 20, "means": True}),
 ]
 
 
@@ -350,7 +333,7 @@ def assert_readers_alone(attend, device, format):
 
 
 @on_gpu
-@pytest.mark.parametrize("format", [*LAYOUTS, SEGMENTS])
+@pytest.mark.parametrize("format", [*FORMATS, SEGMENTS])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_the_kernel_is_the_definition(format, dim, device):
     for changes in ({}, {"group": 8, "new": 3}, {"lengths": (3000, 31, 300), "page": 64}):
@@ -363,7 +346,7 @@ def test_the_kernel_is_the_definition(format, dim, device):
 def list_variants():
     """One; `make check` has every format and dimension, and all other pairs are slow together."""
     yield pytest.param("vllm", 128)
-    formats = [*LAYOUTS, SEGMENTS]
+    formats = [*FORMATS, SEGMENTS]
     for row, dim in enumerate(DIMS):
         for column, format in enumerate(formats):
             mark = pytest.mark.slow if (row - column) % len(formats) else pytest.mark.thorough

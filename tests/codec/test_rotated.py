@@ -51,20 +51,3 @@ def test_further_bits_clip_a_smaller_share_of_a_row(bits, ratio):
     expected = int2.quantize(rows, ratio, format=stored)
     assert torch.equal(quantized.codes, expected.codes)
     assert torch.equal(quantized.scale, expected.scale)
-
-
-def test_rows_are_whitened_where_error_feedback_chooses_their_codes(made):
-    """Nearest codes are those of engines, which have the rotation alone."""
-    rotations = to_float64(Artifact.open(made).rotations)
-    rows = torch.randn(1, 2, 5, 64, generator=torch.Generator().manual_seed(0)).double()
-    nearest, together = RotatedCodec(rotations), RotatedCodec(rotations, rounding="feedback")
-    for side, rotation in (("key", rotations[1].key), ("value", rotations[1].value)):
-        mean = 0 if rotation.mean is None else rotation.mean.double()[:, None]
-        assert torch.equal(nearest.rotate(rows, 1, side), (rows - mean) @ rotation.matrix)
-        whitened = (rows - mean) @ rotation.whitening.double()
-        # Of a product of two matrices before and after they multiply rows.
-        assert torch.allclose(together.rotate(rows, 1, side), whitened @ rotation.matrix)
-        for arm in (nearest, together):
-            back = arm.restore(arm.rotate(rows, 1, side), 1, side)
-            # The stored rotation is orthogonal to 8e-8.
-            assert torch.allclose(back, rows - mean if side == "key" else rows, atol=1e-5)

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rotationzoo.codec import cuda, feedback, int2, kernels
+from rotationzoo.codec import cuda, int2, kernels
 from rotationzoo.codec.formats import SGLANG, Format
 from support.places import TESTS
 
@@ -151,7 +151,7 @@ def compile_encoder(tmp_path_factory) -> Callable[[str, cuda.Variant], ctypes.CD
 
     @cache
     def compile(name: str, variant: cuda.Variant) -> ctypes.CDLL:
-        source = kernels.read(variant.source).replace("1.0f / 0.0f", "HUGE_VALF")
+        source = kernels.read("int2.cu").replace("1.0f / 0.0f", "HUGE_VALF")
         macros = [*variant.macros(), ("SHARED", "0")]
         folder = tmp_path_factory.mktemp(name)
         return compile_for_cpu(folder, source, [name], macros, "-ffp-contract=off")
@@ -168,9 +168,7 @@ def source_on_cpu(monkeypatch, compile_encoder) -> None:
             getattr(compile_encoder(name, variant), f"launch_{name}")(*arguments)
 
         run.__name__ = name
-        if name == cuda.FEW:
-            return cuda.Kernel(run, 1, 128)
-        return cuda.Kernel(run, variant.block_rows, variant.threads)
+        return cuda.Kernel(run, variant.block_rows)
 
     monkeypatch.setattr(cuda, "compiled", compiled)
     monkeypatch.setattr(cuda, "Launcher", CpuLauncher)
@@ -192,13 +190,6 @@ def restore(
     return int2.dequantize(int2.quantize(rows, clip, group_size, format), format)
 
 
-def restore_with_feedback(
-    rows: torch.Tensor, factor: torch.Tensor, group_size: int | None = None, format: Format = SGLANG
-) -> torch.Tensor:
-    """Rows stored with codes chosen by error feedback, as a reader restores them."""
-    return int2.dequantize(feedback.quantize(rows, factor, group_size, format), format)
-
-
 @st.composite
 def shapes(draw) -> tuple[int, int]:
     """Row length and group size."""
@@ -218,11 +209,8 @@ def rows(draw, largest: float = 100.0) -> tuple[torch.Tensor, int]:
 
 def assert_stored(packed: cuda.Packed, expected: int2.Quantized, format: Format) -> None:
     """Compare what a kernel stored with what the definition stores, bit by bit and part by part."""
-    codes, stored = int2.pack(expected.codes, format).cpu(), packed.codes.cpu()
-    upper = codes.shape[-1] - format.fine_channels // 8
-    assert torch.equal(stored[..., :upper], codes[..., :upper]), "two bits of each code"
-    assert torch.equal(stored[..., upper:], codes[..., upper:]), "third bits"
-    numbers = [expected.scale, expected.offset][: format.metadata_numbers]
+    assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, format).cpu())
+    numbers = expected.scale, expected.offset
     for number, actual in zip(numbers, packed.metadata.cpu().unbind(-1), strict=True):
         wanted = number.cpu().contiguous().view(torch.uint8)
         assert torch.equal(actual.contiguous().view(torch.uint8), wanted), "scale or offset"
@@ -241,7 +229,7 @@ ONLY_COMPILE = "-gencode=arch=compute_90,code=sm_90", "-Ofc=max"
 
 def spilled_registers(variant: cuda.Variant, folder: Path) -> list[str]:
     """The line on spilled registers of each kernel, and of each generation."""
-    text = kernels.read(variant.source)
+    text = kernels.read("int2.cu")
     assert "__CUDA_ARCH__" not in text
     output = compile_kernels(text, variant.macros(), folder, [GENERATIONS])
     return [line.strip() for line in output.splitlines() if "spill stores" in line]

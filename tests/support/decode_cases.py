@@ -10,16 +10,14 @@ from torch.nn.functional import pad
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.formats import FINE, FORMATS
-from rotationzoo.codec.page_layout import PageLayout, Sections
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.linalg.transform_coding import SEGMENT
 
 SEGMENTS = "segments"
 """In place of a format: random widths, up to the case's bits. Of several heads, the first has no
 keys and the last no values."""
-LAYOUTS = FORMATS | {"fine": FINE}
-"""The formats that a kernel reads."""
 DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -34,11 +32,8 @@ class Case:
     value_dim: int | None = None
     group_size: int | None = None
     """Channels that share a scale."""
-    fine: tuple[int, int] | None = None
-    """How many channels of keys and of values have third bits, in the format `fine`. None: as many
-    as it says."""
-    bits: tuple[int, int] = (2, 2)
-    """Of a code of keys, and of values."""
+    bits: tuple[int, int] = (4, 4)
+    """The most of a channel of keys, and of values, with segments."""
     kv_heads: int = 2
     group: int = 4
     """Query heads of each KV head."""
@@ -161,12 +156,9 @@ class Drawing:
         case, both = self.case, []
         if case.format == SEGMENTS:
             return self.segments(0), self.segments(1)
-        format = LAYOUTS[case.format]
-        fine = case.fine or (format.fine_channels, format.fine_channels)
-        dims = case.dim, self.value_dim
-        for dim, channels, bits in zip(dims, fine, case.bits, strict=True):
-            format = replace(format, fine_channels=channels, bits=bits)
+        for dim in (case.dim, self.value_dim):
             group = case.group_size or dim
+            format = FORMATS[case.format]
             both.append(PageLayout(case.kv_heads, dim, dim // group, case.page, format))
         return both[0], both[1]
 
@@ -195,11 +187,10 @@ class Drawing:
         if isinstance(layout, SegmentLayout):
             parts = layout.pack(*layout.quantize(channels, scales[..., 0]))
         else:
-            stored = quantize(layout, channels)
+            parts = quantize(layout, channels)
             if self.case.equal_rows:
-                stored.scale.fill_(1.4142)
-                stored.offset.fill_(1.5)
-            parts = layout.split(stored)
+                parts.scale.fill_(1.4142)
+                parts.offset.fill_(1.5)
         count = rows.shape[2] // layout.tokens
         memory = layout.empty(self.batch * count, self.device).unflatten(0, (count, self.batch))
         blocks = list(memory.unbind())
@@ -217,7 +208,7 @@ class Drawing:
         return packed
 
     def spoil(
-        self, layout: PageLayout, sections: Sections | list[torch.Tensor], first: int
+        self, layout: PageLayout, sections: int2.Quantized | list[torch.Tensor], first: int
     ) -> None:
         """Overwrite what is beyond the length of each row."""
         for row, length in enumerate(self.case.lengths):
@@ -227,7 +218,7 @@ class Drawing:
                 for section in sections:
                     section[row, :, filled:] = section[row, :, :skipped] = 255
                 continue
-            sections.codes[row, :, filled:] = sections.thirds[row, :, filled:] = 255
+            sections.codes[row, :, filled:] = 255
             sections.scale[row, :, filled:] = sections.offset[row, :, filled:] = self.case.unread
             if self.case.pooled:
                 skipped = max(0, self.case.pooled[row] - first)
@@ -276,7 +267,7 @@ def quantize(layout: PageLayout, rows: torch.Tensor) -> int2.Quantized:
     """Rows `[B, H, T, D]` as the sections of pages hold them, of any number of pages."""
     format = layout.format
     stored = int2.quantize(rows, 0.96, layout.dim // layout.groups, format)
-    return replace(stored, codes=int2.pack(stored.codes, format))
+    return stored._replace(codes=int2.pack(stored.codes, format))
 
 
 def reference(inputs: Inputs) -> torch.Tensor:

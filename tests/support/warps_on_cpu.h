@@ -219,7 +219,6 @@ static unsigned __cvta_generic_to_shared(char* shared) { return shared_memory = 
 static unsigned read_word(unsigned from) { return in_shared<unsigned>(from); }
 static uint2 read_two(unsigned from) { return in_shared<uint2>(from); }
 static uint4 read_four(unsigned from) { return in_shared<uint4>(from); }
-static unsigned read_half(unsigned from) { return in_shared<unsigned short>(from); }
 static float read_number(unsigned from, unsigned index) {
 #if HALF
   return from_half(in_shared<unsigned short>(from + 2 * index));

@@ -58,17 +58,6 @@ class Dequantize(NamedTuple):
     rows: Elements
 
 
-class QuantizeWithFeedback(NamedTuple):
-    """Both kernels of feedback.cu."""
-
-    rows: Elements
-    length: int
-    factors: Floats
-    codes: Bytes
-    metadata: Metadata
-    refused: Ints
-
-
 class Strides(NamedTuple):
     """Elements from one to the next of queries or results `[B, H_q, T, D]`."""
 
@@ -225,7 +214,6 @@ class CopyRows(NamedTuple):
 class Begin(NamedTuple):
     """The bytes at which the sections of a page begin, after its codes: `PageLayout.starts`."""
 
-    thirds: int
     scales: int
     offsets: int
 
@@ -240,34 +228,10 @@ class Store(NamedTuple):
     memory: Bytes
     page_bytes: int
     code_bytes: int
-    third_bytes: int
     begin: Begin
     groups: int
     number_bytes: int
     bad: Tally
-
-
-class StoredSide(NamedTuple):
-    """`Side` of store_few.cu."""
-
-    rows: Elements
-    stride: int
-    matrix: Floats
-    mean: Floats | None
-    factors: Floats
-    memory: Bytes
-    bad: Tally
-
-
-class StoreFew(NamedTuple):
-    """`store_few` of store_few.cu."""
-
-    pages: Counts
-    places: Counts
-    page_bytes: int
-    begin: Begin
-    key: StoredSide
-    value: StoredSide
 
 
 class Tokens(NamedTuple):
@@ -294,12 +258,9 @@ class RestoreRows(NamedTuple):
 
     tokens: Tokens
     room: int
-    value_scales: Bytes
-    value_groups: int
-    first_is_value: int
     begin: Begin
-    first: RestoredRows
-    second: RestoredRows
+    key: RestoredRows
+    value: RestoredRows
 
 
 class GatheredRows(NamedTuple):
@@ -387,10 +348,6 @@ class RestoreSegments(NamedTuple):
 
 PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
     "int2.cu": {"quantize": Quantize, "dequantize": Dequantize},
-    "feedback.cu": {
-        "quantize_with_feedback": QuantizeWithFeedback,
-        "quantize_few_with_feedback": QuantizeWithFeedback,
-    },
     "attention.cu": {
         "prepare": Prepare,
         "attend": Attend,
@@ -399,7 +356,6 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
     },
     "plan.cu": {"plan": Plan},
     "store.cu": {"copy_rows": CopyRows, "store": Store},
-    "store_few.cu": {"store_few": StoreFew},
     "restore.cu": {"restore_rows": RestoreRows, "gather": Gather},
     "segments.cu": {
         "store_segments": StoreSegments,

@@ -8,7 +8,6 @@
 //     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
 //   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 2^(bits * field) * 2^-24. Tensor cores multiply subnormals
 //     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
-//   * Third bits count half a code. They lie apart, and are products of their own.
 //
 // Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to COLUMNS
 // columns, which are the query heads of the group times the query tokens. It writes a maximum, a sum and an output without
@@ -19,11 +18,9 @@
 //
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
 // PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
-// float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM and SYMMETRIC (offset
-// as in `formats`), KEY_BITS and VALUE_BITS (of codes: 2, 4 or 8), KEY_FINE and VALUE_FINE (so many last channels have third bits:
-// multiples of 16, 0 unless SYMMETRIC and codes have 2 bits; groups are multiples of 16, too), STRIDED (packing). And SEGMENTS: rows
-// have codes of any width, KEY_ROOM and VALUE_ROOM bytes at most, which KEY_SLOTS and VALUE_SLOTS slots (multiples of 8) read as if
-// they were SYMMETRIC and had 4 bits.
+// float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM (offset as in `formats`)
+// and STRIDED (packing). And SEGMENTS: rows have codes of any width, KEY_ROOM and VALUE_ROOM bytes at most, which KEY_SLOTS and
+// VALUE_SLOTS slots (multiples of 8) read as if they had 4 bits and no offset.
 // Needs sm_80 or newer. No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 #include "attention_tiles.cu"
@@ -49,7 +46,7 @@ struct Strides {
 
 // query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, PREPARED], upper and lower bytes, and headers [B, H, padded], where padded is a multiple of
-// COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 KEY_FIELDS bytes a word.
+// COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 FIELDS bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens, const float* matrix,
     const float* mean, double scale, const int* segments, signed char* prepared, Header* headers) {
@@ -105,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   float top = 0.0f;
   if (SEGMENTS)
     for (int i = threadIdx.x; i < COLUMNS * PREPARED; i += blockDim.x) {
-      const Piece piece(slots[i % PREPARED / 8], i / 4 % KEY_FIELDS, i % 4);
-      top = fmaxf(top, fabsf(turned[i / PREPARED][piece.channel]) * piece.weight(i / 4 % KEY_FIELDS));
+      const Piece piece(slots[i % PREPARED / 8], i / 4 % FIELDS, i % 4);
+      top = fmaxf(top, fabsf(turned[i / PREPARED][piece.channel]) * piece.weight(i / 4 % FIELDS));
     }
   else
     for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) top = fmaxf(top, fabsf(turned[i / D][i % D]));
@@ -121,19 +118,17 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     signed char* to = prepared + at * COLUMN;
     float sums[KEY_GROUPS] = {}, bias = 0.0f;
     for (int i = lane; i < PREPARED; i += 32) {
-      const int word = i / (4 * KEY_FIELDS), unit_of = word - 4 * KEY_CHUNKS;  // of third bits
-      const bool third = KEY_FINE && unit_of >= 0, exists = third ? 16 * unit_of < KEY_FINE : word < KEY_WORDS;
-      const int field = i / 4 % KEY_FIELDS;
+      const int word = i / (4 * FIELDS), field = i / 4 % FIELDS;
       const Piece piece(slots[SEGMENTS ? i / 8 : 0], field, i % 4);
-      const int ch = SEGMENTS ? piece.channel : third ? fine_channel(unit_of, i % 4, i / 4 % 4) : key_channel(word, i % 4, field);
+      const bool exists = word < KEY_WORDS;
+      const int ch = SEGMENTS ? piece.channel : channel<KEY_DIM>(word, i % 4, field);
       const int x = exists ? __float2int_rn(turned[c][ch] * (SEGMENTS ? piece.weight(field) : 1.0f) / unit) : 0;
       const int high = (x + 128) >> 8;
       to[i] = high, to[PREPARED + i] = x - 256 * high;
-      const float zero = SEGMENTS ? piece.middle() / (1 << KEY_BITS * field) : middle(KEY_BITS, ch >= FIRST_KEY_FINE);
-      const float part = SYMMETRIC ? x * zero : x;
+      const float part = SEGMENTS ? x * (piece.middle() / (1 << BITS * field)) : x;
       #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++)
-        if (exists && !third && ch / KEY_GROUP == g) sums[g] += part;
+        if (exists && ch / KEY_GROUP == g) sums[g] += part;
     }
     if (mean)
       for (int i = lane; i < D; i += 32) bias += given[c][i] * mean[head * D + i];
@@ -202,14 +197,14 @@ __device__ void attend_packed(
   for (int set = 0; set < SETS; set++) {
     const signed char* bytes = prepared + (column + 4 * set) * COLUMN + row * (COLUMN / 2);
     #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS + KEY_PLANES; chunk++) {
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
       unsigned(&words)[4] = query.words[set][chunk];
-      const signed char* from = bytes + 4 * KEY_FIELDS * key_word(chunk, part);
-      if constexpr (KEY_FIELDS == 4) {
+      const signed char* from = bytes + 4 * FIELDS * key_word(chunk, part);
+      if constexpr (FIELDS == 4) {
         const uint4 four = *reinterpret_cast<const uint4*>(from);
         words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
       } else {
-        for (int field = 0; field < KEY_FIELDS; field++) words[field] = reinterpret_cast<const unsigned*>(from)[field];
+        for (int field = 0; field < FIELDS; field++) words[field] = reinterpret_cast<const unsigned*>(from)[field];
       }
     }
     #pragma unroll
@@ -273,7 +268,7 @@ __device__ void attend_packed(
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
       #pragma unroll
-      for (int field = 0; field < VALUE_FIELDS; field++)
+      for (int field = 0; field < FIELDS; field++)
         #pragma unroll
         for (int byte = 0; byte < 4; byte++) {
           const int word = 8 * chunk + row;
@@ -282,20 +277,11 @@ __device__ void attend_packed(
           #pragma unroll
           for (int group = 1; group < VALUE_GROUPS; group++)
             if (value_group(word, field) == group) offset = state.offsets[group][set];
-          const float power = 16777216.0f / (1 << VALUE_BITS * field);
-          const float(&sums)[4] = state.output[set][2 * (VALUE_FIELDS * chunk + field) + byte / 2];
-          const int at = value_channel(word, byte, field);
-          if (SYMMETRIC) offset *= middle(VALUE_BITS, at >= FIRST_VALUE_FINE);
-          to[at] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
+          const float power = 16777216.0f / (1 << BITS * field);
+          const float(&sums)[4] = state.output[set][2 * (FIELDS * chunk + field) + byte / 2];
+          to[channel<VALUE_DIM>(word, byte, field)] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
         }
 #endif
-    __syncwarp();  // other lanes have the third bits of a channel
-    #pragma unroll
-    for (int bit = 0; bit < 8 * VALUE_PLANES; bit++) {
-      const int at = FIRST_VALUE_FINE + bit / 8 * 64 + 8 * row + bit % 8;
-      const float(&sums)[4] = state.output[set][CODE_SUMS + bit / 2];
-      if (at < VALUE_DIM) to[at] += 8388608.0f / (1 << bit % 8) * (sums[bit % 2 * 2] + sums[bit % 2 * 2 + 1]);
-    }
     if (!row) to[VALUE_DIM] = first < last ? state.top[set] : LOWEST, to[VALUE_DIM + 1] = state.sum[set];
   }
   __syncthreads();

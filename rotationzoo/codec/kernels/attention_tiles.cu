@@ -8,16 +8,14 @@ typedef unsigned long long Address;
 
 constexpr int SETS = COLUMNS / 4;  // of columns that one product takes
 constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
-constexpr int KEY_FIELDS = 8 / KEY_BITS, VALUE_FIELDS = 8 / VALUE_BITS;  // codes of a byte
-constexpr int KEY_WORDS = KEY_SLOTS ? KEY_SLOTS : KEY_DIM / KEY_FIELDS / 4;  // of a row
-constexpr int VALUE_WORDS = VALUE_SLOTS ? VALUE_SLOTS : VALUE_DIM / VALUE_FIELDS / 4;
+constexpr int BITS = SEGMENTS ? 4 : 2, FIELDS = 8 / BITS;  // of a code, and codes of a byte
+constexpr int KEY_WORDS = KEY_SLOTS ? KEY_SLOTS : KEY_DIM / FIELDS / 4;  // of a row
+constexpr int VALUE_WORDS = VALUE_SLOTS ? VALUE_SLOTS : VALUE_DIM / FIELDS / 4;
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
-constexpr int LAST_FIELD = 8 - KEY_BITS;  // its first bit in a byte
+constexpr int LAST_FIELD = 8 - BITS;  // its first bit in a byte
 constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4, VALUE_CHUNKS = (VALUE_WORDS + 7) / 8;
-constexpr int KEY_PLANES = (KEY_FINE + 63) / 64, VALUE_PLANES = (VALUE_FINE + 63) / 64;  // of 64 third bits
-constexpr int CODE_SUMS = 2 * VALUE_FIELDS * VALUE_CHUNKS, SUMS = CODE_SUMS + 4 * VALUE_PLANES;  // products that a column takes
-constexpr int FIRST_KEY_FINE = KEY_DIM - KEY_FINE, FIRST_VALUE_FINE = VALUE_DIM - VALUE_FINE;
-constexpr int PREPARED = KEY_CHUNKS * 16 * KEY_FIELDS + KEY_PLANES * 64;  // numbers of a prepared column
+constexpr int SUMS = 2 * FIELDS * VALUE_CHUNKS;  // products that a column takes
+constexpr int PREPARED = KEY_CHUNKS * 16 * FIELDS;  // numbers of a prepared column
 constexpr int COLUMN = PREPARED * 2;  // its bytes: an upper and a lower one a number
 constexpr unsigned ALL = 0xffffffffu;
 constexpr float LOG2E = 1.44269504088896341f, LOWEST = -1e30f;
@@ -37,13 +35,11 @@ typedef unsigned short Element;
 // ---- bytes of a page, and of a tile of it in shared memory -----------------------------------------------------------------
 
 constexpr int KEY_ROW = SEGMENTS ? KEY_ROOM : 4 * KEY_WORDS, VALUE_ROW = SEGMENTS ? VALUE_ROOM : 4 * VALUE_WORDS;  // bytes of codes
-constexpr int KEY_THIRD_ROW = KEY_FINE / 8, VALUE_THIRD_ROW = VALUE_FINE / 8;
 constexpr int NUMBER = SEGMENTS ? 0 : sizeof(Metadata);  // with segments, a row begins with its scale
 constexpr int KEY_NUMBERS = KEY_GROUPS * NUMBER, VALUE_NUMBERS = VALUE_GROUPS * NUMBER;  // of a token's scales
-constexpr int KINDS = SYMMETRIC ? 1 : 2;  // of numbers: scales, and offsets if there are any
-constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW, VALUE_SCALE = KEY_SCALE + KINDS * TILE * KEY_NUMBERS;
-constexpr int KEY_THIRD = VALUE_SCALE + KINDS * TILE * VALUE_NUMBERS, VALUE_THIRD = KEY_THIRD + TILE * KEY_THIRD_ROW;
-constexpr int STAGE = VALUE_THIRD + TILE * VALUE_THIRD_ROW;
+constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW;
+constexpr int VALUE_SCALE = KEY_SCALE + 2 * TILE * KEY_NUMBERS;  // offsets follow scales
+constexpr int STAGE = VALUE_SCALE + 2 * TILE * VALUE_NUMBERS;
 // A row that does not fill its chunk is read a little beyond its end, where a query of zeros or no output belongs.
 constexpr int MARGIN = 64;
 constexpr int ROOM = 48 * 1024 - MARGIN;  // what a block gets without asking for more
@@ -55,7 +51,7 @@ constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
 constexpr bool NARROW = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1;
 constexpr int OF_SEGMENTS = SETS == 1 && VALUE_CHUNKS < 5 ? 3 + (VALUE_CHUNKS < 3) : 2;
-constexpr int BLOCKS = SEGMENTS ? OF_SEGMENTS : NARROW ? (SETS == 1 ? 4 : 3) - (VALUE_PLANES > 0) : 2;
+constexpr int BLOCKS = SEGMENTS ? OF_SEGMENTS : NARROW ? (SETS == 1 ? 4 : 3) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
 // ---- instructions ----------------------------------------------------------------------------------------------------------
@@ -173,12 +169,6 @@ __device__ uint4 read_four(unsigned from) {
   return x;
 }
 
-__device__ unsigned read_half(unsigned from) {
-  unsigned x;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x) : "r"(from));
-  return x;
-}
-
 __device__ float read_number(unsigned from, unsigned index) {  // scale or offset
 #if HALF
   float x;
@@ -206,33 +196,18 @@ __device__ float soft_capped(float score, float cap) {  // both times log2(e)
 // ---- where a code belongs --------------------------------------------------------------------------------------------------
 
 // The channel of the code in `field` of byte `byte` of 32-bit word `word` of a row of DIM channels.
-template <int DIM, int FIELDS>
+template <int DIM>
 __host__ __device__ constexpr int channel(int word, int byte, int field) {
   return STRIDED ? field * (DIM / FIELDS) + 4 * word + byte : 4 * FIELDS * word + FIELDS * byte + field;
 }
 
-__host__ __device__ constexpr int key_channel(int word, int byte, int field) { return channel<KEY_DIM, KEY_FIELDS>(word, byte, field); }
-
-__host__ __device__ constexpr int value_channel(int word, int byte, int field) {
-  return channel<VALUE_DIM, VALUE_FIELDS>(word, byte, field);
-}
-
-// The word of a key that lane group `part` of four reads for a chunk; later chunks are of third bits. Neighbouring words allow wide
-// reads; where words differ in their group of channels, a chunk should have few groups.
+// The word of a key that lane group `part` of four reads for a chunk. Neighbouring words allow wide reads; where words differ in their group of channels, a chunk should have few groups.
 __host__ __device__ constexpr int key_word(int chunk, int part) {
-  return SEGMENTS || chunk >= KEY_CHUNKS || (KEY_GROUPS > 1 && !STRIDED) ? 4 * chunk + part : KEY_CHUNKS * part + chunk;
+  return SEGMENTS || (KEY_GROUPS > 1 && !STRIDED) ? 4 * chunk + part : KEY_CHUNKS * part + chunk;
 }
 
-__host__ __device__ constexpr int key_group(int word, int field) { return SEGMENTS ? 0 : key_channel(word, 0, field) / KEY_GROUP; }
-__host__ __device__ constexpr int value_group(int word, int field) { return SEGMENTS ? 0 : value_channel(word, 0, field) / VALUE_GROUP; }
-
-// The channel of the third bit that `compare` has at bit `field + 1` of byte `byte`, of a unit of 16.
-__host__ __device__ constexpr int fine_channel(int unit, int byte, int field) {
-  return FIRST_KEY_FINE + 16 * unit + byte % 2 * 8 + byte / 2 * 4 + field;
-}
-
-// The zero of a format without offsets: the middle of its levels.
-__host__ __device__ constexpr float middle(int bits, bool fine) { return fine ? 1.75f : 0.5f * ((1 << bits) - 1); }
+__host__ __device__ constexpr int key_group(int word, int field) { return SEGMENTS ? 0 : channel<KEY_DIM>(word, 0, field) / KEY_GROUP; }
+__host__ __device__ constexpr int value_group(int word, int field) { return SEGMENTS ? 0 : channel<VALUE_DIM>(word, 0, field) / VALUE_GROUP; }
 
 // How many of the four words of a chunk have this group in this field; and below, how many of its eight words of values.
 __host__ __device__ constexpr int key_members(int chunk, int field, int group) {
@@ -247,8 +222,8 @@ __host__ __device__ constexpr int value_members(int chunk, int field, int group)
   return members;
 }
 
-__device__ constexpr unsigned byte_mask(int field) { return 0x01010101u * ((1 << KEY_BITS) - 1) << KEY_BITS * field; }
-__device__ constexpr unsigned half_mask(int field) { return 0x00010001u * ((1 << VALUE_BITS) - 1) << VALUE_BITS * field; }
+__device__ constexpr unsigned byte_mask(int field) { return 0x01010101u * ((1 << BITS) - 1) << BITS * field; }
+__device__ constexpr unsigned half_mask(int field) { return 0x00010001u * ((1 << BITS) - 1) << BITS * field; }
 
 // Byte `byte` of two words, each at the bottom of one half of the result; the other bytes are not cleared.
 template <int BYTE>
@@ -302,7 +277,7 @@ struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages, less
 // Where a warp is in the pages of its row, and what each lane copies from there.
 struct Cursor {
   static constexpr int KEY_PIECES = TILE * KEY_NUMBERS / 16, VALUE_PIECES = TILE * VALUE_NUMBERS / 16;  // of scales: 16 bytes
-  static constexpr int PIECES = KINDS * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
+  static constexpr int PIECES = 2 * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
 
   const Address *keys, *values;
   Address key_base, value_base;
@@ -310,7 +285,7 @@ struct Cursor {
   int key_row, value_row, key_start, value_start;  // of the head's rows
   int pages;  // that there are
   int left;   // tiles in this page
-  Address key, value, key_third, value_third, numbers[ROUNDS + SEGMENTS];
+  Address key, value, numbers[ROUNDS + SEGMENTS];
   Address next_key, next_value;  // of the next page: read ahead, because nothing can be copied before they are known
 
   // Go to a tile.
@@ -323,17 +298,14 @@ struct Cursor {
     const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
     key = this_key + key_start + token * key_row + lane * 16;
     value = this_value + value_start + token * value_row + lane * 16;
-    // Sections follow each other: codes, third bits, scales and offsets.
-    key_third = this_key + rows * KEY_ROW + row * KEY_THIRD_ROW + lane * 16;
-    value_third = this_value + rows * VALUE_ROW + row * VALUE_THIRD_ROW + lane * 16;
+    // Sections follow each other: codes, scales and offsets.
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
       // Scales of keys and their offsets, which follow all scales of the page, and then those of values.
       const int piece = i * 32 + lane;
-      const bool of_keys = piece < KINDS * KEY_PIECES;
-      const int index = of_keys ? piece : piece - KINDS * KEY_PIECES, count = of_keys ? KEY_PIECES : VALUE_PIECES;
-      const Count width = of_keys ? KEY_NUMBERS : VALUE_NUMBERS;
-      const Count codes = of_keys ? KEY_ROW + KEY_THIRD_ROW : VALUE_ROW + VALUE_THIRD_ROW;
+      const bool of_keys = piece < 2 * KEY_PIECES;
+      const int index = of_keys ? piece : piece - 2 * KEY_PIECES, count = of_keys ? KEY_PIECES : VALUE_PIECES;
+      const Count width = of_keys ? KEY_NUMBERS : VALUE_NUMBERS, codes = of_keys ? KEY_ROW : VALUE_ROW;
       numbers[i] = (of_keys ? this_key : this_value) + rows * codes + row * width +
                    (index < count ? index * 16 : rows * width + (index - count) * 16);
     }
@@ -346,14 +318,11 @@ struct Cursor {
     copy_rows<KEY_ROW>(stage, key, key_row);
     copy_rows<VALUE_ROW>(stage + VALUE, value, value_row);
     key += TILE * key_row, value += TILE * value_row;
-    copy_rows<KEY_THIRD_ROW>(stage + KEY_THIRD, key_third, KEY_THIRD_ROW);
-    copy_rows<VALUE_THIRD_ROW>(stage + VALUE_THIRD, value_third, VALUE_THIRD_ROW);
-    key_third += TILE * KEY_THIRD_ROW, value_third += TILE * VALUE_THIRD_ROW;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
       const int piece = i * 32 + lane;
       if (PIECES % 32 == 0 || piece < PIECES) copy_async(stage + KEY_SCALE + piece * 16, numbers[i]);
-      numbers[i] += TILE * (piece < KINDS * KEY_PIECES ? KEY_NUMBERS : VALUE_NUMBERS);
+      numbers[i] += TILE * (piece < 2 * KEY_PIECES ? KEY_NUMBERS : VALUE_NUMBERS);
     }
   }
 
@@ -371,7 +340,7 @@ struct State {
   float top[SETS];                                  // what scores are compared with
   float sum[SETS];                                  // of weights, this lane's rows
   float offsets[VALUE_GROUPS][SETS];                // what the values' offsets add to the output
-  float output[SETS][SUMS][4];                      // per field and pair of bytes, and pair of third bits, as products come out
+  float output[SETS][SUMS][4];                      // per field and pair of bytes, as products come out
 };
 
 // A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
@@ -380,11 +349,11 @@ __device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + 
 // Where a lane reads in a stage, so that it is not computed for each.
 struct Place {
   int lane, row, part, token;
-  unsigned key, key_number, key_third, value, value_number, value_third;
+  unsigned key, key_number, value, value_number;
   unsigned key_row, value_row, key_numbers, value_numbers;  // bytes from one token to the next
   // With segments:
   int key_used, value_used;  // slots
-  unsigned key_words[KEY_CHUNKS], key_masks[KEY_CHUNKS][KEY_FIELDS], value_words[VALUE_CHUNKS], value_masks[VALUE_CHUNKS][VALUE_FIELDS];
+  unsigned key_words[KEY_CHUNKS], key_masks[KEY_CHUNKS][FIELDS], value_words[VALUE_CHUNKS], value_masks[VALUE_CHUNKS][FIELDS];
   unsigned key_scale, value_scale;  // masks of the words with numbers of scales: 0 where there are no rows
   float scale;                      // number lane % 16
 
@@ -397,13 +366,13 @@ struct Place {
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
       const int4 slot = keys.slots[key_word(chunk, part)];
       key_words[chunk] = kept(token * key_row + slot.x);
-      key_masks[chunk][0] = kept(EACH_BYTE * (slot.y >> 16)), key_masks[chunk][KEY_FIELDS - 1] = kept(EACH_BYTE * (slot.z >> 16));
+      key_masks[chunk][0] = kept(EACH_BYTE * (slot.y >> 16)), key_masks[chunk][FIELDS - 1] = kept(EACH_BYTE * (slot.z >> 16));
     }
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
       const int4 slot = values.slots[8 * chunk + row];
       value_words[chunk] = kept(VALUE + part * value_row + slot.x);
-      value_masks[chunk][0] = kept(0x00010001 * (slot.y >> 16)), value_masks[chunk][VALUE_FIELDS - 1] = kept(0x00010001 * (slot.z >> 16));
+      value_masks[chunk][0] = kept(0x00010001 * (slot.y >> 16)), value_masks[chunk][FIELDS - 1] = kept(0x00010001 * (slot.z >> 16));
     }
   }
 
@@ -412,7 +381,6 @@ struct Place {
     row = lane / 4, part = lane % 4, token = token_of(row);
     key = kept(token * KEY_ROW + 4 * key_word(0, part)), value = kept(VALUE + part * VALUE_ROW + 4 * row);
     key_number = kept(KEY_SCALE + token * KEY_NUMBERS), value_number = kept(VALUE_SCALE + token * VALUE_NUMBERS);
-    key_third = KEY_THIRD + token * KEY_THIRD_ROW + 2 * part, value_third = VALUE_THIRD + part * VALUE_THIRD_ROW + row / 2 * 2;
   }
 };
 
@@ -441,7 +409,7 @@ __device__ float read_scale(unsigned at, int group, const Place& place, unsigned
 
 struct Query {  // what a lane needs of it
   // For products: column lane / 4 of a set, of which even ones are upper bytes.
-  unsigned words[SETS][KEY_CHUNKS + KEY_PLANES][4];
+  unsigned words[SETS][KEY_CHUNKS][4];
   float sums[KEY_GROUPS][SETS], unit, cap;
   float biases[SETS];  // of scores before they are capped
 };
@@ -454,12 +422,12 @@ __device__ void compare(
   for (int r = 0; r < 2; r++) read_words(keys[r], stage + (16 * half + 8 * r) * place.key_row, place);
   #pragma unroll
   for (int group = 0; group < KEY_GROUPS; group++) {
-    int products[SETS][4][4] = {};  // by field, of which there are KEY_FIELDS
+    int products[SETS][4][4] = {};  // by field
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk += 2) {
       if (SEGMENTS && 4 * chunk >= place.key_used) break;
       #pragma unroll
-      for (int field = 0; field < KEY_FIELDS; field++) {
+      for (int field = 0; field < FIELDS; field++) {
         constexpr bool ODD = KEY_CHUNKS % 2;
         const bool alone = ODD && chunk + 1 == KEY_CHUNKS;
         const int next = alone ? chunk : chunk + 1;
@@ -480,42 +448,21 @@ __device__ void compare(
         }
       }
     }
-    // Half of a code in field f is bit 2f - 1: third bits are moved to bits 1, 3 and 5 of four bytes.
-    #pragma unroll
-    for (int plane = 0; plane < KEY_PLANES; plane++) {
-      unsigned bits[2];
-      #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const unsigned unit = read_half(stage + place.key_third + (16 * half + 8 * r) * KEY_THIRD_ROW + 8 * plane);
-        bits[r] = unit << 1 | unit >> 4 << 17;
-      }
-      const bool counts = fine_channel(4 * plane + place.part, 0, 0) / KEY_GROUP == group;
-      #pragma unroll
-      for (int set = 0; set < SETS; set++) {
-        unsigned b[4];
-        #pragma unroll
-        for (int i = 0; i < 4; i++) b[i] = counts || KEY_GROUPS == 1 ? query.words[set][KEY_CHUNKS + plane][i] : 0;
-        multiply(products[set][1], bits[0] & 0x02020202, bits[1] & 0x02020202, b[0]);
-        multiply(products[set][2], bits[0] << 1 & 0x08080808, bits[1] << 1 & 0x08080808, bits[0] & 0x08080808,
-                 bits[1] & 0x08080808, b[1], b[2]);
-        multiply(products[set][3], bits[0] << 1 & 0x20202020, bits[1] << 1 & 0x20202020, b[3]);
-      }
-    }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       const unsigned at = place.key_number + (stage + (16 * half + 8 * r) * place.key_numbers);
-      float scale = read_scale(at, group, place, place.key_scale), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
+      float scale = read_scale(at, group, place, place.key_scale), offset = SEGMENTS ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
       if (!MINIMUM) offset *= -scale;
       scale *= query.unit;
       #pragma unroll
       for (int set = 0; set < SETS; set++) {
         // 2^LAST_FIELD times the product, whose upper and lower bytes are neighbours. At most 127 * 256 * 256 times the largest
-        // level and 2^LAST_FIELD: 3.5 * 64, 15 * 16 or 255, which fits.
+        // code and 2^LAST_FIELD: 3 * 64 or 15 * 16, which fits.
         int product = 0;
         #pragma unroll
-        for (int field = 0; field < KEY_FIELDS; field++) {
+        for (int field = 0; field < FIELDS; field++) {
           const int(&of)[4] = products[set][field];
-          product += (of[2 * r] * 256 + of[2 * r + 1]) * (1 << LAST_FIELD >> KEY_BITS * field);
+          product += (of[2 * r] * 256 + of[2 * r + 1]) * (1 << LAST_FIELD >> BITS * field);
         }
         // Before it is capped, a score is not compared with anything.
         const float base = group ? scores[set][r] : SOFT_CAP ? query.biases[set] : -top[set];
@@ -611,7 +558,7 @@ __device__ void accumulate(
     for (int i = 0; i < 4; i++)
       words[i] = read_word(at + (stage + (16 * half + 4 * i) * place.value_row));
     #pragma unroll
-    for (int field = 0; field < VALUE_FIELDS; field++)
+    for (int field = 0; field < FIELDS; field++)
       #pragma unroll
       for (int group = 0; group < VALUE_GROUPS; group++) {
         const int members = value_members(chunk, field, group);
@@ -620,7 +567,7 @@ __device__ void accumulate(
         const unsigned mask = none ? 0 : SEGMENTS ? place.value_masks[chunk][field] : half_mask(field);
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
-          float(*sums)[4] = state.output[set] + 2 * (VALUE_FIELDS * chunk + field);
+          float(*sums)[4] = state.output[set] + 2 * (FIELDS * chunk + field);
           const unsigned b0 = pairs[group][set][0], b1 = pairs[group][set][1];
           multiply(sums[0], bytes_of<0>(words[0], words[1]) & mask, bytes_of<1>(words[0], words[1]) & mask,
                    bytes_of<0>(words[2], words[3]) & mask, bytes_of<1>(words[2], words[3]) & mask, b0, b1);
@@ -628,28 +575,6 @@ __device__ void accumulate(
                    bytes_of<2>(words[2], words[3]) & mask, bytes_of<3>(words[2], words[3]) & mask, b0, b1);
         }
       }
-  }
-  // A byte, one of two that are read, has the third bits of eight channels, each of which is a float16 as well.
-  #pragma unroll
-  for (int plane = 0; plane < VALUE_PLANES; plane++) {
-    unsigned twos[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-      twos[i] = read_half(stage + place.value_third + (16 * half + 4 * i) * VALUE_THIRD_ROW + 8 * plane);
-    const unsigned bytes[2] = {(twos[0] | twos[1] << 16) >> place.row % 2 * 8, (twos[2] | twos[3] << 16) >> place.row % 2 * 8};
-    #pragma unroll
-    for (int group = 0; group < VALUE_GROUPS; group++) {
-      const int of = (FIRST_VALUE_FINE + 64 * plane + 8 * place.row) / VALUE_GROUP;
-      const unsigned low = VALUE_GROUPS == 1 || of == group ? bytes[0] : 0, high = VALUE_GROUPS == 1 || of == group ? bytes[1] : 0;
-      #pragma unroll
-      for (int bit = 0; bit < 8; bit += 2) {
-        const unsigned even = 0x00010001u << bit, odd = 0x00020002u << bit;
-        #pragma unroll
-        for (int set = 0; set < SETS; set++)
-          multiply(state.output[set][CODE_SUMS + 4 * plane + bit / 2], low & even, low & odd, high & even, high & odd,
-                   pairs[group][set][0], pairs[group][set][1]);
-      }
-    }
   }
 }
 
@@ -677,7 +602,7 @@ __device__ void process(
       #pragma unroll
       for (int r = 0; r < 2; r++) {
         const unsigned at = place.value_number + (stage + (16 * half + 8 * r) * place.value_numbers);
-        float scale = read_scale(at, group, place, place.value_scale), offset = SYMMETRIC ? 1.0f : read_number(at + TILE * VALUE_NUMBERS, group);
+        float scale = read_scale(at, group, place, place.value_scale), offset = SEGMENTS ? 1.0f : read_number(at + TILE * VALUE_NUMBERS, group);
         if (!MINIMUM) offset *= -scale;
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
       }

@@ -5,19 +5,15 @@
 //
 // A row is D channels of one token and KV head, shared by a few lanes. Each lane holds four runs of RUN neighbouring channels,
 // one from each quarter of the row: whichever way codes are packed, the codes of a byte are then in one lane.
-// Codes have BITS: 2, 4 or 8.
 //
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
-// CLIP (0: off), ROTATE, and the format: BITS, INTERPOLATED, HALF (metadata in float16), MINIMUM, SYMMETRIC (no offset), FINE (so many
-// last channels have third bits: a multiple of 16, 0 unless SYMMETRIC and BITS is 2), STRIDED.
+// CLIP (0: off), ROTATE, and the format: INTERPOLATED, HALF (metadata in float16), MINIMUM, STRIDED.
 // Needs sm_80 or newer. No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 constexpr int QUARTER = D / 4, GROUPS = D / GROUP, WARPS = 4;
-constexpr int NUMBERS = SYMMETRIC ? 1 : 2;  // of a group: its scale, and its offset if it has one
-constexpr int LEVELS = 1 << BITS, OF_BYTE = 8 / BITS, CODES = D / OF_BYTE;  // codes of a byte, and their bytes of a row
-constexpr int ROW = CODES + FINE / 8, FIRST_FINE = D - FINE;  // bytes of a row, and its first channel with a third bit
+constexpr int CODES = D / 4;  // bytes of a row
 // Codes are computed as code_bits, and packed by sums: this makes up for the 0x4b000000 of all that are summed to a word.
-constexpr unsigned WITHOUT_CODES = BITS == 2 ? 0x19000000 : BITS == 4 ? 0x05000000 : 0xb5000000;
+constexpr unsigned WITHOUT_CODES = 0x19000000;
 // Eight 16-bit channels are the widest access there is. A rotation keeps many sums a row: it takes shorter runs, and several
 // rows for each read of the matrix.
 constexpr int RUN = ROTATE || !TYPE || QUARTER % 8 || GROUP % 8 ? 4 : 8, LANE_ROWS = ROTATE ? 4 : 1;
@@ -75,8 +71,7 @@ __device__ float stored_offset(float x) { return x; }
 
 // The numbers of a group.
 __device__ void store(Metadata* numbers, float scale, float offset) {
-  numbers[0] = write(scale);
-  if (!SYMMETRIC) numbers[1] = write(offset);
+  numbers[0] = write(scale), numbers[1] = write(offset);
 }
 
 __device__ unsigned pack_pair(float low, float high) {
@@ -115,13 +110,6 @@ template <int BYTES>
 __device__ void copy(void* to, const void* from) {
   typedef typename Word<BYTES>::type Access;
   *static_cast<Access*>(to) = *static_cast<const Access*>(from);
-}
-
-// The same for codes: rows with third bits begin at even addresses.
-template <int BYTES>
-__device__ void copy_codes(void* to, const void* from) {
-  constexpr int STEP = FINE && BYTES > 2 ? 2 : BYTES;
-  for (int i = 0; i < BYTES; i += STEP) copy<STEP>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
 }
 
 __device__ float widen(Element x) {
@@ -190,27 +178,16 @@ __device__ unsigned code_bits(float y, int bottom, int top) {
   return __float_as_uint(__fadd_rd(__int_as_float(max(min(__float_as_int(y), top), bottom)), 8388608.0f));
 }
 
-constexpr float MIDDLE = 0.5f * (LEVELS - 1);  // of the codes
-
 // How a group of these extremes is rounded: with the scale and offset as they are stored.
 struct Range {
   float scale, offset;
 
   __device__ Range(float lowest, float highest) {
-    if (SYMMETRIC) highest = max_nan(-lowest, highest), lowest = -highest;
-    const float width = fmaxf(__fsub_rn(highest, lowest), 1e-8f);
-    scale = stored_scale(SYMMETRIC ? __fmul_rn(width, 1.0f / LEVELS) : Divisor<false>(LEVELS - 1.0f).divide(width));
+    scale = stored_scale(Divisor<false>(3.0f).divide(fmaxf(__fsub_rn(highest, lowest), 1e-8f)));
     // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
-    offset = stored_offset(SYMMETRIC ? MIDDLE : MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale)));
+    offset = stored_offset(MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale)));
   }
 };
-
-// Channels with third bits have half the step, and levels about the middle of eight codes.
-__device__ constexpr bool is_fine(int channel) { return FINE && channel >= FIRST_FINE; }
-__device__ float step_of(float scale, bool fine) { return fine ? __fmul_rn(scale, 0.5f) : scale; }
-__device__ float zero_of(float offset, bool fine) { return fine ? 3.5f : offset; }
-__device__ int ceiling_of(bool fine) { return __float_as_int(fine ? 7.0f : LEVELS - 1.0f); }  // the largest code
-__device__ unsigned upper_bits(unsigned code_bits) { return 0x4b000000 | (code_bits & 7) >> 1; }  // as code_bits, too
 
 // y = x in steps of a group, plus a half; its integer part is the code.
 template <bool NARROW>
@@ -229,12 +206,8 @@ __device__ float restore(unsigned code_bits, float scale, float offset) {
   return MINIMUM ? __fadd_rn(__fmul_rn(code, scale), offset) : __fmul_rn(__fsub_rn(code, offset), scale);
 }
 
-// Where the code of the i-th channel of the k-th run is among the lane's, in bits. Where they are strided, the lane has PIECES of
-// RUN bytes; else it has a piece of each run.
-constexpr int PIECES = 4 / OF_BYTE;
-__device__ constexpr int position(int k, int i) {
-  return STRIDED ? 8 * (k % PIECES * RUN + i) + k / PIECES * BITS : BITS * (RUN * k + i);
-}
+// Where the code of the i-th channel of the k-th run is among the lane's, in bits.
+__device__ constexpr int position(int k, int i) { return STRIDED ? 8 * i + 2 * k : 2 * (RUN * k + i); }
 
 // ---- one row, spread over LANES lanes --------------------------------------------------------------------------------------
 
@@ -388,49 +361,31 @@ __device__ bool quantize_row(
   for (int k = 0; k < 4; k++) keys.set(k, x[k], lane.active);
   limit = keys.threshold(top, rank, weight);
 #endif
-  alignas(8) unsigned words[PIECES * RUN / 4];
+  alignas(8) unsigned words[RUN / 4];
   for (unsigned& word : words) word = WITHOUT_CODES;
-  unsigned thirds[4] = {};  // the lowest bits of each run
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     float lowest = CLIP ? clip(low[g], limit) : low[g], highest = CLIP ? clip(high[g], limit) : high[g];
     const Range range(lowest, highest);
-#pragma unroll
-    for (int fine = 0; fine <= (FINE > 0); fine++) {
-      const Steps<NARROW> steps{Divisor<NARROW>(step_of(range.scale, fine)), zero_of(range.offset, fine)};
-      int bottom = 0, ceiling = ceiling_of(fine);
+    const Steps<NARROW> steps{Divisor<NARROW>(range.scale), range.offset};
+    int bottom = 0, ceiling = __float_as_int(3.0f);
 #if CLIP  // steps never falls where x rises, so clamping x is clamping y between the steps of the limits: one clamp for both
-      bottom = max(min(ceiling, __float_as_int(steps(-limit))), 0);
-      ceiling = max(min(ceiling, __float_as_int(steps(limit))), bottom);
+    bottom = max(min(ceiling, __float_as_int(steps(-limit))), 0);
+    ceiling = max(min(ceiling, __float_as_int(steps(limit))), bottom);
 #endif
 #pragma unroll
-      for (int k = 0; k < 4; k++)
-        if (lane.group(k) == g && is_fine(lane.channel(k)) == fine)
+    for (int k = 0; k < 4; k++)
+      if (lane.group(k) == g)
 #pragma unroll
-          for (int i = 0; i < RUN; i++) {
-            unsigned bits = code_bits(steps(x[k][i]), bottom, ceiling);
-            if (fine) thirds[k] |= (bits & 1) << i, bits = upper_bits(bits);
-            words[position(k, i) / 32] += bits << position(k, i) % 32;
-          }
-    }
-    if (exists && lane.index == 0) store(metadata + NUMBERS * g, top <= LARGEST ? range.scale : NOT_A_NUMBER, range.offset);
-  }
-#pragma unroll
-  for (int first = 0; first < FINE; first += 16) {
-    unsigned bits = 0;
-    for (int k = 0; k < 4; k++) {
-      const int bit = lane.channel(k) - FIRST_FINE - first;
-      if (lane.active && bit >= 0 && bit < 16) bits |= thirds[k] << bit;
-    }
-    bits = reduce<Sum>(bits);
-    if (exists && lane.index == 0) copy<2>(codes + CODES + first / 8, &bits);
+        for (int i = 0; i < RUN; i++)
+          words[position(k, i) / 32] += code_bits(steps(x[k][i]), bottom, ceiling) << position(k, i) % 32;
+    if (exists && lane.index == 0) store(metadata + 2 * g, top <= LARGEST ? range.scale : NOT_A_NUMBER, range.offset);
   }
   if (exists && lane.active) {
 #if STRIDED
-    for (int p = 0; p < PIECES; p++) copy_codes<RUN>(codes + p * QUARTER + RUN * lane.index, words + p * RUN / 4);
+    copy<RUN>(codes + RUN * lane.index, words);
 #else
-    for (int k = 0; k < 4; k++)
-      copy<RUN / OF_BYTE>(codes + lane.channel(k) / OF_BYTE, reinterpret_cast<unsigned char*>(words) + k * RUN / OF_BYTE);
+    for (int k = 0; k < 4; k++) copy<RUN / 4>(codes + lane.channel(k) / 4, reinterpret_cast<unsigned char*>(words) + k * RUN / 4);
 #endif
   }
   return top <= LARGEST;  // false for NaN
@@ -466,7 +421,7 @@ __device__ long long first_row() {
   return (blockIdx.x * (long long)WARPS + threadIdx.x / 32) * WARP_ROWS + threadIdx.x % 32 / LANES * LANE_ROWS;
 }
 
-// Rows `[heads, length, D]` -> codes `[heads, length, ROW]` and metadata `[heads, length, D/GROUP, NUMBERS]`. Launch with a
+// Rows `[heads, length, D]` -> codes `[heads, length, CODES]` and metadata `[heads, length, D/GROUP, 2]`. Launch with a
 // grid of (length / (4 * WARP_ROWS) rounded up, heads) and 128 threads. `rotation` is `[heads, D, D]` float32; `ranks` and
 // `weights` `[heads]` place the clip threshold; `rotated`, if not null, receives the rotated rows in float32. Sets `refused` if
 // a row, after the rotation, is not finite or exceeds 1e18: its scales are then no numbers.
@@ -494,41 +449,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
     if (ROTATE && rotated && exists && lane.active)
       for (int k = 0; k < 4; k++) copy<16>(rotated + row * D + lane.channel(k), x[r][k]);
     valid &= quantize_row(
-        x[r], lane, exists, CLIP ? ranks[head] : 0, CLIP ? weights[head] : 0.0f, codes + row * ROW,
-        metadata + row * NUMBERS * GROUPS);
+        x[r], lane, exists, CLIP ? ranks[head] : 0, CLIP ? weights[head] : 0.0f, codes + row * CODES, metadata + row * 2 * GROUPS);
   }
   if (!valid) *refused = 1;
 }
 
-// What a lane has of a row, from the row's codes, third bits and numbers of groups, which are `apart` from one group to the next.
-// TOGETHER: third bits follow the codes of a row, so that rows begin at even addresses.
-template <bool TOGETHER>
+// What a lane has of a row, from the row's codes and numbers of groups, which are `apart` from one group to the next.
 __device__ void dequantize_row(
-    float (&x)[4][RUN], Lane lane, const unsigned char* codes, const unsigned char* thirds, const Metadata* scales,
-    const Metadata* offsets, int apart) {
-  alignas(8) unsigned words[PIECES * RUN / 4] = {};
+    float (&x)[4][RUN], Lane lane, const unsigned char* codes, const Metadata* scales, const Metadata* offsets, int apart) {
+  alignas(8) unsigned words[RUN / 4] = {};
   if (lane.active) {
 #if STRIDED
-    for (int p = 0; p < PIECES; p++) {
-      const unsigned char* piece = codes + p * QUARTER + RUN * lane.index;
-      if (TOGETHER) copy_codes<RUN>(words + p * RUN / 4, piece);
-      else copy<RUN>(words + p * RUN / 4, piece);
-    }
+    copy<RUN>(words, codes + RUN * lane.index);
 #else
-    for (int k = 0; k < 4; k++)
-      copy<RUN / OF_BYTE>(reinterpret_cast<unsigned char*>(words) + k * RUN / OF_BYTE, codes + lane.channel(k) / OF_BYTE);
+    for (int k = 0; k < 4; k++) copy<RUN / 4>(reinterpret_cast<unsigned char*>(words) + k * RUN / 4, codes + lane.channel(k) / 4);
 #endif
   }
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const int bit = lane.channel(k) - FIRST_FINE, at = lane.group(k) * apart;
-    const bool fine = lane.active && is_fine(lane.channel(k));
-    const unsigned third = fine ? thirds[bit / 8] >> bit % 8 : 0;
-    const float scale = step_of(read(scales[at]), fine), offset = zero_of(SYMMETRIC ? MIDDLE : read(offsets[at]), fine);
+    const int at = lane.group(k) * apart;
+    const float scale = read(scales[at]), offset = read(offsets[at]);
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
-      unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & (LEVELS - 1);
-      if (fine) code = 2 * code | (third >> i & 1);
+      const unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & 3;
       x[k][i] = restore(0x4b000000 | code, scale, offset);
     }
   }
@@ -544,9 +487,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
 #pragma unroll
   for (int r = 0; r < LANE_ROWS; r++) {
     const long long row = head * length + min(first + r, length - 1);
-    const unsigned char* bytes = codes + row * ROW;
-    const Metadata* numbers = metadata + row * GROUPS * NUMBERS;
-    dequantize_row<true>(x[r], lane, bytes, bytes + CODES, numbers, numbers + 1, NUMBERS);
+    const Metadata* numbers = metadata + row * GROUPS * 2;
+    dequantize_row(x[r], lane, codes + row * CODES, numbers, numbers + 1, 2);
   }
 #if ROTATE
   __shared__ float tiles[WARPS][WARP_ROWS * D];

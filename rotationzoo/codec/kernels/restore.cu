@@ -43,19 +43,16 @@ __device__ void fill(Element* to, const Lane& lane, float x) {
 }
 
 // Rows [room, H, D] of dequantized codes, of each side from pages whose sections begin at these bytes. Launch with a grid of
-// (tokens / (4 * WARP_ROWS) rounded up, H, sides) and 128 threads; so below. value_scales: those of page 0, of so many groups.
+// (tokens / (4 * WARP_ROWS) rounded up, H, sides) and 128 threads; so below.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
     const int* tokens_bounds, const int* tokens_firsts, const int* tokens_jumps, const int* tokens_gaps, Count tokens_prompts,
-    const Count* tokens_table, Count tokens_stride, Count room, const unsigned char* value_scales, Count value_groups,
-    Count first_is_value, Count begin_thirds, Count begin_scales, Count begin_offsets, const unsigned char* first_memory,
-    Element* first_rows, const unsigned char* second_memory, Element* second_rows) {
-  const unsigned char* memory = blockIdx.z ? second_memory : first_memory;
-  Element* rows = blockIdx.z ? second_rows : first_rows;
+    const Count* tokens_table, Count tokens_stride, Count room, Count begin_scales, Count begin_offsets,
+    const unsigned char* key_memory, Element* key_rows, const unsigned char* value_memory, Element* value_rows) {
   const Tokens tokens = {tokens_bounds, tokens_firsts, tokens_jumps, tokens_gaps, int(tokens_prompts), tokens_table, tokens_stride};
   const Lane lane;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
-  const bool is_value = blockIdx.z || first_is_value;
-  Element* to = rows + (token * heads + head) * D;
+  const bool is_value = blockIdx.z;
+  Element* to = (is_value ? value_rows : key_rows) + (token * heads + head) * D;
   int prompt, place;
   if (token >= room || !lane.active) return;
   if (!tokens.find(token, prompt, place)) {
@@ -63,17 +60,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
     return;
   }
   const Count at = tokens.page(prompt, place), row = head * TOKENS + place % TOKENS;
-  const float scale = read(reinterpret_cast<const Metadata*>(value_scales + at)[row * value_groups]);
+  const float scale = read(reinterpret_cast<const Metadata*>(value_memory + at + begin_scales)[row * GROUPS]);
   if (scale != scale) {
     fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER);
     return;
   }
-  const unsigned char* page = memory + at;
-  const unsigned char *codes = page + row * CODES, *thirds = page + begin_thirds + row * (FINE / 8);
+  const unsigned char* page = (is_value ? value_memory : key_memory) + at;
   const Metadata* scales = reinterpret_cast<const Metadata*>(page + begin_scales) + row * GROUPS;
   const Metadata* offsets = reinterpret_cast<const Metadata*>(page + begin_offsets) + row * GROUPS;
   alignas(16) float x[4][RUN];
-  dequantize_row<false>(x, lane, codes, thirds, scales, offsets, 1);
+  dequantize_row(x, lane, page + row * CODES, scales, offsets, 1);
 #pragma unroll
   for (int k = 0; k < 4; k++) save(to + lane.channel(k), x[k]);
 }

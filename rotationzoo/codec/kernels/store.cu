@@ -1,8 +1,7 @@
 // Quantized rows of new tokens to their pages, and the rows themselves to copies: what `LayerPages.store` and `copy` in pages.py do
 // with eight operations of torch.
 //
-// Compile with -D: TOKENS (of a page), NUMBERS (of a group: 1 without an offset, or 2). No header of CUDA is included: NVRTC compiles
-// this file on machines without a CUDA toolkit.
+// Compile with -D: TOKENS (of a page). No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 #include "launches.cu"
 
@@ -29,25 +28,23 @@ extern "C" __global__ void copy_rows(
   copy(copies + ((slot * heads + head) * TOKENS + places[token]) * row_bytes, row + head * row_bytes, row_bytes);
 }
 
-// New tokens of one side: codes [H, T, code_bytes + third_bytes] and numbers [H, T, groups, NUMBERS] (scale and offset, of
-// number_bytes each) -> their places in pages of page_bytes. `bad`: how many rows were refused, whose scales are no numbers, and the
-// place of the last one in tokens; page 0 belongs to nobody. Grid: x = T, y = H.
+// New tokens of one side: codes [H, T, code_bytes] and numbers [H, T, groups, 2] (scale and offset, of number_bytes each) -> their
+// places in pages of page_bytes. `bad`: how many rows were refused, whose scales are no numbers, and the place of the last one in
+// tokens; page 0 belongs to nobody. Grid: x = T, y = H.
 extern "C" __global__ void store(
     const unsigned char* codes, const unsigned char* numbers, const Count* pages, const Count* places, unsigned char* memory,
-    Count page_bytes, Count code_bytes, Count third_bytes, Count begin_thirds, Count begin_scales, Count begin_offsets, Count groups,
-    Count number_bytes, unsigned long long* bad) {
+    Count page_bytes, Count code_bytes, Count begin_scales, Count begin_offsets, Count groups, Count number_bytes,
+    unsigned long long* bad) {
   const Count token = blockIdx.x, head = blockIdx.y, tokens = gridDim.x;
   const Count from = head * tokens + token, to = head * TOKENS + places[token];
   unsigned char* page = memory + pages[token] * page_bytes;
-  codes += from * (code_bytes + third_bytes);
-  copy(page + to * code_bytes, codes, code_bytes);
-  copy(page + begin_thirds + to * third_bytes, codes + code_bytes, third_bytes);
+  copy(page + to * code_bytes, codes + from * code_bytes, code_bytes);
   unsigned char* targets[] = {page + begin_scales, page + begin_offsets};
-  for (int i = threadIdx.x; i < NUMBERS * groups; i += blockDim.x)
+  for (int i = threadIdx.x; i < 2 * groups; i += blockDim.x)
     for (int j = 0; j < number_bytes; j += 2)
-      *reinterpret_cast<unsigned short*>(targets[i % NUMBERS] + (to * groups + i / NUMBERS) * number_bytes + j) =
-          *reinterpret_cast<const unsigned short*>(numbers + (from * NUMBERS * groups + i) * number_bytes + j);
-  const unsigned short* scale = reinterpret_cast<const unsigned short*>(numbers + from * NUMBERS * groups * number_bytes);
+      *reinterpret_cast<unsigned short*>(targets[i % 2] + (to * groups + i / 2) * number_bytes + j) =
+          *reinterpret_cast<const unsigned short*>(numbers + (from * 2 * groups + i) * number_bytes + j);
+  const unsigned short* scale = reinterpret_cast<const unsigned short*>(numbers + from * 2 * groups * number_bytes);
   const bool is_number = number_bytes == 2 ? (scale[0] & 0x7fff) <= 0x7c00 : (scale[1] & 0x7fff) <= 0x7f80;
   if (!threadIdx.x && pages[token] && !is_number) atomicAdd(bad, 1ull), bad[1] = pages[token] * TOKENS + places[token];
 }
