@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rotationzoo.linalg.error_feedback import factorize, remaining_share, whitening
 from support.codec import restore, restore_with_feedback
 
 from rotationzoo.codec import feedback, int2
 from rotationzoo.codec.formats import BITS, FINE
-from rotationzoo.linalg.error_feedback import factorize, remaining_share, whitening
 from rotationzoo.linalg.hadamard import hadamard
 
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import torch
+from rotationzoo.linalg.error_feedback import factorize
 
 from rotationzoo.checks.kernel import draw_rows, rows_of_each_type
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FINE
-from rotationzoo.linalg.error_feedback import factorize
 
 SYMMETRIC = replace(FINE, fine_channels=0)
 FORMATS = int2.FORMATS | {

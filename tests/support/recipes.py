@@ -1,6 +1,6 @@
 """Recipes of many tests."""
 
-from rotationzoo.recipe.loading import PRESETS, without_budget
+from rotationzoo.recipe.loading import PRESETS
 
-QUICK = without_budget(PRESETS["oscar"])
-"""The default without its budget of bits, which takes longer."""
+QUICK = PRESETS["oscar"]
+"""A recipe without a budget of bits, which takes longer."""
