@@ -10,6 +10,7 @@ import real_models_lose
 import torch
 from real_models_lose import PlannedCodec, feed_back, frames_of
 from real_questions import DEV, LENGTHS, SPLITS, TASKS, TEST
+from rotationzoo.linalg.error_feedback import factorize
 from support.jobs import RECIPE, job
 from support.models import load_saved
 
@@ -17,7 +18,6 @@ from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.codec import feedback, int2
 from rotationzoo.codec.bit_allocation import COARSE
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.recall.questions import QUOTE
 from rotationzoo.text.documents import BUNDLED
 

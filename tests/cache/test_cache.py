@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rotationzoo.linalg.error_feedback import factorize, whitening
 from support import architectures
 from support.architectures import CALIBRATED, SPARSE, families
 from support.caches import (
@@ -27,7 +28,6 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.linalg.error_feedback import factorize, whitening
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe.loading import PRESETS
 

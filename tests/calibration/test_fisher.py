@@ -127,7 +127,7 @@ def test_rows_that_are_too_long_for_a_device_are_named(tmp_path, monkeypatch):
         RotationZooError, match="the activations of 128 tokens do not fit"
     ) as raised:
         calibrate(job)
-    assert raised.value.hint == "add: --length 64, or --recipe oscar"
+    assert raised.value.hint == "add: --length 64, or --recipe attention"
 
 
 def test_weights_on_a_disk_are_refused(model):
@@ -142,5 +142,6 @@ def test_layers_without_gradients_are_refused(model):
     ending = copy.deepcopy(model)
     ending.get_decoder().norm.register_forward_hook(lambda *passed: passed[-1].detach())
     check_backward(ending, geometry_of(model), IDS, PRESETS["oscar"])
-    with pytest.raises(UnsupportedModel, match="transform coding needs gradients"):
+    check_backward(ending, geometry_of(model), IDS, PRESETS["attention"])
+    with pytest.raises(UnsupportedModel, match="Fisher information needs gradients"):
         check_backward(ending, geometry_of(model), IDS, PRESETS["transform"])

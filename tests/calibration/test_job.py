@@ -24,7 +24,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.recipe.loading import PRESETS, without_budget
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.text import chats
 from rotationzoo.writer import write_artifact
 
@@ -139,7 +139,7 @@ def test_a_plan_counts_weights_in_the_type_that_they_are_loaded_in(dtype, item, 
     quick_first([("oscar", 1), ("oscar-v1", 2), ("oscar-v1", 1), ("oscar-v1", 3)], 2),
 )
 def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path):
-    recipe = without_budget(PRESETS[name]).model_copy(update={"data": SMALL})
+    recipe = PRESETS[name].model_copy(update={"data": SMALL})
     batch = 4 if name == "oscar-v1" else 2  # four steps either way: v1 makes two passes
     whole = calibrate(job(tiny, tmp_path / "whole", recipe, batch=batch))
     stopped = job(tiny, tmp_path / "stopped", recipe, batch=batch)

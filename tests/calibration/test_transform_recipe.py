@@ -18,6 +18,7 @@ from support.float64 import CLOSE, float64  # noqa: F401
 from support.jobs import SMALL, job
 from support.models import save_family
 
+from rotationzoo import api
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.reductions import Request, list_reductions, settle_request
 from rotationzoo.artifact.store import Artifact
@@ -25,7 +26,7 @@ from rotationzoo.budget import Budget, EvenBudget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.soundness import check
 from rotationzoo.checks.verify import verify
-from rotationzoo.codec.bit_allocation import spend_bits
+from rotationzoo.codec.bit_allocation import check_room, spend_bits
 from rotationzoo.codec.formats import SGLANG
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import codec_bits
@@ -33,16 +34,11 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_arms, judged_arms
 from rotationzoo.evaluation.rungs import find_rungs, write_rung
+from rotationzoo.geometry import Layer
 from rotationzoo.linalg.moments import covariance, sums
 from rotationzoo.linalg.transform_coding import SEGMENT
-from rotationzoo.recipe.loading import (
-    PRESETS,
-    from_dict,
-    override,
-    quicken,
-    with_budget,
-    with_feedback,
-)
+from rotationzoo.recipe.loading import PRESETS, from_dict, with_budget
+from rotationzoo.settings import CalibrationSettings
 from rotationzoo.sides import fisher_kind
 
 BITS = 3.0
@@ -88,13 +84,13 @@ def test_channels_do_not_correlate_and_errors_cost_their_squares(made):
 
 def test_bits_are_kept_and_shared_anew_without_a_model(made, tmp_path):
     assert BITS - 0.1 < stored_bits(made, made.rotations) <= BITS
-    fewer = spend_bits(made.rotations, Budget(1.75), None)
+    fewer = spend_bits(made.rotations, Budget(1.75))
     assert 1.65 < stored_bits(made, fewer) <= 1.75
-    again = spend_bits(fewer, Budget(BITS), None)
+    again = spend_bits(fewer, Budget(BITS))
     for layer, side, rotation in again.each():
         assert torch.equal(rotation.widths, made.rotations[layer][side].widths)
-    keys = spend_bits(made.rotations, Budget(key_bits=3.5, value_bits=1.5), None)
-    even = spend_bits(made.rotations, EvenBudget(2.0), None)
+    keys = spend_bits(made.rotations, Budget(key_bits=3.5, value_bits=1.5))
+    even = spend_bits(made.rotations, EvenBudget(2.0))
     for layer, side, _ in keys.each():
         rows = RotatedCodec(keys, rounding="transform").segments(layer, side)
         assert rows.heads == len(made.rotations[layer][side].clip)
@@ -169,16 +165,50 @@ def test_it_is_read_as_the_simulation_says(name, float64):  # noqa: F811
     assert distance(simulate(model, nearest, WINDOWS, IDS), simulated) > 0.01
 
 
-def test_other_recipes_lose_it_with_their_budget():
+def test_a_budget_and_transform_coding_need_each_other():
     recipe = PRESETS["transform"]
-    assert not quicken(recipe).transform
-    assert not override(recipe, images="photo").transform
-    fed_back = with_feedback(recipe, True)
-    assert (fed_back.transform, fed_back.feedback, fed_back.bits) == (False, True, recipe.bits)
-    for changes in ({"bits": None}, {"feedback": True}):
-        with pytest.raises(RotationZooError, match="transform coding needs a budget of bits"):
+    for changes in ({"bits": None}, {"transform": False}, {"extends": "oscar", "bits": 2.5}):
+        with pytest.raises(RotationZooError, match="transform coding need each other"):
             from_dict({"extends": "transform", **changes}, "a file")
     with pytest.raises(UsageError, match="more than 1 and at most 4 bits"):
         with_budget(recipe, Budget(5))
+    with pytest.raises(RotationZooError, match="draws are for Fisher information alone"):
+        from_dict({"extends": "attention", "draws": 6}, "a file")
+    of_file = from_dict({"extends": "transform", "key_bits": 3, "value_bits": 2.5}, "the file")
+    assert of_file.bits is None
+    chosen = with_budget(of_file, Budget(2.25))
+    assert [chosen.bits, chosen.key_bits, chosen.value_bits] == [2.25, None, None]
     assert "transform" not in PRESETS["oscar"].published(), "whose hash is published"
+    assert "metric" not in recipe.published()
     assert SEGMENT == 4, "docs/codec.md says so"
+
+
+def test_the_default_has_a_budget_that_options_and_engines_leave_out():
+    def planned(**options):
+        recipe = api.calibration_job(CalibrationSettings("demo", **options)).recipe
+        return recipe.name, recipe.bits
+
+    assert planned() == planned(engine="vllm") == ("transform", 2.5)
+    assert planned(quick=True) == planned(engine="sglang") == ("oscar", None)
+    assert planned(quick=True, engine="llama.cpp") == ("oscar-v1", None)
+    assert planned(recipe="attention") == ("attention", 3.0)
+    assert planned(bits=2.25) == ("transform-2.25-bits", 2.25)
+    with pytest.raises(UsageError, match="a quick calibration has a recipe of its own"):
+        planned(quick=True, bits=2.5)
+    with pytest.raises(UsageError, match="need each other"):
+        planned(engine="sglang", bits=2.5)
+
+
+def test_recipes_with_error_feedback_are_refused(made):
+    """They were published before transform coding."""
+    content = made.content | {"recipe": made.content["recipe"] | {"feedback": True}}
+    with pytest.raises(RotationZooError, match="asks for error feedback") as raised:
+        check(made.rotations, made.statistics, content)
+    assert raised.value.hint == "calibrate anew: rotationzoo calibrate MODEL"
+
+
+def test_budgets_leave_bits_to_latents():
+    latents = [Layer(0, 0, 8, 1, 64, 64, rope_dim=16)]
+    with pytest.raises(RotationZooError, match="leave none for latents"):
+        check_room(Budget(key_bits=3, value_bits=2), latents)
+    check_room(Budget(2), latents)

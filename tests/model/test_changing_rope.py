@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support import architectures
+from support.caches import with_transforms
 from support.models import add_tokenizer, randomize
 
 from rotationzoo import RotatedCache, generate
@@ -167,9 +168,9 @@ def test_what_layers_lose_is_compared_with_one_call(kind, monkeypatch):
     )
     geometry = geometry_of(model)
     text = sensitivity.Text(IDS[0, :50], [*range(BOUNDARY - 4, 50)], slice(4, 20))
-    recipe = Recipe(feedback=True, sink=4)
-    rotations = fit(collect(model, geometry, [IDS], recipe), recipe, geometry)
-    sensitivity.measure_sensitivities(model, geometry, rotations, [text], None, lambda *_: None)
+    recipe = Recipe(sink=4)
+    rotations = with_transforms(fit(collect(model, geometry, [IDS], recipe), recipe, geometry))
+    sensitivity.measure_losses(model, geometry, rotations, [text], lambda *_: None)
     with torch.no_grad():
         expected = build(kind)(input_ids=IDS[:, :50]).logits[0, BOUNDARY - 4 :]
     assert torch.allclose(exact[0], expected)

@@ -49,7 +49,7 @@ def test_a_model_computes_the_same_with_masks_in_blocks(name, short):
         whole = run_decoder(model, IDS).logits(slice(None))
         made = short()
         seen = []
-        # Two of them, as in a calibration with error feedback: each sees whole rows.
+        # Two of them: each sees whole rows.
         note = lambda layer, query, key, *_: seen.append((query.shape[2], key.shape[2]))  # noqa: E731
         with capture(model, note), capture(model, note):
             blocks = run_decoder(model, IDS).logits(slice(None))

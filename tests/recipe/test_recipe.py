@@ -21,10 +21,10 @@ def test_defaults_are_the_documented_ones():
     assert (oscar.pooling, oscar.composition) == ("head", "r_h_pbr")
     assert (oscar.key_statistic, oscar.value_statistic) == ("query", "output")
     assert oscar.group(128) == 128
-    assert (oscar.center_keys, oscar.feedback) == (True, True)
+    assert (oscar.center_keys, bool(oscar.budget)) == (True, False)
     published = load("oscar-v1")
     assert (published.pooling, published.value_statistic) == ("layer", "key_energy")
-    switches = published.exclude_sink, published.center_keys, published.feedback
+    switches = published.exclude_sink, published.center_keys, published.transform
     assert not any(switches)
 
 

@@ -1,0 +1,233 @@
+"""The metric of errors without gradients: errors of attention, weighed by measured losses."""
+
+import itertools
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.architectures import CALIBRATED, LAYERS, SPARSE, build, families
+from support.caches import with_transforms
+from support.jobs import SMALL, job
+from support.models import edited_weights, load_saved, load_tokenizer, save_tiny
+
+from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import EvenBudget
+from rotationzoo.calibration import sensitivity
+from rotationzoo.calibration.calibrate import calibrate
+from rotationzoo.calibration.collect import collect
+from rotationzoo.checks.verify import verify
+from rotationzoo.codec.bit_allocation import spend_bits
+from rotationzoo.codec.formats import SEGMENTS
+from rotationzoo.codec.rotated import RotatedCodec
+from rotationzoo.codec.windows import CacheLayout
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.linalg.transform_coding import REMAINING, SEGMENT
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.prediction import divergence_of
+from rotationzoo.progress import silent
+from rotationzoo.recall.questions import POOLS
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.sides import cost_kinds, fisher_kind
+from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.text.rows import read_corpus
+
+RECIPE = PRESETS["attention"].model_copy(update={"data": SMALL})
+FEW_TOKENS = Recipe(sink=4, recent=4)
+ROWS = [torch.arange(48) % 59, torch.arange(40) % 7]
+FEW_TEXTS = sensitivity.write_texts(ROWS, FEW_TOKENS, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a tiny model whose second layer's attention changes little."""
+    folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    with edited_weights(folder) as weights:
+        weights["model.layers.1.self_attn.o_proj.weight"] *= 0.01
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_saved(folder)
+
+
+@pytest.fixture(scope="module")
+def made(folder, tmp_path_factory) -> Artifact:
+    """An artifact of the recipe `attention`, which no test may change."""
+    return calibrate(job(folder, tmp_path_factory.mktemp("attention"), RECIPE))
+
+
+def test_layers_that_lose_more_get_more_bits(made):
+    assert verify(made).problems == []
+    for side in ("key", "value"):
+        first, second = (made.rotations[layer][side] for layer in (0, 1))
+        assert first.costs.sum() > 10 * second.costs.sum() > 0
+        assert first.widths.sum() > second.widths.sum()
+
+
+def test_errors_cost_what_they_change_of_attention(made):
+    for layer, side, _ in made.rotations.each():
+        moments = made.statistics[layer]
+        metric = moments[fisher_kind(side)].second_moment
+        (kind,) = cost_kinds(side)
+        attention = moments[kind].second_moment
+        share = metric.norm() / attention.norm()
+        assert torch.allclose(metric, share * attention, rtol=1e-9)
+
+
+def test_costs_predict_the_losses_that_were_measured(model, made, monkeypatch):
+    losses = {}
+    measure = sensitivity.measure_losses
+    monkeypatch.setattr(
+        sensitivity, "measure_losses", lambda *given: losses.update(measure(*given)) or losses
+    )
+    statistics = collect(model, made.geometry, [row[None] for row in ROWS], RECIPE)
+    sensitivity.add_attention_metric(statistics, model, made.geometry, FEW_TEXTS, RECIPE, silent)
+    rotations = spend_bits(fit(statistics, RECIPE, made.geometry), EvenBudget(sensitivity.BITS))
+    for layer, side, rotation in rotations.each():
+        left = torch.tensor(REMAINING)[rotation.widths].repeat_interleave(SEGMENT, dim=-1)
+        predicted = (rotation.costs * left).sum().item()
+        assert predicted == pytest.approx(losses[layer, side], rel=1e-6)
+
+
+def measured(model, made, texts):
+    return [
+        *sensitivity.measure_losses(model, made.geometry, made.rotations, texts, silent).values()
+    ]
+
+
+def test_noise_is_subtracted_and_texts_are_clamped_before_their_mean(model, made, monkeypatch):
+    """What texts lose at each place, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
+    losses = iter([5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
+    monkeypatch.setattr(
+        sensitivity.prediction, "divergence_of", lambda *_: torch.tensor(next(losses))
+    )
+    assert measured(model, made, FEW_TEXTS) == [2, 0.5, 2, 0]
+
+
+def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
+    monkeypatch.setattr(sensitivity.prediction, "divergence_of", lambda *_: torch.tensor(torch.nan))
+    with pytest.raises(RotationZooError, match="keys of layer 0 lose is not finite"):
+        measured(model, made, FEW_TEXTS)
+
+
+# ---- what is compared
+
+
+def test_answers_to_recall_questions_are_compared(folder):
+    """Statements stand in what is stored, in words that no evaluation asks for."""
+    tokenizer = load_tokenizer(folder)
+    rows = read_corpus(Data(tokens=8192, length=1024), tokenizer).rows
+    texts = sensitivity.write_texts(rows, Recipe(), tokenizer)
+    answers = 0
+    for text in texts:
+        assert (text.stored, len(text.ids)) == (slice(64, text.positions[0] - 256), 1024)
+        stored = tokenizer.decode(text.ids[text.stored])
+        for _, run in itertools.groupby(enumerate(text.positions), lambda pair: pair[1] - pair[0]):
+            answer = text.ids[[1 + position for _, position in run]]
+            assert tokenizer.decode(answer) in stored
+            answers += 1
+        assert not re.findall(rf"\b({'|'.join(POOLS['judge'])})_", tokenizer.decode(text.ids))
+    assert answers == 8 * len(sensitivity.ASKED)
+
+
+def test_rows_too_short_for_questions_are_compared_at_their_last_tokens(folder):
+    tokenizer = load_tokenizer(folder)
+    rows = [torch.arange(2), torch.arange(400), torch.arange(300)]
+    shortest, *longer = sensitivity.write_texts(rows, Recipe(), tokenizer)[::-1]
+    assert (shortest.positions, shortest.stored) == ([1], slice(0, 1))
+    for text, row in zip(longer, rows[2:0:-1], strict=True):
+        length = len(row)
+        assert torch.equal(text.ids, row)
+        assert text.positions == [*range(length - 64, length)]
+        assert text.stored == slice(64, length - 64 - length // 4)
+
+
+# ---- a text is read once, and only what follows it is read for every layer and side
+
+
+def fitted(model):
+    """The geometry of a model, and rotations with some transform coding."""
+    geometry = geometry_of(model, ROWS[0][None])
+    statistics = collect(model, geometry, [ROWS[0][None]], FEW_TOKENS)
+    return geometry, with_transforms(fit(statistics, FEW_TOKENS, geometry))
+
+
+def losses(model):
+    """The losses of all layers and sides, in order."""
+    return [*sensitivity.measure_losses(model, *fitted(model), FEW_TEXTS, silent).values()]
+
+
+@dataclass(frozen=True)
+class OneSide(RotatedCodec):
+    """A codec that leaves all sides but one as they are."""
+
+    side: str = ""
+
+    def keep_exact(self, rows, layer, side):
+        return super().keep_exact(rows, layer, side) if side == self.side else rows
+
+    def fake_quantize(self, rows, layer, side, format):
+        return super().fake_quantize(rows, layer, side, format) if side == self.side else rows
+
+
+@torch.no_grad()
+def losses_of_whole_rows(model):
+    """The same by their definition: whole rows go through a simulated cache, where tokens before
+    the compared ones are a chunk that is read exact."""
+    geometry, rotations = fitted(model)
+    found = []
+    for owner, side, _ in rotations.each():
+        readers, parts = {layer.index for layer in geometry if layer.owner == owner}, []
+        for text in FEW_TEXTS:
+            cache = CacheLayout(
+                SEGMENTS, 4, 4, prefill_chunk=text.positions[0], prefill_layout="window"
+            )
+            exact = model(input_ids=text.ids[None], use_cache=False).logits
+            one = OneSide(rotations, rounding="transform", side=side)
+            with Simulation(one, cache, geometry, readers).running(model):
+                stored = model(input_ids=text.ids[None], use_cache=False).logits
+            parts.append(divergence_of(exact[0, text.positions], stored[0, text.positions]).mean())
+        found.append(torch.stack(parts).mean().item())
+    return found
+
+
+# Sparse attention chooses other tokens than in whole rows, and MiniMax is refused.
+@families([name for name in CALIBRATED if name not in {"minimax", *SPARSE}])
+def test_losses_are_those_of_whole_rows(name):
+    model = build(name)
+    measured = losses(model)
+    assert max(measured) > 0
+    # Measured: at most 5e-7 nats apart.
+    assert measured == pytest.approx(losses_of_whole_rows(model), rel=1e-4, abs=1e-6)
+
+
+@families(CALIBRATED)
+def test_a_model_whose_cache_loses_count_is_refused(name):
+    told = pytest.raises(UnsupportedModel, match="MiniMaxForCausalLM, whose own cache loses count")
+    with told if name == "minimax" else nullcontext():
+        sensitivity.check_cache(build(name), torch.arange(3, 35)[None])
+
+
+@families([name for name in SPARSE if name in CALIBRATED])
+def test_leaving_out_layers_changes_no_loss(name, monkeypatch):
+    model = build(name)
+    measured = losses(model)
+    monkeypatch.setattr(sensitivity.prediction, "decoder_layers", lambda model: [])
+    assert losses(model) == pytest.approx(measured, rel=1e-6, abs=1e-12)
+
+
+def test_layers_before_the_measured_one_do_not_run(monkeypatch):
+    model, calls = build("llama"), []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    losses(model)
+    everything, calls[:] = len(calls), []
+    monkeypatch.setattr(sensitivity.prediction, "decoder_layers", lambda model: [])
+    losses(model)
+    # Of 4 layers, a text runs 4, 3, 2 and 1 in place of 4 each time, for keys and for values.
+    assert len(calls) - everything == len(ROWS) * 2 * (LAYERS**2 - (4 + 3 + 2 + 1))
