@@ -3,4 +3,6 @@
 from rotationzoo.recipe.loading import PRESETS
 
 QUICK = PRESETS["oscar"]
-"""A recipe without a budget of bits, which takes longer."""
+"""A recipe without transform coding, which takes longer."""
+CODED = PRESETS["attention"]
+"""The quickest recipe with transform coding."""
