@@ -184,7 +184,7 @@ def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
     other = calibrate("demo", output="other", recipe="hadamard")
     short = dict(tokens=128, length=128, windows=[(4, 16)], tasks=[])
     report = evaluate("demo", [str(made), other], save=False, **short)
-    assert list(report["arms"]) == ["made", "other", "made+feedback", *BASELINES, ALL_ELSE[0]]
+    assert list(report["arms"]) == ["made", "other", "made+transform", *BASELINES, ALL_ELSE]
     assert "evaluation.json" not in Artifact.open("other").manifest.files
     with short_probes():
         evaluate("demo", other, save=True, **short)

@@ -39,7 +39,7 @@ def test_all_agree_on_the_layers_that_hold_keys_and_values(name, tmp_path):
 def test_a_budget_gives_layers_beside_states_the_same_bits(tmp_path):
     """Blocks of all layers take the same bytes."""
     model, folder, artifact = calibrate_hybrid("falcon_h1", tmp_path, bits=3.5)
-    apart = {sides["key"].fine_channels.sum().item() for sides in artifact.rotations.values()}
+    apart = {sides["key"].widths.sum().item() for sides in artifact.rotations.values()}
     assert len(apart) > 1, "the budget itself gives layers different bits"
     settings = server_settings(folder, artifact.folder)
     cache = RotatedCache(artifact, model, engine="vllm")

@@ -21,7 +21,7 @@ class AboutArm(Figures):
 
     name: str
     kind: Literal["artifact", "baseline"]
-    rounding: Literal["nearest", "feedback", "transform"] = "nearest"
+    rounding: Literal["nearest", "transform"] = "nearest"
     artifact: Sha256 | None = None
     pooled: bool = False
 

@@ -101,12 +101,8 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
         f"{dropped} that keep their mean": dropped,
         f"clip ratios {ratios} instead of the artifact's own": clips_otherwise,
         f"windows {chosen} instead of {own}": chosen != own,
-        "nearest codes instead of error feedback": rotations.has_feedback and not engine.feedback,
         "nearest codes instead of transform coding": (
-            rotations.has_transform and not engine.feedback
-        ),
-        "the same bits for all layers instead of a budget": (
-            rotations.has_budget and not engine.budget
+            rotations.has_transform and not engine.budget
         ),
     }
     return [words for words, applies in lost.items() if applies]
@@ -121,9 +117,7 @@ def describe_choice(
     rotations = "a rotation per KV head" if engine.heads else "one rotation per layer"
     lost: dict[str, None] = {}
     for artifact in artifacts:
-        if engine.feedback and artifact.rotations.has_feedback:
-            codes = "error feedback"
-        if engine.feedback and artifact.rotations.has_transform:
+        if engine.budget and artifact.rotations.has_transform:
             codes = "transform coding"
         if (cached := artifact.rotations.cached) is not HEADS:
             rotations = f"a rotation of each layer's {cached.sides[0]}"
@@ -164,7 +158,7 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     not be orthogonal. Raises as `check_pooled`."""
     _check_statistics(artifact)
     # Means are copied from the artifact: statistics recovered from imported files have none.
-    left_out = dict.fromkeys(("center_keys", "center_values", "feedback", "transform"), False)
+    left_out = dict.fromkeys(("center_keys", "center_values", "transform"), False)
     recipe = artifact.recipe.model_copy(update={"pooling": "layer", **left_out})
     moments = None if artifact.statistics is None else sums(artifact.statistics)
     fitted = fit(moments, recipe, artifact.geometry)
@@ -184,4 +178,4 @@ def reduced_rotations(
     if pooled and rotations.per_head:
         # Only engines without a budget of bits take one rotation per layer.
         rotations, budget = pooled_rotations(artifact), None
-    return reduce_rotations(rotations, artifact.recipe.group_size, uncentered, budget)
+    return reduce_rotations(rotations, uncentered, budget)

@@ -14,9 +14,9 @@ Errors = dict[str, float | None]
 Outlook = Literal["better", "worse", "same", "open"]
 """Whether an arm is shown to be better or worse than another, as good within a margin, or neither.
 """
-ALL_ELSE: Final = ("hadamard+feedback", "hadamard+transform")
-"""The arms with a Hadamard matrix and all else as in the artifact."""
-DataFree = Literal["identity", "hadamard", "hadamard+feedback", "hadamard+transform"]
+ALL_ELSE: Final = "hadamard+transform"
+"""The arm with a Hadamard matrix and all else as in the artifact."""
+DataFree = Literal["identity", "hadamard", "hadamard+transform"]
 """The rotations without data that decisions compare."""
 Action = Literal["serve", "refuse", "ask", "nothing"]
 """Serve the artifact, do not, ask more questions; or nothing was shown, because the exact model can
@@ -120,9 +120,7 @@ FLOOR = 0.9
 
 def plain_name(arm: str) -> str:
     """The name of the artifact whose arm this is."""
-    for ending in ("+feedback", "+transform", "+pooled"):
-        arm = arm.removesuffix(ending)
-    return arm
+    return arm.removesuffix("+transform").removesuffix("+pooled")
 
 
 class Rival(Figures):

@@ -85,9 +85,7 @@ def add_attention_metric(
     """Add the metric of each side to the statistics: `C_Q` or `C_S`, so scaled that errors cost
     what the model was measured to lose, in nats a token. Raises as `measure_losses`."""
     weights: dict[Place, float] = {}
-    for kinds in statistics.values():
-        for side in rows_of(kinds).sides:
-            kinds[fisher_kind(side)] = _one_row(sum_moments(kinds, cost_kinds(side)))
+    add_attention(statistics)
     rotations = spend_bits(fit(statistics, recipe, geometry), EvenBudget(BITS))
     losses = measure_losses(model, geometry, rotations, texts, progress)
     least = SMALLEST * sum(losses.values()) / len(losses)
@@ -100,6 +98,13 @@ def add_attention_metric(
     for (layer, side), weight in weights.items():
         metric = statistics[layer][fisher_kind(side)].second_moment
         statistics[layer][fisher_kind(side)] = _one_row(weight * metric)
+
+
+def add_attention(statistics: Statistics) -> None:
+    """Add the metric of each side, of which layers and sides do not compare."""
+    for kinds in statistics.values():
+        for side in rows_of(kinds).sides:
+            kinds[fisher_kind(side)] = _one_row(sum_moments(kinds, cost_kinds(side)))
 
 
 def _one_row(metric: torch.Tensor) -> Moment:

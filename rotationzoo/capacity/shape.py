@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from rotationzoo.codec.formats import FINE, VLLM
+from rotationzoo.codec.formats import SEGMENTS, VLLM
 from rotationzoo.codec.int2 import bits_per_element
 from rotationzoo.codec.size import EXACT_BITS
 from rotationzoo.codec.windows import CacheLayout
@@ -28,11 +28,11 @@ from rotationzoo.vllm.steps import count_slots
 
 _PLAIN_BITS = {"bf16": 16, "fp8": 8}
 CACHES = (*_PLAIN_BITS, "int2")
-_PAGED = FINE, VLLM  # the formats of our backend for vLLM
+_PAGED = SEGMENTS, VLLM  # the formats of our backend for vLLM
 _LONGEST = 1 << 31  # tokens; what holds these holds any context
 _PAGE = 64  # tokens, for which our backend asks vLLM
 _STEP = 8192  # tokens of a server's step on a large GPU, and so of a chunk of a prompt
-_MATRICES = 5  # in float32: rotation, whitening, feedback, and the products for each way
+_MATRICES = 4  # in float32: rotation, transform, and the products for each way
 
 
 @dataclass(frozen=True)

@@ -45,44 +45,32 @@ def summarize(artifact: "Artifact") -> list[dict[str, Any]]:
 
 
 def _describe(rotation: "Rotation") -> dict[str, Any]:
-    """One side of a layer. The error is the largest over KV heads. `feedback` is the mean share of
-    the squared error of nearest codes that error feedback should leave, None without factors;
-    `bits` are those of a channel by the budget, None without one."""
-    from rotationzoo.linalg.error_feedback import remaining_share
+    """One side of a layer. The error is the largest over KV heads; `bits` are those of a channel by
+    the budget, None without one."""
     from rotationzoo.linalg.orthogonality import orthogonality_error
 
-    feedback = bits = None
-    if rotation.feedback is not None:
-        feedback = remaining_share(rotation.feedback).mean().item()
-    if rotation.fine_channels is not None:
-        bits = 2 + rotation.fine_channels.item() / rotation.dim
+    bits = None
     if rotation.widths is not None:
         bits = rotation.widths.double().mean().item()
     return {
         "dim": rotation.dim,
         "orthogonality_error": orthogonality_error(rotation.matrix),
         "clip_ratios": rotation.clip.tolist(),
-        "feedback": feedback,
         "bits": bits,
     }
 
 
 def _show_layers(artifact: "Artifact", layers: list[dict[str, Any]]) -> None:
     """A row for each side of each layer."""
-    has_feedback = artifact.rotations.has_feedback
-    columns = ["layer", "side", "KV heads", "channels", "bits a channel"]
-    columns += ["error left"] * has_feedback + ["|R R^T - I|"]
+    columns = ["layer", "side", "KV heads", "channels", "bits a channel", "|R R^T - I|"]
     sides, rows = artifact.rotations.cached.sides, []
     for layer, side in product(layers, sides):
         stored = layer[read_as(side)[0]]  # what is read as both is there as keys and as values
         cells = [str(layer["layer"]), side, str(layer["kv_heads"]), str(stored["dim"])]
         cells += [number(stored["bits"], ".3g")]
-        cells += [number(stored["feedback"], ".0%")] * has_feedback
         rows.append([*cells, f"{stored['orthogonality_error']:.0e}"])
     table(f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}", columns, rows)
     say("bits a channel: by a budget, without scales; |R R^T - I|: its largest entry")
-    if has_feedback:
-        say("error left: the share of nearest codes' error that error feedback should leave")
     if centered := [side for side in sides if artifact.recipe.centers(side)]:
         names = " and ".join(f"{side}s" for side in centered)
         say(f"Centered: {names} lose the mean of their KV head before they are stored")

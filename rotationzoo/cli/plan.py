@@ -7,7 +7,7 @@ from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.model.files import is_gguf
 from rotationzoo.options import option
-from rotationzoo.settings import CalibrationSettings, ModelName, Revision, RopeScaling
+from rotationzoo.settings import RECIPES, CalibrationSettings, ModelName, Revision, RopeScaling
 from rotationzoo.sides import HEADS
 from rotationzoo.words import counted, size_words
 
@@ -24,8 +24,8 @@ def plan_command(
     gpu: str | None = option("A card, its memory, or several: H100, 2x24GiB (24GiB)."),
     context: int | None = option("Tokens of each request (131072, or all positions).", min=1),
     requests: int = option("Requests at the same time.", min=1, default=1),
-    format: Literal["fine", "vllm", "sglang"] = option(
-        "How our cache stores rows: by a budget (fine), or as an engine does.", default="fine"
+    format: Literal["segments", "vllm", "sglang"] = option(
+        "How our cache stores rows: by a budget (segments), or as an engine.", default=BUDGETED
     ),
     bits: float | None = option("Bits of it (the recipe's 2.5).", min=1, max=4),
     revision: Revision = None,
@@ -112,7 +112,7 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:
     if format != BUDGETED:
         calibrate.append("--quick")
         generate += ["--format", format]
-    elif not job.fit_budget:  # the user chose one
+    elif job.recipe.name != RECIPES[0]:  # another budget than the default's
         calibrate += ["--bits", f"{wish.storage.bits:g}"]
     if format in (BUDGETED, "vllm"):
         limits = ["--max-model-len", str(capacity.context), "--max-num-seqs", str(wish.requests)]

@@ -28,7 +28,7 @@ def serve_command(
         "The folder of rotations (found in rotations/, pulled, or calibrated)."
     ),
     vllm_options: list[str] | None = argument("Options of vllm serve.", None, metavar="OPTIONS"),
-    format: Literal["sglang", "vllm", "fine"] | None = option(
+    format: Literal["sglang", "vllm", "segments"] | None = option(
         "How rows are stored (fine for a budget of bits, else vllm)."
     ),
     bits: Bits = None,

@@ -268,9 +268,9 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
 
 
 def _most_bits(layer: LayerRotations) -> float:
-    """Bits of a channel, on average over a row, of the side that has more."""
-    rows = [layer[side] for side in SIDES]
-    return 2 + max(int(row.fine_channels or 0) / row.dim for row in rows)
+    """Bits of a channel, on average over rows, of the side that has more; 2 without a budget."""
+    widths = [layer[side].widths for side in SIDES]
+    return max(2.0 if its is None else its.double().mean().item() for its in widths)
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:

@@ -1,5 +1,5 @@
-"""The arms of an evaluation: the user's artifacts, with error feedback too where they can, and with
-one rotation per layer if that is asked; and baselines that need no calibration."""
+"""The arms of an evaluation: the user's artifacts, with transform coding too where they can, and
+with one rotation per layer if that is asked; and baselines that need no calibration."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +8,7 @@ from itertools import chain, product
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.reductions import reduced_rotations
+from rotationzoo.artifact.scores import ALL_ELSE
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec.bit_allocation import spend_bits
@@ -28,9 +29,7 @@ BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures, a Hadamard matrix also with all else as in an artifact."""
 RIVALS = tuple(rivals.ENGINE_CACHES)
 """Other engines' caches, which are measured where somebody asks for them."""
-_CODINGS: tuple[Rounding, ...] = ("transform", "feedback")
-_ENDINGS = [f"+{rounding}" for rounding in _CODINGS]
-_VARIANTS = "", *_ENDINGS, "+pooled"  # the ends of the names of an artifact's arms
+_VARIANTS = "", "+transform", "+pooled"  # the ends of the names of an artifact's arms
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,10 @@ def build_arms(
     uncentered: Collection[str] = (),
     budgets: Sequence[Budget | None] = (None,),
 ) -> list[Arm]:
-    """One arm per artifact and budget, in the given order; then one with transform coding, and one
-    with error feedback, for each that has its matrices; with `pooled`, one with one rotation per
-    layer for each that has more; then one per baseline, in the order of `BASELINES` and `RIVALS`.
-    All names differ.
+    """One arm of nearest codes per artifact and budget, in the given order; then one with transform
+    coding for each that has its matrices; with `pooled`, one with one rotation per layer for each
+    that has more; then one per baseline, in the order of `BASELINES` and `RIVALS`. All names
+    differ.
 
     - `uncentered`: the sides that artifacts' arms store with their mean.
     - `budgets`: other budgets of bits than the artifacts' own, which None stands for.
@@ -80,10 +79,10 @@ def build_arms(
         )
         about = AboutArm(name=name, kind="artifact", artifact=artifact.identity)
         made[""].append(Arm(about, codec))
-        for rounding in _codings_of(codec.rotations):
-            ending = f"+{rounding}"
-            changed = about.model_copy(update={"name": name + ending, "rounding": rounding})
-            made[ending].append(Arm(changed, replace(codec, rounding=rounding)))
+        if codec.rotations.has_transform:
+            coded = {"name": f"{name}+transform", "rounding": "transform"}
+            coder = replace(codec, rounding="transform")
+            made["+transform"].append(Arm(about.model_copy(update=coded), coder))
         if pooled and codec.rotations.per_head:
             changed = about.model_copy(update={"name": f"{name}+pooled", "pooled": True})
             rotations = reduced_rotations(artifact, True, uncentered)
@@ -95,36 +94,24 @@ def build_arms(
     return [*chain.from_iterable(made.values()), *others]
 
 
-def _codings_of(rotations: Rotations) -> list[Rounding]:
-    """The codes that rotations have the matrices for, besides the nearest."""
-    has = {"transform": rotations.has_transform, "feedback": rotations.has_feedback}
-    return [rounding for rounding in _CODINGS if has[rounding]]
-
-
 def _all_else_the_same(artifact: Artifact, own: Rotations, budget: Budget | None) -> list[Arm]:
-    """The arm of a Hadamard matrix with an artifact's `own` means and as many bits, and with all
-    that its statistics make; none without these. In a row of transform coding, its channels get the
-    bits that suit them."""
-    codings = _codings_of(own)
-    if artifact.statistics is None or not codings:
+    """The arm of a Hadamard matrix with an artifact's `own` means, and with transform coding in as
+    many bits, of which its channels get those that suit them; none without statistics."""
+    if artifact.statistics is None or not own.has_transform:
         return []
-    group, rounding = artifact.recipe.group_size, codings[0]
     recipe = artifact.recipe.model_copy(update={"composition": "hadamard"})
-    new = fit(sums(artifact.statistics), recipe, artifact.geometry)
-    if own.has_transform:
-        new = spend_bits(new, budget or recipe.budget, group)
-    rotations = own.replace(
-        lambda i, side, old: replace(new[i][side], mean=old.mean, fine_channels=old.fine_channels)
-    )
-    about = AboutArm(name=f"hadamard+{rounding}", kind="baseline", rounding=rounding)
-    return [Arm(about, RotatedCodec(rotations, group, rounding=rounding))]
+    fitted = fit(sums(artifact.statistics), recipe, artifact.geometry)
+    spent = spend_bits(fitted, budget or recipe.budget)
+    rotations = own.replace(lambda i, side, old: replace(spent[i][side], mean=old.mean))
+    about = AboutArm(name=ALL_ELSE, kind="baseline", rounding="transform")
+    return [Arm(about, RotatedCodec(rotations, rounding="transform"))]
 
 
 def judged_arms(arms: Sequence[Arm], rounding: Rounding | None, pooled: bool) -> list[str]:
     """The arm of each artifact that the decision is about: `pooled` if it has one, or else with
-    transform coding or error feedback if it has the matrices, unless the `rounding` is nearest."""
+    transform coding if it has the matrices, unless the `rounding` is nearest."""
     names = [arm.name for arm in arms]
-    endings = [*["+pooled"] * pooled, *_ENDINGS * (rounding != "nearest"), ""]
+    endings = [*["+pooled"] * pooled, *["+transform"] * (rounding != "nearest"), ""]
     judged = []
     for plain in (arm.name for arm in arms if arm.about.is_plain):
         judged.append(next(plain + ending for ending in endings if plain + ending in names))

@@ -30,7 +30,7 @@ FEWEST_ANSWERS = 100
 SIMPLEST: dict[scores.DataFree, str] = {
     "identity": "no rotation",
     "hadamard": "a Hadamard matrix rounded one by one and uncentered",
-    **dict.fromkeys(ALL_ELSE, "a Hadamard matrix with all else the same"),
+    ALL_ELSE: "a Hadamard matrix with all else the same",
 }
 """The rotations that need no data, the simplest first, in plain words."""
 MARGIN = 0.03  # of all questions, 3 points: a smaller difference is worth no calibration
@@ -127,10 +127,9 @@ def decide(
     tasks = [len(recall.prompts) for recall in asked.values()]
     kept = _measure_kept(_add_up(right & mine, sizes), _add_up(right, sizes), tasks)
     # What calibration adds to its own codes is judged by the matrix with all else the same.
-    alike = [name for name in ALL_ELSE if name in arms]
-    own = [name for name in alike if arm.endswith(name.removeprefix("hadamard"))]
-    unfair = {*alike} - {*own} | ({"hadamard"} if own else set())
-    others = {name: arms[name] for name in SIMPLEST if name in arms and name not in unfair}
+    has_twin = ALL_ELSE in arms and arm.endswith("+transform")
+    unfair = "hadamard" if has_twin else ALL_ELSE
+    others = {name: arms[name] for name in SIMPLEST if name in arms and name != unfair}
     action = kept.act(rule)
     return Decision(
         arm=arm,

@@ -8,12 +8,11 @@ from typing import Literal
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from rotationzoo.artifact.reductions import check_pooled, reduced_rotations
+from rotationzoo.artifact.reductions import check_pooled
 from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
-from rotationzoo.codec.bit_allocation import format_of_equal_bits
 from rotationzoo.codec.formats import BUDGETED, Format
 from rotationzoo.codec.options import Rounding, check_budget
 from rotationzoo.codec.settings import budget_beside_others
@@ -80,7 +79,7 @@ class Evaluation(RunSettings):
     """Names in `BASELINES` and `RIVALS`."""
     pooled: bool = False
     rounding: Rounding | None = None
-    """None means feedback where an artifact has the factors."""
+    """None means transform coding where an artifact has its matrices."""
     uncentered: tuple[str, ...] = ()
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
     engine: str | None = None
@@ -257,11 +256,8 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
     assert job.format is not None
-    format = int2.SIMULATED[job.format]
-    if format.offset == "none" and artifacts:
-        spent = reduced_rotations(artifacts[0], False, (), job.budget)
-        if spent.has_budget:  # the baselines take as many bytes as the first artifact
-            format = format_of_equal_bits(spent, format)
+    # Baselines of nearest codes have an engine's format beside transform coding.
+    format = int2.SIMULATED["sglang" if job.format == BUDGETED else job.format]
     chunk, layout = job.prefill_chunk, job.prefill_layout or "server"
     return [CacheLayout(format, sink, recent, chunk, layout) for sink, recent in windows]
 

@@ -15,13 +15,13 @@ from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.codec.bit_allocation import has_room, spend_bits
+from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.errors import UsageError
 from rotationzoo.recipe.loading import with_budget
 from rotationzoo.words import percent
 
-RUNGS = (2.25, 2.5, 3.0, 3.5, 4.0)
-"""Bits an element that are tried; and, with transform coding, one less."""
+RUNGS = (2.0, 2.25, 2.5, 3.0, 3.5, 4.0)
+"""Bits an element that are tried."""
 _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
 
 
@@ -34,11 +34,7 @@ def find_rungs(folders: Sequence[Path]) -> tuple[Budget, ...]:
     own = artifact.recipe.budget
     if not artifact.rotations.has_budget or own.bits is None:
         return ()
-    if artifact.rotations.has_transform:
-        return tuple(Budget(bits) for bits in sorted({2.0, *RUNGS, own.bits}))
-    budgets = [Budget(bits) for bits in sorted({*RUNGS, own.bits})]
-    size, geometry = artifact.recipe.group_size, artifact.geometry
-    return tuple(budget for budget in budgets if has_room(budget, size, geometry))
+    return tuple(Budget(bits) for bits in sorted({*RUNGS, own.bits}))
 
 
 def ask_rungs(names: Sequence[str], ask: Callable[[str], Decision]) -> list[Decision]:
@@ -73,14 +69,14 @@ def describe_rungs(decisions: Sequence[Decision]) -> list[str]:
 
 def write_rung(artifact: Artifact, budget: Budget, name: str) -> Artifact:
     """The artifact that a calibration with this budget makes, in a folder of this name next to the
-    given one, whose sensitivities allocate the bits. Raises `RotationZooError` if it cannot be
+    given one, whose costs allocate the bits. Raises `RotationZooError` if it cannot be
     written."""
     # An engine that gives all layers the same bits does so by itself.
     budget = Budget(**asdict(budget))
     if budget == artifact.recipe.budget:
         return artifact
     recipe = with_budget(artifact.recipe, budget)
-    rotations = spend_bits(artifact.rotations, budget, recipe.group_size)
+    rotations = spend_bits(artifact.rotations, budget)
     content = {
         **{key: value for key, value in artifact.content.items() if key not in ("schema", "files")},
         "recipe": recipe.published(),

@@ -12,7 +12,6 @@ _WEAK = 0.3  # of the questions of a task; if the exact model answers fewer, the
 _NAMES: dict[str, str] = {"random": "a random matrix rounded one by one", **dict(SIMPLEST.items())}
 _VARIANTS = {
     "": "the same rounded one by one",
-    "+feedback": "the same with error feedback",
     "+transform": "the same with transform coding",
     "+pooled": "the same with one rotation per layer",
 }

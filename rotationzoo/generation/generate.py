@@ -69,9 +69,9 @@ def _open_rotations(job: GenerationSettings) -> Artifact | None:
     artifact = job.rotations
     if isinstance(artifact, str | Path):
         artifact = Artifact.open(Path(artifact).expanduser())
-    if job.rounding in ("feedback", "transform"):
+    if job.rounding == "transform":
         if artifact is None:
-            problem = f"a cache without rotations has no codes by {job.rounding}"
+            problem = "a cache without rotations has no codes by transform coding"
             raise RotationZooError(problem, "name an artifact, or leave out --rounding")
         RotatedCodec(artifact.rotations, rounding=job.rounding)  # for its error
     return artifact

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.recipe.schema import GONE, Data, Recipe, Section
+from rotationzoo.recipe.schema import Data, Recipe, Section
 from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
 
@@ -66,10 +66,6 @@ def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> R
         raise RotationZooError(
             f"{origin} extends an unknown recipe {shortened(base)!r}{nearest(base, PRESETS)}"
         )
-    gone = [content.pop(key, default) for key, default in GONE.items()]
-    if any(gone):
-        problem = f"{origin} asks for error feedback, which transform coding has replaced"
-        raise RotationZooError(problem, "calibrate anew: rotationzoo calibrate MODEL")
     preset = PRESETS[base].model_dump()
     # The section is merged key by key, so that a file holds only what differs.
     changes = content.get("data") or {}

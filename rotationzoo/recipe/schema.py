@@ -12,7 +12,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rotationzoo.budget import Budget
-from rotationzoo.errors import UsageError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg.composition_table import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.sides import cost_kinds, read_as
 from rotationzoo.words import nearest
@@ -197,6 +197,15 @@ class Recipe(Section):
     """RoPE scaling to more positions: `yarn:4`, `linear:2`, or `yarn:4:32768` if the model was
     trained on other positions than its config says. None leaves the config as it is."""
     data: Data = Data()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_error_feedback(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """Raises `RotationZooError` for a recipe that had it."""
+        if any(content.get(key) for key in GONE):
+            problem = "the recipe has error feedback, which transform coding has replaced"
+            raise RotationZooError(problem, "calibrate anew: rotationzoo calibrate MODEL")
+        return {key: value for key, value in content.items() if key not in GONE}
 
     @field_validator("composition")
     @classmethod

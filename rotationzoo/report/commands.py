@@ -139,14 +139,10 @@ def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
         made = loading.override(preset, **changes)
     except UsageError:  # settings that only a file can have
         return None
-    if recipe.feedback != made.feedback:
-        made = loading.with_feedback(made, recipe.feedback)
-        words.append("--feedback" if recipe.feedback else "--no-feedback")
-    if recipe.budget != made.budget:
-        made = loading.with_budget(made, recipe.budget) if recipe.budget else loading.quicken(made)
+    if recipe.budget != made.budget and recipe.budget:
+        made = loading.with_budget(made, recipe.budget)
         given = {key: bits for key, bits in asdict(recipe.budget).items() if bits is not None}
-        bits = [f"--{key.replace('_', '-')}={bits:g}" for key, bits in given.items()]
-        words += bits or ["--quick"]
+        words += [f"--{key.replace('_', '-')}={bits:g}" for key, bits in given.items()]
     if recipe.rope_scaling is not None:
         made = loading.with_rope_scaling(made, recipe.rope_scaling)
         words += ["--rope-scaling", recipe.rope_scaling]

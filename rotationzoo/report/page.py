@@ -31,7 +31,7 @@ EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
     "hadamard": "Hadamard, one by one",
-    **dict.fromkeys(ALL_ELSE, "Hadamard, else alike"),
+    ALL_ELSE: "Hadamard, else alike",
     "random": "random, one by one",
     "kivi": "KIVI",
 }

@@ -9,7 +9,7 @@ from rotationzoo.artifact import measured as schema
 from rotationzoo.artifact.measured import ArmSummary, Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.scores import ALL_ELSE, Score
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.formats import FINE, SGLANG, SIMULATED
+from rotationzoo.codec.formats import SEGMENTS, SGLANG, SIMULATED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.codec.windows import CacheLayout
@@ -26,7 +26,7 @@ _COSTS = {
     "bits_at_length": ("bits here", ".2f"),
 }
 """Figure of an arm -> the title of its column, and its number format."""
-_OWN_BASELINES = "identity", "hadamard", *ALL_ELSE, "random", "kivi"
+_OWN_BASELINES = "identity", "hadamard", ALL_ELSE, "random", "kivi"
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
             "because the decision compares other arms"
         )
     baselines = [arm.name for arm in shown if arm.kind == "baseline"]
-    for name in set(ALL_ELSE).intersection(baselines):
-        about.append(f"{name}: a Hadamard matrix in place of the rotations, all else the same")
+    if ALL_ELSE in baselines:
+        about.append(f"{ALL_ELSE}: a Hadamard matrix in place of the rotations, all else the same")
     if "kivi" in baselines:
         about.append(
             "kivi is not a rotation, and always simulated: in every format, 32 tokens of a key "
@@ -130,12 +130,6 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
         about.append(
             f"{', '.join(rivals)}: caches of other engines, simulated; they get the exact windows "
             "of the other arms, although most of their engines keep no token exact"
-        )
-    if any(arm.rounding == "feedback" for arm in shown):
-        about.append(
-            "+feedback: the same rotations and the same bytes, but whoever writes the cache "
-            "chooses the codes of a row together, by the artifact's factors: RotatedCache and "
-            "serve do, and other engines write the nearest codes"
         )
     if any(arm.rounding == "transform" for arm in shown):
         about.append(
@@ -241,7 +235,7 @@ def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
     """The format and the windows that were measured, or the recipe's."""
     recipe = artifact.recipe
     if measured is None:
-        return CacheLayout.of_recipe(recipe, FINE if recipe.budget else SGLANG)
+        return CacheLayout.of_recipe(recipe, SEGMENTS if recipe.budget else SGLANG)
     layout = CacheLayout.of_recipe(recipe, SIMULATED.get(measured.format, SGLANG))
     return replace(layout, sink=measured.window.sink, recent=measured.window.recent)
 

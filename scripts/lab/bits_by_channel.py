@@ -28,6 +28,7 @@ from lab_rows import bundled_texts
 sys.path.append(str(Path(__file__).parents[1] / "bench"))  # scripts are no package
 import real_models_lose as lose
 from real_models_lose import Place, Run, Study
+from rotationzoo.linalg.error_feedback import factorize
 
 from rotationzoo.artifact.fit import error_metric
 from rotationzoo.artifact.store import Artifact
@@ -36,7 +37,6 @@ from rotationzoo.calibration.fisher import Scored, collect_fisher, mix
 from rotationzoo.calibration.sensitivity import write_texts
 from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.codec.rotated import RotatedCodec
-from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.linalg.moments import covariance
 from rotationzoo.linalg.transform_coding import DAMPING, decorrelate
 from rotationzoo.rotations import Rotation

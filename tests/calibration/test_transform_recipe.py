@@ -202,7 +202,7 @@ def test_the_default_has_a_budget_that_options_and_engines_leave_out():
 def test_recipes_with_error_feedback_are_refused(made):
     """They were published before transform coding."""
     content = made.content | {"recipe": made.content["recipe"] | {"feedback": True}}
-    with pytest.raises(RotationZooError, match="asks for error feedback") as raised:
+    with pytest.raises(RotationZooError, match="the recipe has error feedback") as raised:
         check(made.rotations, made.statistics, content)
     assert raised.value.hint == "calibrate anew: rotationzoo calibrate MODEL"
 

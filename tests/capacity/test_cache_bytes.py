@@ -11,7 +11,7 @@ from support.popular import CONFIGS, PARAMETERS, shape_of
 
 from rotationzoo.capacity.plan import Wish, measure_capacity, parse_card, remarks
 from rotationzoo.capacity.shape import CachedLayer, Shape, Storage, read_shape, weigh
-from rotationzoo.codec.formats import FINE, FORMATS, SGLANG, VLLM
+from rotationzoo.codec.formats import FORMATS, SEGMENTS, SGLANG, VLLM
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.model.source import DEMO, Source
 
@@ -52,13 +52,13 @@ def test_a_server_stores_every_token_and_copies_pages_that_windows_touch():
     shape, copies = shape_of("Qwen3-8B"), 6 * 64 * 147_456
     assert shape.request_bytes("int2", CONTEXT, Storage(VLLM)) == CONTEXT * 20_736 + copies
     assert shape.request_bytes("int2", 65, Storage(VLLM)) == 128 * 20_736 + copies
-    budget = Storage(FINE, bits=3.0)
+    budget = Storage(SEGMENTS, bits=3.0)
     assert shape.request_bytes("int2", CONTEXT, budget) == CONTEXT * 147_456 * 3 // 16 + copies
     # A chunk of a prompt has a window of its own, and slot 0 no request. Queries and what they read
-    # are kept five times, keys and values once; a head and side has five matrices in float32, and
+    # are kept five times, keys and values once; a head and side has four matrices in float32, and
     # a query head has one in bf16.
     scratch = 2 * (5 * 8192 * 32 * 128 + 2 * 32_768 * 8 * 128)
-    matrices = 36 * 2 * 128 * 128 * (5 * 4 * 8 + 2 * 32)
+    matrices = 36 * 2 * 128 * 128 * (4 * 4 * 8 + 2 * 32)
     expected = 64 * copies + 6 * 64 * 147_456 + scratch + matrices
     assert shape.server_bytes(budget, 64) == expected
     assert shape.server_bytes(Storage(SGLANG), 64) == 0
@@ -67,7 +67,7 @@ def test_a_server_stores_every_token_and_copies_pages_that_windows_touch():
 def test_a_server_keeps_layers_with_a_sliding_window_exact():
     oss, full = shape_of("gpt-oss-20b"), 12 * 2048
     pages = CONTEXT * full * 3 // 16 + 6 * 64 * full
-    assert oss.request_bytes("int2", CONTEXT, Storage(FINE, bits=3.0)) == pages + 128 * full
+    assert oss.request_bytes("int2", CONTEXT, Storage(SEGMENTS, bits=3.0)) == pages + 128 * full
 
 
 def test_layers_with_a_sliding_window():

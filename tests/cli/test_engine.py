@@ -9,7 +9,7 @@ import torch
 from support.cases import quick_first
 from support.command_line import SMALL, only_error, succeeded
 from support.models import save_family, save_tiny
-from support.recipes import QUICK
+from support.recipes import CODED
 from support.reports import evaluate
 from support.vllm import pretend, server_settings
 
@@ -20,11 +20,13 @@ from rotationzoo.cache.options import build_settings
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions
+from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.engines.export import export
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.probes import record_probes
+from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.model.source import find
 from rotationzoo.rotations import SIDES
 from rotationzoo.settings import CalibrationSettings, EvaluationSettings
@@ -39,13 +41,13 @@ def tiny_of_heads(tmp_path_factory):
     """A tiny model with two KV heads, and an artifact of it with every part that engines lose."""
     folder = tmp_path_factory.mktemp("heads")
     model = save_tiny(folder / "model", num_key_value_heads=2)
-    recipe = QUICK.model_copy(update={"sink": 8, "recent": 16})
+    recipe = CODED.model_copy(update={"sink": 8, "recent": 16})
     options = dict(bits=3.5, tokens=1024, length=256, device="cpu")
     artifact = calibrate(str(model), output=folder / "made", recipe=recipe, **options)
     assert artifact.rotations.per_head
-    assert artifact.rotations.has_feedback
-    assert artifact.recipe.centered == ("key",)
-    assert len({int(each.fine_channels) for _, _, each in artifact.rotations.each()}) > 1
+    assert artifact.rotations.has_transform
+    assert artifact.recipe.centered == ("key", "value")
+    assert len({each.widths.sum().item() for _, _, each in artifact.rotations.each()}) > 1
     return str(model), artifact
 
 
@@ -89,13 +91,13 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     read = build_settings(artifact, _loaded(model), CacheOptions(engine="vllm"))
     assert read.layout == served.layout
     assert served.layout.prefill_layout == "window"
-    assert read.codec.rounding == served.codec.rounding == "feedback"
+    assert read.codec.rounding == served.codec.rounding == "transform"
     for layer, side, _ in artifact.rotations.each():
         pages = [each.page_layout(layer, side) for each in (read, served)]
         assert pages[0] == pages[1]
     job = evaluation_job(EvaluationSettings(model, artifact, engine="vllm", prefill_chunk=64))
-    assert (job.format, job.prefill_layout) == ("fine", "window")
-    elsewhere = "format fine"
+    assert (job.format, job.prefill_layout) == ("segments", "window")
+    elsewhere = "format segments"
     assert job.notes[0].endswith(f"{elsewhere}. Lost: nothing")
     assert (job.pooled, job.uncentered, job.rounding) == (False, (), None)
 
@@ -107,9 +109,9 @@ def test_options_come_before_what_the_engine_picks(tiny_of_heads):
     assert (job.format, job.windows, job.pooled) == ("sglang-3", [(4, 16)], False)
     assert job.notes[0].endswith("Chosen instead: format, windows, pooled")
     settings = build_settings(
-        artifact, _loaded(model), CacheOptions(engine="sglang", rounding="feedback")
+        artifact, _loaded(model), CacheOptions(engine="sglang", rounding="transform")
     )
-    assert settings.codec.rounding == "feedback"
+    assert settings.codec.rounding == "transform"
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +119,12 @@ def windowed(tmp_path_factory):
     """A model with a sliding window in all layers but the last, and an artifact with a budget."""
     folder = tmp_path_factory.mktemp("windows")
     model = str(save_family("gemma3", folder / "model", head_dim=64))
-    recipe = QUICK.model_copy(update={"sink": 2, "recent": 4})
+    recipe = CODED.model_copy(update={"sink": 2, "recent": 4})
     options = dict(bits=3.5, tokens=64, length=32, device="cpu")
     return model, calibrate(model, output=folder / "made", recipe=recipe, **options)
 
 
-@pytest.mark.parametrize("chosen", quick_first([{"format": "sglang"}, {}, {"format": "fine"}]))
+@pytest.mark.parametrize("chosen", quick_first([{"format": "sglang"}, {}, {"format": "segments"}]))
 @pytest.mark.parametrize("layers", quick_first([{3}, None]))
 def test_beside_windows_is_measured_what_serve_stores(windowed, monkeypatch, chosen, layers):
     model, artifact = windowed
@@ -167,15 +169,15 @@ def test_beside_windows_all_other_layers_have_the_same_bits(windowed, bits):
     model, artifact = windowed
     served = server_settings(model, artifact.folder, bits=bits).codec.rotations
     read = build_settings(artifact, _loaded(model), CacheOptions(engine="vllm", bits=bits))
-    assert read.layout.format == SIMULATED["fine"]
+    assert read.layout.format == SIMULATED["segments"]
     assert build_settings(artifact, _loaded(model), CacheOptions()).codec.rotations.has_budget
     stored = 0.0
     for layer, side, rotation in served.each():
-        assert rotation.fine_channels == served[0][side].fine_channels
-        assert rotation.fine_channels == read.codec.rotations[layer][side].fine_channels
-        stored += (2 + (int(rotation.fine_channels) + 16) / 64) / len(SIDES) / len(served)
-    # Rows of 64 channels get more bits in steps of 16 of them.
-    assert bits - 0.25 / 2 <= stored <= bits
+        assert torch.equal(rotation.widths, read.codec.rotations[layer][side].widths)
+        taken = 8 * sum(SegmentLayout.of(rotation.widths).row_bytes) / rotation.widths.numel()
+        stored += taken / SEGMENT / len(SIDES) / len(served)
+        assert bits - 0.5 <= taken / SEGMENT <= bits
+    assert bits - 0.25 <= stored <= bits
 
 
 def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):
@@ -210,10 +212,9 @@ def test_recipes_of_engines():
 
     recipes = {name: recipe_of(name) for name in ENGINES}
     assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
-    ours = {"vllm", "transformers"}
+    ours = {"vllm", "transformers", "modelopt"}
     assert {name for name in recipes if recipes[name] == "transform"} == ours
-    assert {name for name in recipes if recipes[name] == "oscar"} == {"modelopt"}
-    assert set(recipes.values()) == {"transform", "oscar", "oscar-quick", "oscar-v1"}
+    assert set(recipes.values()) == {"transform", "oscar", "oscar-v1"}
     assert recipe_of("llama.cpp", recipe="random") == "random"
     with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):
         recipe_of("vlm")
@@ -224,8 +225,8 @@ def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
     words = "evaluate", model, artifact.folder, "--for", "sglang"
     result = succeeded(inside(*words, *WORDS, "--json"))
     line = (
-        "For sglang: a rotation per KV head, nearest codes, format sglang. Lost: nearest codes "
-        "instead of error feedback; the same bits for all layers instead of a budget"
+        "For sglang: a rotation per KV head, nearest codes, format sglang. Lost: values that keep "
+        "their mean; nearest codes instead of transform coding"
     )
     assert line in result.stderr
     assert json.loads(result.stdout)["notes"][0] == line

@@ -39,7 +39,7 @@ def test_json(inside, qwen3_8b):
     assert report["max_context"]["int2"] > 6 * report["max_context"]["bf16"] > 0
     assert [card["name"] for card in report["cards"]][-3:] == ["H200", "B200", "MI300X"]
     assert report["fits"] is True
-    folder = "rotations/Qwen3-8B-oscar-quick"
+    folder = "rotations/Qwen3-8B-oscar"
     assert report["commands"] == [
         "rotationzoo calibrate Qwen3-8B --quick",
         f"rotationzoo generate Qwen3-8B --rotations {folder} --format vllm",
@@ -65,7 +65,7 @@ def test_the_budget_that_calibrate_spends_is_planned(inside, qwen3_8b, bits, nam
 def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made):
     planned = inside("plan", "demo", "--format", "sglang", "--json")
     export = shlex.split(json.loads(planned.stdout)["commands"][-1])
-    export[export.index("rotations/demo-oscar-quick")] = str(made)
+    export[export.index("rotations/demo-oscar")] = str(made)
     succeeded(inside(*export[1:], "-o", "exported"))
 
 
@@ -88,7 +88,7 @@ def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3
     assert "--rope-scaling yarn:4" in asked
 
 
-@pytest.mark.parametrize("format", quick_first(["sglang", "fine"]))
+@pytest.mark.parametrize("format", quick_first(["sglang", "segments"]))
 def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
     words = ["plan", "demo", "--rope-scaling", "yarn:4.0", "--format", format]
     planned = inside(*words)
@@ -96,8 +96,8 @@ def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
     assert planned.stderr == f"Next: rotationzoo calibrate demo --rope-scaling yarn:4{quick}\n"
     assert "1 request of 32,768 tokens" in planned.stdout
     calibrate, generate, last = ok(inside(*words, "--json"))["commands"]
-    assert ("rotationzoo serve demo --rotations" in last) == (format == "fine")
-    name = {"sglang": "oscar-quick", "fine": "transform"}[format]
+    assert ("rotationzoo serve demo --rotations" in last) == (format == "segments")
+    name = {"sglang": "oscar", "segments": "transform"}[format]
     folder = f"rotations/demo-{name}-yarn-4"
     assert generate.startswith(
         f"rotationzoo generate demo --rope-scaling yarn:4 --rotations {folder}"

@@ -125,17 +125,17 @@ def test_modelopt_gets_the_bits_of_layers(made, tmp_path, monkeypatch):
     done = exported("modelopt", artifact, tmp_path)
     assert "rotations: only the bits of each layer are written" in done.reduced
     assert algorithms(done.path) == ("NVFP4", dict.fromkeys(range(4), "NVFP4"))
-    # Bits of a row of 32 channels beyond 2 a channel; those of values are fewer, and do not count.
-    beyond = {0: 16, 1: 64, 2: 65, 3: 192}
+    # Bits of the eight segments of a row; those of values are fewer, and do not count.
+    widths = {0: [4, 4, 3, 3, 2, 2, 1, 1], 1: [4] * 8, 2: [5] + [4] * 7, 3: [8] * 8}
 
     def with_bits(layer, side, rotation):
-        bits = beyond[layer] if side == "key" else 0
-        return replace(rotation, fine_channels=torch.tensor(bits))
+        bits = torch.tensor(widths[layer]) * (side == "key")
+        return replace(rotation, widths=bits.expand(len(rotation.clip), -1))
 
     rotations = artifact.rotations.replace(with_bits)
     monkeypatch.setitem(vars(artifact), "rotations", rotations)
     payload = assemble_payload(artifact, settle_request(artifact, Request("modelopt")))
-    assert payload.bits == {0: 2.5, 1: 4, 2: 4 + 1 / 32, 3: 8}
+    assert payload.bits == {0: 2.5, 1: 4, 2: 4 + 1 / 8, 3: 8}
     (tmp_path / "mixed").mkdir()
     modelopt.write_files(tmp_path / "mixed", tmp_path, payload, Request("modelopt"))
     formats = {0: "NVFP4", 1: "NVFP4", 2: "FP8", 3: "FP8"}

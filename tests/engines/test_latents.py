@@ -10,7 +10,7 @@ from support import architectures
 from support.engine_artifacts import OSCAR, WRITTEN, made  # noqa: F401
 from support.models import randomize, save_family
 from support.oscar_files import refused
-from support.recipes import QUICK
+from support.recipes import CODED, QUICK
 
 from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
@@ -189,12 +189,12 @@ def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):  # noqa:
 
 
 def test_what_sglang_does_not_take_is_said(made, tmp_path):  # noqa: F811
-    artifact = made("deepseek_v3", QUICK.model_copy(update={"sink": 8, "recent": 16}))
+    artifact = made("deepseek_v3", CODED.model_copy(update={"sink": 8, "recent": 16}))
     done = export(artifact, Request("sglang-mla", tmp_path / "out"))
     lost = "; ".join(done.reduced)
     assert "latents that keep their mean" in lost
     assert "clip ratios 1/1 instead of the artifact's own" in lost
-    assert "nearest codes instead of error feedback" in lost
+    assert "nearest codes instead of transform coding" in lost
     assert sum("one scale for 20 channels" in note for note in done.launch.notes) == 1
     assert sum("stored unpacked" in note for note in done.launch.notes) == 1
     assert "triton" not in done.launch.command[0]

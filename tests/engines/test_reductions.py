@@ -5,6 +5,7 @@ import shlex
 import pytest
 from support.engine_artifacts import CENTERED, OSCAR, exported
 from support.oscar_files import refused
+from support.recipes import CODED
 from support.tensors import stored_rotations
 
 from rotationzoo.artifact.layout import rotations_from
@@ -18,18 +19,19 @@ from rotationzoo.writer import write_artifact
 
 
 def test_what_an_engine_does_not_take_is_left_out_and_said(made, tmp_path):
-    artifact = made(recipe=CENTERED.model_copy(update={"feedback": True}), head_dim=32)
+    artifact = made(recipe=CODED.model_copy(update={"sink": 8, "recent": 16}), head_dim=32)
     assert exported("vllm-oscar", artifact, tmp_path / "a").reduced == [
         "one rotation per layer instead of one per KV head",
-        "keys that keep their mean",
+        "keys and values that keep their mean",
         "windows 0/0 instead of 8/16",
-        "nearest codes instead of error feedback",
+        "nearest codes instead of transform coding",
     ]
     assert "clip ratios 0.96/0.96 instead of the artifact's own" in (
         exported("llama.cpp", artifact, tmp_path / "b").reduced
     )
     assert exported("sglang", artifact, tmp_path / "c").reduced == [
-        "nearest codes instead of error feedback"
+        "values that keep their mean",
+        "nearest codes instead of transform coding",
     ]
 
 

@@ -4,14 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.recipes import QUICK
+from support.recipes import CODED
 from support.reports import short_probes
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.codec import feedback
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS, without_budget
+from rotationzoo.recipe.loading import PRESETS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,22 +20,14 @@ def one_short_prompt():
         yield
 
 
-@pytest.fixture(scope="module")
-def one_range():
-    """Error feedback tries one range of rows in place of four, which take four times as long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feedback, "RANGES", (1.0,))
-        yield
-
-
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory) -> list[Path]:
-    """The demo model's artifacts of `oscar` and `oscar-v1`, in folders of these names."""
+    """The demo model's artifacts of `attention` and `oscar-v1`, in folders of these names."""
     folder = tmp_path_factory.mktemp("artifacts")
     data = Data(tokens=2048, length=512)
     folders = []
-    for name in ("oscar", "oscar-v1"):
-        recipe = without_budget(PRESETS[name]).model_copy(update={"data": data})
+    for name in ("attention", "oscar-v1"):
+        recipe = PRESETS[name].model_copy(update={"data": data})
         folders.append(calibrate(Job("demo", recipe, folder / name)).folder)
     return folders
 
@@ -45,7 +36,7 @@ def artifacts(tmp_path_factory) -> list[Path]:
 def of_induction(induction, tmp_path_factory) -> Path:
     """An artifact of the model `induction`, which no test may change."""
     changes = {"data": Data(tokens=1024, length=512), "sink": 16, "recent": 64}
-    recipe = QUICK.model_copy(update=changes)
+    recipe = CODED.model_copy(update=changes)
     folder = tmp_path_factory.mktemp("made") / "mine"
     return calibrate(Job(str(induction), recipe, folder, device="cpu")).folder
 

@@ -16,7 +16,7 @@ from rotationzoo import RotatedCache
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
-from rotationzoo.codec.formats import FINE, SGLANG, VLLM
+from rotationzoo.codec.formats import SEGMENTS, SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation, float16_notes
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -53,7 +53,7 @@ def test_keys_far_from_zero_want_scales_in_float32(mean, is_far):
     notes = float16_notes([artifact], VLLM, ())
     assert [note.split(" lie")[0] for note in notes] == ["mine: keys of layer 0"] * is_far
     assert len(float16_notes([artifact], VLLM, SIDES)) == 2 * is_far, "values keep their mean, too"
-    for other in (SGLANG, FINE):
+    for other in (SGLANG, SEGMENTS):
         assert float16_notes([artifact], other, SIDES) == []
 
 

@@ -134,7 +134,7 @@ def test_what_is_kept_is_at_most_all_and_lies_between_its_bounds():
 
 def test_the_words_name_the_other_arms_the_best_first_at_their_bits():
     mine, none, some = draw_answers(random.Random(0), 32, 0.97, 0.3, 0.8)
-    arms = {"mine+feedback": mine, "identity": none, "hadamard": some}
+    arms = {"mine+transform": mine, "identity": none, "hadamard": some}
     arms |= {"mine": some, "kivi": "1" * 8 + "0" * 8}
     bits = dict.fromkeys(arms, 3.0) | {"kivi": 2.5}
     *_, line = decide_on(arms, bits=bits).words
@@ -152,14 +152,14 @@ def test_calibration_is_compared_with_a_matrix_with_all_else_the_same():
     """By the first questions, where it was asked no more; and with the plain one where the judged
     arm is rounded one by one, too."""
     mine, some, none = draw_answers(random.Random(0), 32, 0.97, 0.8, 0.3)
-    arms = {"mine": mine, "identity": none, "hadamard": some, ALL_ELSE[0]: mine[:128]}
-    made = decide_on({"mine+feedback": mine, **arms})
-    assert [rival.name for rival in made.rivals] == ["identity", ALL_ELSE[0]]
+    arms = {"mine": mine, "identity": none, "hadamard": some, ALL_ELSE: mine[:128]}
+    made = decide_on({"mine+transform": mine, **arms})
+    assert [rival.name for rival in made.rivals] == ["identity", ALL_ELSE]
     assert made.rivals[1].difference == 0
     assert made.rivals[1].outlook == "open", "128 of 256 questions leave more than 3 points"
-    whole = decide_on({"mine+feedback": mine, **arms, ALL_ELSE[0]: none}).rivals[1]
-    first = decide_on({"mine+feedback": mine, **arms, ALL_ELSE[0]: none[:128]}).rivals[1]
-    short = {"mine+feedback": mine[:128], "identity": none[:128], ALL_ELSE[0]: none[:128]}
+    whole = decide_on({"mine+transform": mine, **arms, ALL_ELSE: none}).rivals[1]
+    first = decide_on({"mine+transform": mine, **arms, ALL_ELSE: none[:128]}).rivals[1]
+    short = {"mine+transform": mine[:128], "identity": none[:128], ALL_ELSE: none[:128]}
     alone = decide_on(short).rivals[1]
     assert first.interval == alone.interval != whole.interval
     assert first.difference == alone.difference

@@ -60,8 +60,8 @@ def test_the_report(artifacts):
         save_to=artifacts,
     )
     report = evaluate(job)
-    names = ["oscar", "oscar-v1", "identity", "hadamard", "random", "kivi"]
-    assert list(report["arms"]) == [*names[:2], "oscar+feedback", *names[2:], ALL_ELSE[0]]
+    names = ["attention", "oscar-v1", "identity", "hadamard", "random", "kivi"]
+    assert list(report["arms"]) == [*names[:2], "attention+transform", *names[2:], ALL_ELSE]
     assert report["first_position"] == 128, "the same tokens for every window"
     assert report["tokens"] == 2 * (256 - 128 - 1)
     small, large = (window["arms"] for window in report["windows"])
@@ -76,16 +76,16 @@ def test_the_report(artifacts):
         assert small[name]["attention_kl"] > large[name]["attention_kl"] > 0
         assert small[name]["output_error"] > large[name]["output_error"] > 0
         assert small[name]["bits_per_element"] < large[name]["bits_per_element"]
-    assert small["oscar"]["attention_kl"] < small["identity"]["attention_kl"]
+    assert small["attention"]["attention_kl"] < small["identity"]["attention_kl"]
     for folder in artifacts:
         saved = Artifact.open(folder)
         assert verify(saved, "demo").ok
         content = json.loads((folder / "evaluation.json").read_text())
         kept = [folder.name]
-        if saved.recipe.feedback:
-            kept.append(f"{kept[0]}+feedback")
+        if saved.recipe.transform:
+            kept.append(f"{kept[0]}+transform")
         arms = content["windows"][0]["arms"]
-        assert list(arms) == [*kept, *BASELINES, ALL_ELSE[0]]
+        assert list(arms) == [*kept, *BASELINES, ALL_ELSE]
         for name, arm in arms.items():
             assert arm["artifact"] == (saved.identity if name in kept else None)
         assert saved.measured.model_dump() == content
@@ -271,24 +271,23 @@ def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
     assert arm["output_error"] < 0.5
 
 
-# ---- further arms of an artifact: with error feedback, and with one rotation per layer
+# ---- further arms of an artifact: with transform coding, and with one rotation per layer
 
 
 @pytest.mark.thorough
-def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine, capsys):
+def test_both_ways_to_store_rows_are_arms_and_transform_coding_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
-    baselines = ["identity", "hadamard", ALL_ELSE[0]]
+    baselines = ["identity", "hadamard", ALL_ELSE]
     options = dict(baselines=tuple(baselines[:2]), device="cpu", save_to=[mine])
     job = Evaluation(str(induction), [mine], text, tasks, **options)
     measured = run_evaluation(job)
     report = measured.report()
-    assert list(report["arms"]) == ["mine", "mine+feedback", *baselines]
-    nearest, feedback = (report["arms"][name] for name in ("mine", "mine+feedback"))
-    assert feedback["bits_at_length"] == nearest["bits_at_length"]
-    # Measured .44 of it.
-    assert feedback["attention_kl"] < 0.85 * nearest["attention_kl"]
-    assert feedback["tasks"]["quote"]["questions"] == 8
+    assert list(report["arms"]) == ["mine", "mine+transform", *baselines]
+    nearest, coded = (report["arms"][name] for name in ("mine", "mine+transform"))
+    assert coded["bits_at_length"] <= nearest["bits_at_length"]
+    assert coded["attention_kl"] < 0.85 * nearest["attention_kl"]
+    assert coded["tasks"]["quote"]["questions"] == 8
 
     verdict = report["verdict"]
     assert "mine keeps " in verdict["words"][0]
@@ -298,30 +297,30 @@ def test_both_ways_to_write_keys_are_arms_and_feedback_is_judged(induction, mine
     evaluate_view.show_evaluation(Output(False, False), measured, details=True)
     printed = capsys.readouterr().out
     assert printed.splitlines()[-3:] == verdict["words"]
-    assert printed.count("\nmine+feedback ") >= 3
-    assert "+feedback: the same rotations and the same bytes" in printed
+    assert printed.count("\nmine+transform ") >= 3
+    assert "+transform: channels that do not correlate" in printed
     saved = json.loads((mine / "evaluation.json").read_text())
-    assert list(saved["windows"][0]["arms"]) == ["mine", "mine+feedback", *baselines]
+    assert list(saved["windows"][0]["arms"]) == ["mine", "mine+transform", *baselines]
     assert saved["windows"][0]["verdict"] == verdict
-    assert Artifact.open(mine).manifest.metrics.evaluation.arms["mine+feedback"].tasks
+    assert Artifact.open(mine).manifest.metrics.evaluation.arms["mine+transform"].tasks
     card = (mine / "README.md").read_text()
-    assert "| mine+feedback |" in card
-    assert "+feedback: the same rotations and the same bytes" in card
+    assert "| mine+transform |" in card
+    assert "+transform: channels that do not correlate" in card
     assert f"* {verdict['words'][0]}\n" in card
     (decision,) = verdict["decisions"]
-    assert decision["arm"] == "mine+feedback"
-    assert [rival["name"] for rival in decision["rivals"]] == ["identity", ALL_ELSE[0]]
+    assert decision["arm"] == "mine+transform"
+    assert [rival["name"] for rival in decision["rivals"]] == ["identity", ALL_ELSE]
 
 
 def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, tmp_path):
-    taken = shutil.copytree(mine, tmp_path / "mine+feedback")
+    taken = shutil.copytree(mine, tmp_path / "mine+transform")
     artifacts = [Artifact.open(folder) for folder in (taken, mine, mine)]
     arms = build_arms(artifacts, artifacts[0].geometry)
-    # The second would give its arm with error feedback the name of the first.
+    # The second would give its arm with transform coding the name of the first.
     hashed = f"mine {artifacts[0].identity[:8]}"
-    assert [each.name for each in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]
+    assert [each.name for each in arms[:3]] == ["mine+transform", hashed, f"{hashed} (3)"]
     assert len({each.about.name for each in arms}) == len(arms) == 6 + len(BASELINES) + 1
-    assert [each.about.rounding for each in arms[:6]] == ["nearest"] * 3 + ["feedback"] * 3
+    assert [each.about.rounding for each in arms[:6]] == ["nearest"] * 3 + ["transform"] * 3
 
 
 def drop_statistics(folder: Path) -> None:
@@ -335,21 +334,20 @@ def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
     arms = build_arms([artifact], artifact.geometry, ["hadamard"], uncentered=["value"])
     own, *_, last = arms
     assert (last.name, last.about.kind, last.codec.rounding) == (
-        ALL_ELSE[0],
+        ALL_ELSE,
         "baseline",
-        "feedback",
+        "transform",
     )
     for layer, side, changed in last.codec.rotations.each():
         first = own.codec.rotations[layer][side]
         assert changed.matrix.abs().allclose(torch.tensor(changed.dim**-0.5))
         assert (changed.mean is None) == (first.mean is None) == (side == "value")
         assert changed.mean is None or changed.mean.equal(first.mean)
-        assert changed.whitening.equal(first.whitening), "which is made before the rotation"
-        assert not changed.feedback.equal(first.feedback)
+        assert not changed.transform.equal(first.transform)
     bare = shutil.copytree(mine, tmp_path / "bare")
     drop_statistics(bare)
     names = [arm.name for arm in build_arms([Artifact.open(bare)], artifact.geometry)]
-    assert ALL_ELSE[0] not in names
+    assert ALL_ELSE not in names
 
 
 TEXT = Data(tokens=1024, length=256)
@@ -373,7 +371,7 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
     options = dict(tasks=TaskSettings(()), device="cpu", baselines=(), pooled=True)
     folders = [artifact.folder for artifact in made.values()]
     arms = evaluate(Evaluation(str(model), folders, TEXT, **options))["arms"]
-    own = ["head", "layer", "head+feedback", "layer+feedback"]
+    own = ["head", "layer", "head+transform", "layer+transform"]
     assert list(arms) == [*own, "head+pooled"], "the other one is pooled already"
     assert arms["head+pooled"]["text_losses"] == arms["layer"]["text_losses"]
     assert arms["head+pooled"]["text_losses"] != arms["head"]["text_losses"]
@@ -389,8 +387,8 @@ def test_an_export_that_pools_names_the_command_that_measures_it(inside, copied)
     assert printed.returncode == 0, printed.stderr
     assert "+pooled: one rotation per layer" in printed.stdout
     (window,) = json.loads((copied / "evaluation.json").read_text())["windows"]
-    own = ["copied", "copied+feedback", "copied+pooled"]
-    assert list(window["arms"]) == [*own, *BASELINES, ALL_ELSE[0]]
+    own = ["copied", "copied+transform", "copied+pooled"]
+    assert list(window["arms"]) == [*own, *BASELINES, ALL_ELSE]
     assert "one rotation per layer" not in inside("export", copied, "--to", "sglang").stderr
     assert "+pooled: one rotation per layer" in (copied / "README.md").read_text()
 

@@ -97,7 +97,7 @@ def test_what_is_chosen_keeps_as_much_in_19_of_20_seeds(shares, fewest):
 @pytest.fixture(scope="module")
 def budgeted(induction, tmp_path_factory) -> Artifact:
     folder = tmp_path_factory.mktemp("rungs") / "mine"
-    return calibrate(str(induction), output=folder, recipe="oscar", bits=3.5, **SMALL)
+    return calibrate(str(induction), output=folder, recipe="attention", bits=3.5, **SMALL)
 
 
 def test_the_rungs_are_those_that_rows_have_room_for(budgeted, artifacts):
@@ -116,13 +116,13 @@ def test_the_chosen_bits_become_an_artifact_with_its_report(induction, budgeted,
     monkeypatch.setattr(decisions, "FEWEST_ANSWERS", 4)
     monkeypatch.setattr(rungs, "RUNGS", (2.25, 4.0))
     report = ask(induction, budgeted, keep=5)
-    assert list(report["arms"]) == ["mine-2.25-bits", "mine-2.25-bits+feedback"]
+    assert list(report["arms"]) == ["mine-2.25-bits", "mine-2.25-bits+transform"]
     (note,) = (note for note in report["notes"] if "enough" in note)
     assert note.count("enough") == 2, "from the middle on"
     assert "mine keeps" in note
     written = Artifact.open(budgeted.folder.with_name("mine-2.25-bits"))
     assert written.measured.window.verdict.decisions[0].action == "serve"
-    folder, options = budgeted.folder.with_name("again"), SMALL | {"recipe": "oscar"}
+    folder, options = budgeted.folder.with_name("again"), SMALL | {"recipe": "attention"}
     again = calibrate(str(induction), output=folder, bits=2.25, **options)
     assert rotation_bytes(written) == rotation_bytes(again)
     assert written.recipe == again.recipe

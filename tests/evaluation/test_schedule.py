@@ -48,7 +48,7 @@ def test_with_enough_time_everything_is_asked_in_one_look(job):
     assert words.startswith("16 questions of each task, as much text as fits take about 10.0 hours")
     assert {"identity", "hadamard"} < report.window.arms.keys()
     counts = {name: arm.tasks["needles"].questions for name, arm in report.window.arms.items()}
-    assert counts == dict.fromkeys(counts, STEP) | {"mine+feedback": 16}
+    assert counts == dict.fromkeys(counts, STEP) | {"mine+transform": 16}
     assert report.text.rows == 2
     (decision,) = report.window.verdict.decisions
     assert decision.level == 0.05
@@ -57,7 +57,7 @@ def test_with_enough_time_everything_is_asked_in_one_look(job):
 def test_what_does_not_fit_is_left_out_and_said(job):
     report, told = timed(job, minutes=1e-4)
     assert "the questions whose answers cost least" in told[1][1]
-    assert list(report.window.arms) == ["mine", "mine+feedback"]
+    assert list(report.window.arms) == ["mine", "mine+transform"]
     assert any("left out for lack of time: identity, " in note for note in report.notes)
     assert (report.tasks.questions, report.text.rows) == (STEP, 1)
 
@@ -97,7 +97,7 @@ def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):
     assert decision.action == "ask"
     assert decision.more_seconds > 0
     assert "16 questions of each task, 2 texts take about" in told[0]
-    assert stages.index("evaluating") > stages.index("answering with mine+feedback")
+    assert stages.index("evaluating") > stages.index("answering with mine+transform")
 
 
 @pytest.mark.parametrize(

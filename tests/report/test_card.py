@@ -15,13 +15,13 @@ from support.reports import make_artifact, summary
 
 from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.recipe.loading import PRESETS, override, quicken
+from rotationzoo.recipe.loading import PRESETS, override
 from rotationzoo.report.card import render_card
 from rotationzoo.report.commands import name_in_commands, reproduce_command
 
 
 def made(model, folder, **changes) -> Artifact:
-    recipe = quicken(PRESETS["oscar"]).model_copy(update=changes)
+    recipe = PRESETS["oscar"].model_copy(update=changes)
     options = dict(tokens=1024, length=256, device="cpu")
     return calibrate(str(model), output=folder / "out", recipe=recipe, **options)
 
@@ -86,7 +86,6 @@ def test_the_snippet_for_latents_restores_them(tmp_path, monkeypatch, centered):
     assert torch.allclose(names["restore"](stored), latents, atol=1e-5)
     assert "--for sglang-mla" in page
     assert "R_K" not in page
-    assert "layers.N.latent.feedback" in page
 
 
 def test_the_size_is_said_for_each_format_and_is_right(plain):
@@ -150,9 +149,8 @@ def test_shares_of_fewer_questions_stand_in_no_table(plain):
         [
             "--recipe random --seed 7",
             "--recipe recipe.yaml",
-            "--recipe oscar --no-feedback --tokens 1024 --length 256 --batch 2 --seed 3",
-            "--recipe oscar --quick --tokens 1024 --length 256",
-            "--recipe oscar --bits 2.5 --tokens 1024 --length 256",
+            "--recipe attention --bits 2.5 --tokens 1024 --length 256 --batch 2 --seed 3",
+            "--quick --tokens 1024 --length 256",
             "--recipe oscar-v1 --tokens 1024 --length 256 --dtype bfloat16",
         ],
         2,

@@ -93,7 +93,7 @@ LISTED = shutil.which("fc-list") and subprocess.check_output(["fc-list", ":lang=
 HAN = pytest.param("\u6f22\u5b57" * 30, marks=pytest.mark.skipif(not LISTED, reason="no such font"))
 
 
-@pytest.mark.parametrize("arm", ["made", "W" * 70, "Qwen3-8B-oscar+feedback", HAN])
+@pytest.mark.parametrize("arm", ["made", "W" * 70, "Qwen3-8B-oscar+transform", HAN])
 def test_texts_keep_inside_the_figure_and_apart_in_every_font(tmp_path, browser, arm):
     evaluation = make_evaluation(Made(arm=arm))
     arms = evaluation["windows"][0]["arms"]
@@ -177,10 +177,10 @@ def test_the_chart_has_every_arm_at_its_bytes_and_its_share(folder):
 def test_the_decision_is_on_the_arm_that_is_highlighted(tmp_path):
     evaluation = make_evaluation()
     window = evaluation["windows"][0]
-    window["arms"]["made+feedback"] = {
-        **window["arms"]["made"], "name": "made+feedback", "rounding": "feedback",
+    window["arms"]["made+transform"] = {
+        **window["arms"]["made"], "name": "made+transform", "rounding": "transform",
     }  # fmt: skip
-    window["verdict"]["decisions"][0]["arm"] = "made+feedback"
+    window["verdict"]["decisions"][0]["arm"] = "made+transform"
     points = points_of(report_of(tmp_path / "made", evaluation))
     accents = {row["name"]: row["accent"] for row in points}
     assert [name for name, accent in accents.items() if accent] == ["made"]
@@ -316,7 +316,7 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
     }  # fmt: skip
     window = evaluation["windows"][0]
     for name, changes in (
-        ("mine, written better", {"rounding": "feedback"}),
+        ("mine, written better", {"rounding": "transform"}),
         ("mine, by layer", {"pooled": True}),
         ("of a later version", {"kind": "baseline", "artifact": None}),
     ):
@@ -327,7 +327,7 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
     said = " ".join([*report.verdict.words, page[page.index('id="measured"') :]])
     for words in ("Not all layers were in 2 bits: 0 stayed exact",
                   "Also evaluated, and not shown: windows 64/128", "kivi is not a rotation",
-                  "+feedback: the same rotations", "+pooled: one rotation per layer",
+                  "+transform: channels that do", "+pooled: one rotation per layer",
                   "An engine needs the folded model"):  # fmt: skip
         assert words in said
     assert "tokens are exact, prefilled in chunks of 512 tokens" in page

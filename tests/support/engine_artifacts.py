@@ -12,7 +12,9 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.reductions import Request, pooled_rotations
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.sensitivity import add_attention
 from rotationzoo.codec import int2
+from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.engines.export import export
 from rotationzoo.geometry import Layer, cached_layers
@@ -38,7 +40,9 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
     model = architectures.build(family, **changes)
     geometry = geometry_of(model)
     statistics = collect(model, geometry, [IDS], recipe.model_copy(update={"sink": 8}))
-    rotations = fit(statistics, recipe, geometry)
+    if recipe.transform:
+        add_attention(statistics)
+    rotations = spend_bits(fit(statistics, recipe, geometry), recipe.budget)
     manifest = make_manifest(f"tiny/{family}", family, geometry, recipe)
     manifest["model"]["revision"] = "0" * 40
     model.config.save_pretrained(folder.with_name("config"))

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import transformers
 
+from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.recipe import Data
+from rotationzoo.recipe.loading import with_budget
 from support.models import save_random
-from support.recipes import QUICK
+from support.recipes import CODED, QUICK
 
 _MOSTLY_STATES = ["linear_attention"] * 3 + ["full_attention"]
 _DELTA = dict(
@@ -64,6 +66,7 @@ def save_hybrid(name: str, folder: Path) -> transformers.PreTrainedModel:
 def calibrate_hybrid(name: str, folder: Path, bits: float | None = None) -> tuple:
     """Such a model, its folder and its artifact."""
     model = save_hybrid(name, folder / name)
-    recipe = QUICK.model_copy(update={"data": Data(tokens=1024, length=512), "bits": bits})
+    recipe = QUICK if bits is None else with_budget(CODED, Budget(bits))
+    recipe = recipe.model_copy(update={"data": Data(tokens=1024, length=512)})
     job = Job(str(folder / name), recipe, folder / f"{name}-artifact", device="cpu")
     return model, folder / name, calibrate(job)

@@ -1,0 +1,414 @@
+"""Features of a released vLLM, each alone and in pairs, over our pages ("The matrix" in
+docs/vllm.md, which this script prints).
+
+    python scripts/bench/serve_matrix.py [--rows budget,quick] [--cells prefix,prefix+ngrams]
+        [--jobs 4] [--work FOLDER]
+
+Run it from a clone with the project's Python; engines run with `ROTATIONZOO_VLLM_PYTHON`, or that
+of `make vllm`. Models are small and random, but for the demo model.
+
+A cell is an engine with these features, which answers rounds of requests at the same time; some of
+them share a prefix. Each answer is compared with that of an engine without the features, to the
+same request alone, whose prompt is cut into the same chunks: as long as both write the same tokens,
+their log probabilities are. A cell is `equal`, `refused` by this project or by vLLM, or `WRONG`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path.append(str(TESTS))
+TOKENS, DRAFTS, CHUNK = 24, 3, 128
+CLOSE = {"float32": 5e-3, "float16": 2e-2}
+"""Nats, of a token on average, that two right answers differ by at most."""
+FAR = 0.02
+"""The same for layers that vLLM itself computes with rounded products, and for FP8 weights."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column."""
+
+    title: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of vLLM."""
+    family: str = ""
+    """The model that it is a property of."""
+    counts: bool = False
+    """Whether the same request alone has it too, because it changes numbers."""
+    chunk: int = 3
+    """Chunks of a prompt are so many times `CHUNK`, or a block."""
+
+
+def draft(method: str, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": DRAFTS, **more}}
+
+
+NGRAMS = draft("ngram", prompt_lookup_max=3, prompt_lookup_min=1)
+PAIRED = {
+    "prefix": Feature("prefix caching", {"enable_prefix_caching": True}),
+    "chunks": Feature("chunked prefill", chunk=1),
+    "ngrams": Feature("n-grams", NGRAMS),
+    "draft": Feature("draft model", draft("draft_model", model="DEMO")),
+    "eagle": Feature("EAGLE", draft("eagle", model="HEAD")),
+    "mtp": Feature("MTP", draft("mtp"), family="ernie"),
+    "hybrid": Feature("hybrid (Granite 4)", family="granite_h"),
+    "windows": Feature("sliding windows (Gemma 2)", family="windows and soft caps"),
+    "latents": Feature("latents (DeepSeek V3)", family="latents"),
+    "float16": Feature("float16", {"dtype": "float16"}, counts=True),
+}
+ALONE = {
+    "falcon": Feature("hybrid (Falcon-H1)", family="falcon_h1"),
+    "next": Feature("hybrid (Qwen3-Next)", family="qwen3_next"),
+    "gpt-oss": Feature("windows and sinks (gpt-oss)", family="windows and sinks"),
+    "async": Feature("`--async-scheduling`", {"async_scheduling": True}),
+    "offload": Feature("offloading", {"kv_offloading_size": 1, "enable_prefix_caching": True}),
+    "fp8": Feature("FP8 weights", {"quantization": "fp8"}, counts=True),
+    "lora": Feature("LoRA", {"enable_lora": True, "max_lora_rank": 8}, counts=True),
+    "sleep": Feature("sleep mode", {"enable_sleep_mode": True}),
+    "two": Feature("two processes", {"tensor_parallel_size": 2}),
+}
+FEATURES = PAIRED | ALONE
+ROUNDED = {"granite_h", "falcon_h1", "qwen3_next", "windows and soft caps", "windows and sinks"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An engine of a row."""
+
+    row: str
+    names: tuple[str, ...]
+
+    @property
+    def features(self) -> list[Feature]:
+        return [FEATURES[name] for name in self.names]
+
+    @property
+    def impossible(self) -> str:
+        """Why no engine has all of this; empty where one may."""
+        families = [each.family for each in self.features if each.family]
+        if sum("speculative_config" in each.engine for each in self.features) > 1:
+            return "one at a time"
+        if len(families) > 1:
+            return "no such model here"
+        if "eagle" in self.names and families:
+            return "no such head here"
+        return ""
+
+    @property
+    def family(self) -> str:
+        return next((each.family for each in self.features if each.family), "demo")
+
+    @property
+    def chunk(self) -> int:
+        return min((each.chunk for each in self.features), default=3)
+
+    def options(self, alone: bool) -> dict[str, Any]:
+        """vLLM's options, without those that the same request alone does not have."""
+        options: dict[str, Any] = {"dtype": "float32", "enable_prefix_caching": False}
+        for each in self.features:
+            if each.counts or not alone:
+                options |= each.engine
+        return options
+
+    @property
+    def limit(self) -> float:
+        if self.family in ROUNDED or "fp8" in self.names or "lora" in self.names:
+            return max(FAR, CLOSE[self.options(True)["dtype"]])
+        return CLOSE[self.options(True)["dtype"]]
+
+
+# ---- models and rotations, with the project's Python
+
+
+def save_models(work: Path, families: set[str]) -> None:
+    """The models, an EAGLE head, and an adapter."""
+    from support.hybrids import CACHED, save_hybrid
+    from support.vllm_models import save_adapter, save_head, save_served, save_with_mtp
+
+    for family in sorted(families - {"demo"}):
+        if (work / family).exists():
+            continue
+        if family == "ernie":
+            save_with_mtp(work / family)
+        elif family in CACHED:
+            save_hybrid(family, work / family)
+        else:
+            save_served(family, work / family)
+    for name, save in {"head": save_head, "adapter": save_adapter}.items():
+        if not (work / name).exists():
+            save(work / name)
+
+
+def calibrate(work: Path, family: str, row: str) -> Path:
+    """The rotations of a model."""
+    from rotationzoo.calibration.calibrate import calibrate as run
+    from rotationzoo.calibration.plan import Job
+    from rotationzoo.recipe import Data
+    from rotationzoo.recipe.loading import PRESETS
+
+    folder = work / f"{family}-{row}"
+    recipe = PRESETS[{"budget": "transform", "quick": "oscar"}[row]]
+    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
+    model = "demo" if family == "demo" else str(work / family)
+    return run(Job(model, recipe, folder, device="cpu")).folder
+
+
+# ---- engines, in processes with vLLM's Python
+
+
+def make_job(cell: Cell, work: Path, alone: bool) -> dict[str, Any]:
+    """What a process is asked for."""
+    from support.vllm import engine_job
+
+    from rotationzoo.model.source import DEMO
+
+    options = cell.options(alone)
+    places = {"DEMO": str(DEMO), "HEAD": str(work / "head")}
+    if drafts := options.get("speculative_config"):
+        options["speculative_config"] = drafts | {
+            key: places[value] for key, value in drafts.items() if value in places
+        }
+    model = str(DEMO) if cell.family == "demo" else str(work / cell.family)
+    artifact = work / f"{cell.family}-{cell.row}"
+    options |= {"model": model, "max_model_len": 4096, "max_num_batched_tokens": 32768}
+    job = engine_job(artifact, [], TOKENS, **options)
+    if options.get("enable_lora"):
+        job["adapter"] = str(work / "adapter")
+    return {
+        "engine": job["engine"],
+        "tokens": TOKENS,
+        "chunk": cell.chunk,
+        "adapter": job.get("adapter"),
+    }
+
+
+def run_worker(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[str, Any]]:
+    """What the engines of these jobs answer, one after another in a process."""
+    from support.vllm import PYTHON, environment
+
+    asked, answered = work / f"{name}.json", work / f"{name}.answers.json"
+    asked.write_text(json.dumps(jobs))
+    command = [PYTHON, __file__, "--worker", asked, answered]
+    variables = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with (work / f"{name}.log").open("w") as log:
+        subprocess.run(command, env=variables, stdout=log, stderr=log, check=False)
+    done = json.loads(answered.read_text()) if answered.exists() else []
+    lost = {"error": f"the process ended: {name}.log"}
+    return done + [lost] * (len(jobs) - len(done))
+
+
+def work_off(asked: Path, answered: Path) -> None:
+    """Run the jobs of a file with vLLM, and write what each answers or how it fails."""
+    done = []
+    for job in json.loads(asked.read_text()):
+        try:
+            done.append(answer_job(job))
+        except BaseException as error:  # how a server ends, too
+            done.append({"error": f"{type(error).__name__}: {error}".strip()})
+            print(done[-1], flush=True)
+        answered.write_text(json.dumps(done))
+
+
+def answer_job(job: dict[str, Any]) -> dict[str, Any]:
+    """The answers of an engine, which leaves nothing behind."""
+    import gc
+
+    import torch
+
+    answers = run_engine(job)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return {"answers": answers}
+
+
+def run_engine(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answers to rounds that are drawn here, or to single requests."""
+    from vllm import LLM, SamplingParams
+
+    llm, given = LLM(**job["engine"]), {}
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    unit = max(CHUNK, llm.llm_engine.vllm_config.cache_config.block_size)
+    if job["adapter"]:
+        from vllm.lora.request import LoRARequest
+
+        given["lora_request"] = LoRARequest("adapter", 1, job["adapter"])
+    sampling = SamplingParams(max_tokens=job["tokens"], temperature=0, logprobs=20, ignore_eos=True)
+
+    def ask(prompts: list[list[int]], chunk: int) -> list[dict[str, Any]]:
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = llm.generate(requests, sampling, use_tqdm=False, **given)
+        return [describe(each, chunk) for each in outputs]
+
+    answers = []
+    scheduler.scheduler_config.long_prefill_token_threshold = unit * job["chunk"]
+    for prompts in [] if "requests" in job else draw_rounds(unit):
+        answers += ask(prompts, job["chunk"])
+    for request in job.get("requests", []):
+        cut_prompt(scheduler, request["cached"], request["chunk"] * unit)
+        answers += ask([request["prompt"]], request["chunk"])
+    return answers
+
+
+def cut_prompt(scheduler: Any, cached: int, chunk: int) -> None:
+    """Cut the next prompt where a request begins that finds so many tokens."""
+    own, config = type(scheduler).schedule, scheduler.scheduler_config
+    first = iter([cached] if cached else [])
+
+    def schedule(*given: Any, **named: Any) -> Any:
+        config.long_prefill_token_threshold = next(first, chunk) if scheduler.requests else chunk
+        return own(scheduler, *given, **named)
+
+    scheduler.schedule = schedule
+
+
+def draw_rounds(unit: int) -> list[list[list[int]]]:
+    """Requests at the same time, whose prompts are three chunks and some tokens: one that repeats
+    itself, one of its own, three that share a prefix; then some of them again."""
+    from transformers import AutoTokenizer
+
+    from rotationzoo.model.source import DEMO
+    from rotationzoo.text.documents import HELD_OUT
+
+    lines = HELD_OUT.read_text("utf-8").splitlines()[1:7]
+    text = "".join(json.loads(line)["text"] for line in lines)
+    ids = AutoTokenizer.from_pretrained(DEMO)(text).input_ids
+    ids, shared = (ids * (8 * unit // len(ids) + 1)), 3 * unit
+    repeated = (ids[:90] * (shared // 90 + 1))[: shared + 50]
+    own = ids[700 : 700 + shared + 41]
+    prefix = ids[200 : 200 + shared]
+    family = [prefix + ids[at : at + 56] for at in (1500, 1600, 1700)]
+    return [[repeated, own, *family], [family[1], own, repeated]]
+
+
+def describe(output: Any, chunk: int) -> dict[str, Any]:
+    (answer,) = output.outputs
+    chances = [{token: each.logprob for token, each in its.items()} for its in answer.logprobs]
+    return {
+        "prompt": [*output.prompt_token_ids],
+        "answer": [*answer.token_ids],
+        "chances": chances,
+        "cached": output.num_cached_tokens or 0,
+        "chunk": chunk,
+    }
+
+
+# ---- what differs
+
+
+def distance(found: dict[str, Any], alone: dict[str, Any]) -> float:
+    """Nats of a token, on average over those that both wrote. Where they part, both tokens are as
+    likely, or the distance is infinite."""
+    apart = []
+    pairs = zip(found["answer"], alone["answer"], found["chances"], alone["chances"], strict=True)
+    for ours, other, chances, expected in pairs:
+        apart.append(abs(chances[str(ours)] - expected.get(str(ours), -1e9)))
+        if ours != other:
+            break
+    return sum(apart) / len(apart)
+
+
+def key_of(answer: dict[str, Any]) -> str:
+    return json.dumps([answer[name] for name in ("prompt", "cached", "chunk")])
+
+
+def measure(cells: list[Cell], work: Path, jobs: int) -> dict[Cell, str]:
+    """What each cell of the table says."""
+    found = run_all({cell: make_job(cell, work, alone=False) for cell in cells}, work, jobs, "cell")
+    groups: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for cell, result in found.items():
+        job = make_job(cell, work, alone=True) | {"chunk": 3}
+        wanted = groups.setdefault(json.dumps(job), (job, {}))[1]
+        wanted.update((key_of(answer), answer) for answer in result.get("answers", []))
+    asked = {}
+    for name, (job, wanted) in groups.items():
+        if wanted:
+            asked[name] = job | {"requests": [*wanted.values()]}
+    references = run_all(asked, work, jobs, "alone")
+    said = {}
+    for cell, result in found.items():
+        group = json.dumps(make_job(cell, work, alone=True) | {"chunk": 3})
+        said[cell] = judge(cell, result, references.get(group, {}), groups[group][1])
+    return said
+
+
+def judge(
+    cell: Cell, result: dict[str, Any], reference: dict[str, Any], wanted: dict[str, Any]
+) -> str:
+    if "error" in result:
+        known = "not served" in result["error"] or "NotImplemented" in result["error"]
+        return f"{'refused' if known else 'FAILED'}: {result['error'].splitlines()[-1][:300]}"
+    if "answers" not in reference:
+        return f"NOT COMPARED: {reference.get('error', 'no reference')[:300]}"
+    alone = dict(zip(wanted, reference["answers"], strict=True))
+    far = max(distance(answer, alone[key_of(answer)]) for answer in result["answers"])
+    cached = sum(answer["cached"] > 0 for answer in result["answers"])
+    word = "equal" if far <= cell.limit else "WRONG"
+    return f"{word}: {far:.1e} apart at most, {cached} of {len(result['answers'])} cached"
+
+
+def run_all(jobs: dict[Any, dict[str, Any]], work: Path, at_once: int, name: str) -> dict[Any, Any]:
+    """The results of jobs, shared out among processes."""
+    keys = [*jobs]
+    shares = [keys[at::at_once] for at in range(at_once) if keys[at::at_once]]
+    with ThreadPoolExecutor(at_once) as pool:
+        parts = pool.map(
+            lambda pair: run_worker([jobs[key] for key in pair[1]], work, f"{name}-{pair[0]}"),
+            enumerate(shares),
+        )
+        results = {}
+        for share, part in zip(shares, parts, strict=True):
+            results |= zip(share, part, strict=True)
+    return results
+
+
+def list_cells(rows: list[str]) -> Iterator[Cell]:
+    for row in rows:
+        for name in FEATURES:
+            yield Cell(row, (name,))
+        for pair in combinations(PAIRED, 2):
+            yield Cell(row, pair)
+
+
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--rows", default="budget,quick")
+    parser.add_argument("--cells", help="names of features, with + between those of a pair")
+    parser.add_argument("--jobs", type=int, default=4, help="engines at a time")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/matrix"))
+    parser.add_argument("--worker", type=Path, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work_off(*args.worker)
+        return
+    begun, work = time.monotonic(), args.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    cells = [cell for cell in list_cells(args.rows.split(",")) if not cell.impossible]
+    if args.cells:
+        named = [tuple(each.split("+")) for each in args.cells.split(",")]
+        cells = [cell for cell in cells if cell.names in named]
+    save_models(work, {cell.family for cell in cells})
+    for row, family in sorted({(cell.row, cell.family) for cell in cells}):
+        calibrate(work, family, row)
+    said = measure(cells, work, args.jobs)
+    for cell, words in said.items():
+        print(f"{cell.row:7} {'+'.join(cell.names):20} {words}")
+    print(f"{date.today()}, {time.monotonic() - begun:.0f} s, {os.uname().machine}")
+    sys.exit(any(words.isupper() for words in (each.split(":")[0] for each in said.values())))
+
+
+if __name__ == "__main__":
+    main()
