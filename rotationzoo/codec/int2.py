@@ -122,12 +122,17 @@ def bits_per_element(dim: int, group_size: int | None = None, format: Format = S
     return format.bits + 2 * format.metadata_bits / (group_size or dim)
 
 
-def check_shape(dim: int, group: int, format: Format = SGLANG) -> None:
-    """Raise `RotationZooError` unless rows of `dim` channels pack into whole words and split into
-    whole groups, in a format that has nearest codes."""
+def check_nearest(format: Format) -> None:
+    """Raise `RotationZooError` for a format whose rows have no nearest codes."""
     if format.offset == "none":
         problem = "rows of the format segments have codes of transform coding, and no nearest ones"
         raise RotationZooError(problem, hint="--format sglang")
+
+
+def check_shape(dim: int, group: int, format: Format = SGLANG) -> None:
+    """Raise `RotationZooError` unless rows of `dim` channels pack into whole words and split into
+    whole groups; and as `check_nearest`."""
+    check_nearest(format)
     count, _ = _word(format.bits)
     if dim % count or dim % group:
         raise RotationZooError(

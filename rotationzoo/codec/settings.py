@@ -8,6 +8,7 @@ import torch
 
 from rotationzoo.budget import Budget, EvenBudget
 from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.int2 import check_nearest
 from rotationzoo.codec.options import CacheOptions, Reading, Rounding
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
@@ -21,7 +22,8 @@ from rotationzoo.rotations import Rotation, Rotations
 @dataclass(frozen=True)
 class CacheSettings:
     """How the layers of a cache store their tokens. Raises `RotationZooError` for a format with
-    codes of more than 2 bits, which only a simulation reads."""
+    codes of more than 2 bits, which only a simulation reads, and for nearest codes in `segments`.
+    """
 
     codec: RotatedCodec
     layout: CacheLayout = field(default_factory=CacheLayout)
@@ -39,6 +41,8 @@ class CacheSettings:
                 f"this cache stores codes of 2 bits, and the format has {self.layout.format.bits}",
                 hint="evaluate it in a simulation: rotationzoo evaluate",
             )
+        if self.codec.rounding == "nearest":
+            check_nearest(self.layout.format)
 
     def page_layout(self, layer: int, side: str) -> PageLayout | SegmentLayout:
         """How a page holds the codes of a side."""

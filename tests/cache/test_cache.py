@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rotationzoo.linalg.error_feedback import factorize, whitening
 from support import architectures
 from support.architectures import CALIBRATED, SPARSE, families
 from support.caches import (
@@ -16,6 +15,7 @@ from support.caches import (
     read_whole,
     simulate,
     with_means,
+    with_transforms,
 )
 from support.cases import quick_first
 from support.float64 import CLOSE
@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
+from rotationzoo.codec.formats import FORMATS, SEGMENTS
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.windows import CacheLayout
@@ -92,32 +92,15 @@ def test_layers_that_keep_more_than_keys_and_values_are_refused():
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-@pytest.mark.parametrize("format", quick_first(["budget", "fine", "sglang"]))
-def test_centered_and_whitened_rows_are_read_as_the_simulation_says(format, name):
+def test_centered_and_coded_rows_are_read_as_the_simulation_says(name):
     model, (step, windows) = architectures.build(name, torch.float64), LAYOUTS["chunks"]
-    generator = torch.Generator().manual_seed(3)
-
-    def whiten(_, side, rotation):
-        shape = len(rotation.clip), rotation.dim, rotation.dim
-        moment = torch.randn(*shape, generator=generator).double()
-        white, factor = whitening(moment @ moment.mT), factorize(moment.mT @ moment)
-        bits = None
-        if format == "budget":
-            # A bit more for no, some or all channels, or two or six for all.
-            whole = 2 * rotation.dim, 6 * rotation.dim
-            counts = torch.tensor([*range(0, rotation.dim + 1, 8), *whole])
-            bits = counts[torch.randint(len(counts), (), generator=generator)]
-        return replace(rotation, whitening=white, feedback=factor, fine_channels=bits)
-
-    rotations = with_means(random_arm(model).rotations).replace(whiten)
-    arm = RotatedCodec(rotations, rounding="feedback")
-    stored = SGLANG if format == "sglang" else replace(FINE, fine_channels=8)
-    windows = replace(windows, format=stored)
+    rotations = with_transforms(with_means(random_arm(model).rotations))
+    arm, nearest = RotatedCodec(rotations, rounding="transform"), RotatedCodec(rotations)
+    other, windows = windows, replace(windows, format=SEGMENTS)
     simulated = simulate(model, arm, windows, IDS)
     read = read_in_calls(model, cache_for(model, arm, windows), IDS, step)
     assert distance(read, simulated) <= CLOSE
-    alone = RotatedCodec(arm.rotations)
-    assert distance(simulate(model, alone, windows, IDS), simulated) > 0.01
+    assert distance(simulate(model, nearest, other, IDS), simulated) > 0.01
 
 
 def test_codes_of_other_bits_are_refused():

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.caches import with_factors, with_means
+from support.caches import with_means, with_transforms
 from support.float64 import to_float64
 from support.naive_cache import NaiveLayer
 
@@ -31,7 +31,7 @@ RANDOM = with_means(to_float64(fit(None, PRESETS["random"], GEOMETRY)))
 ARMS = {
     "one group": RotatedCodec(RANDOM),
     "groups": RotatedCodec(RANDOM, group_size=4),
-    "feedback": RotatedCodec(with_factors(RANDOM), rounding="feedback"),
+    "transform": RotatedCodec(with_transforms(RANDOM), rounding="transform"),
 }
 
 
@@ -132,16 +132,14 @@ def test_what_is_quantized_is_not_taken_back():
 
 @pytest.mark.parametrize("taken_back", [0, 3], ids=["whole", "after a crop"])
 def test_codes_that_are_chosen_ahead_are_those_of_each_token(taken_back, monkeypatch):
-    rotations = with_factors(with_means(fit(None, PRESETS["random"], GEOMETRY)))
-    codec, reads = RotatedCodec(rotations, rounding="feedback"), []
+    reads = []
     for ahead in (1, 16):
         monkeypatch.setattr(stream, "AHEAD", ahead)
-        layer = layer_of(codec, CacheLayout(sink=2, recent=6))
+        layer = layer_of(ARMS["transform"], CacheLayout(sink=2, recent=6))
         feed(layer, draw(2, 21), [20, 1])
         layer.crop(-taken_back)
         reads.append(feed(layer, draw(2, 12, seed=1), [1] * 12))
-    for each, together in zip(*reads, strict=True):
-        assert all(map(torch.equal, each, together))
+    assert_same(*reads)
 
 
 def test_a_window_does_not_reach_back_to_what_it_forgot():

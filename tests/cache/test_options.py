@@ -1,16 +1,14 @@
 """The public cache: from an artifact, a folder, rotations, or nothing."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support import architectures
-from support.caches import generate
+from support.caches import generate, with_transforms
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from rotationzoo import Artifact, RotatedCache
 from rotationzoo.cache import rotated
-from rotationzoo.codec.formats import SGLANG, VLLM
+from rotationzoo.codec.formats import SEGMENTS, SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import DEMO
 
@@ -24,8 +22,7 @@ def demo():
 
 def test_all_ways_to_name_rotations(demo, made):
     artifact = Artifact.open(made)
-    # Error feedback takes seconds on a CPU.
-    options = {"sink": 4, "recent": 16, "rounding": "nearest"}
+    options = {"sink": 4, "recent": 16}
     texts = []
     for rotations in (artifact, str(made), made, artifact.rotations):
         cache = RotatedCache(rotations, demo, **options)
@@ -60,18 +57,16 @@ def test_settings_come_from_the_recipe_and_the_options(demo, made):
     assert settings.reading == "rows"
 
 
-def test_error_feedback_is_used_where_an_artifact_has_its_factors(demo, made):
-    rotations = Artifact.open(made).rotations
-    assert RotatedCache(rotations, demo).settings.codec.rounding == "feedback"
-    assert RotatedCache(rotations, demo, rounding="nearest").settings.codec.rounding == "nearest"
-    plain = without_factors(rotations)
+def test_transform_coding_is_used_where_rotations_have_it(demo, made):
+    plain = Artifact.open(made).rotations
+    settings = RotatedCache(with_transforms(plain), demo).settings
+    assert (settings.codec.rounding, settings.layout.format) == ("transform", SEGMENTS)
     assert RotatedCache(plain, demo).settings.codec.rounding == "nearest"
-    with pytest.raises(RotationZooError, match="have no factors"):
-        RotatedCache(plain, demo, rounding="feedback")
-
-
-def without_factors(rotations):
-    return rotations.replace(lambda _, __, rotation: replace(rotation, feedback=None))
+    with pytest.raises(RotationZooError, match="no matrices for transform coding"):
+        RotatedCache(plain, demo, rounding="transform")
+    with pytest.raises(RotationZooError, match="transform coding, and no nearest") as error:
+        RotatedCache(with_transforms(plain), demo, rounding="nearest")
+    assert error.value.hint == "--format sglang"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def without_factors(rotations):
     [
         ({"format": "gguf"}, "there is no format 'gguf'"),
         ({"format": "sgland"}, "did you mean 'sglang'"),
-        ({"rounding": "feedbak"}, "no rounding 'feedbak' .did you mean 'feedback'"),
+        ({"rounding": "nearst"}, "no rounding 'nearst' .did you mean 'nearest'"),
         ({"reading": "page"}, "no reading 'page' .did you mean 'pages'"),
         ({"prefill_layout": "windows"}, "no prefill_layout 'windows' .did you mean 'window'"),
         ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),

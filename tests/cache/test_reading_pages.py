@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures, caches
-from support.caches import distance, random_arm, with_factors, with_means
+from support.caches import distance, random_arm, with_means, with_transforms
 from support.cases import quick_first
 from support.codec import gpu
 from support.float64 import CLOSE, all_in_float64
@@ -27,7 +27,7 @@ from rotationzoo.cache.paged_attention import PageReader
 from rotationzoo.cache.stream import READ_TOGETHER, Reach, Stream
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores
-from rotationzoo.codec.formats import FINE, FORMATS, SGLANG
+from rotationzoo.codec.formats import FORMATS, SGLANG, SIMULATED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.windows import CacheLayout
@@ -74,7 +74,7 @@ def decode(model, cache, ids=IDS):
 # built, and what is stored. 15 of 22 tokens have quantized tokens before them.
 EAGER = {"attn_implementation": "eager"}
 FAMILIES = [
-    ("llama", 4, {}, "feedback"),
+    ("llama", 4, {}, "transform"),
     ("gpt_oss", 1, EAGER, "sglang"),
     ("gemma4", 2, {}, "sglang"),
     ("deepseek_v3", 0, {}, "sglang"),  # no kernel reads latents
@@ -96,8 +96,8 @@ def test_pages_are_read_as_rows_are(name, layers, changes, codec, reads):
     rotations = random_arm(model).rotations
     windows = replace(WINDOWS, format=FORMATS.get(codec, SGLANG))
     arm = RotatedCodec(rotations, group_size=4 if codec == "groups" else None)
-    if codec == "feedback":
-        arm = RotatedCodec(with_factors(with_means(rotations)), rounding="feedback")
+    if codec == "transform":
+        arm = RotatedCodec(with_transforms(with_means(rotations)), rounding="transform")
     rows = decode(model, empty(model, "rows", arm, windows))
     assert not reads["pages"]
     steps = reads.pop("rows")
@@ -287,14 +287,12 @@ def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
     assert (pages - rows).abs().max() <= 2e-5 * rows.abs().max()
 
 
-def layer_on(device, codec):
+def layer_on(device, format):
     """A layer of 200 tokens, of which 164 are quantized, and a token and its query."""
-    rotations = with_factors(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
-    arm = RotatedCodec(
-        rotations, rounding="feedback" if codec in ("feedback", "fine") else "nearest"
-    )
-    format = {"feedback": SGLANG, "fine": FINE}.get(codec) or FORMATS[codec]
-    windows = CacheLayout(format, sink=4, recent=32)
+    rotations = with_transforms(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
+    rounding = "transform" if format == "segments" else "nearest"
+    arm = RotatedCodec(rotations, rounding=rounding)
+    windows = CacheLayout(SIMULATED[format], sink=4, recent=32)
     layer = RotatedLayer(CacheSettings(arm, windows), 0, Padding())
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(1, 2, 201, 128, generator=generator).to(device, torch.bfloat16)
@@ -310,10 +308,10 @@ def take_step(layer, token):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("codec", ["sglang", "vllm", "fine", "feedback"])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "segments"])
 @torch.no_grad()
-def test_a_step_reads_the_same_on_a_gpu(codec, device):
-    layer, token, query = layer_on(device, codec)
+def test_a_step_reads_the_same_on_a_gpu(format, device):
+    layer, token, query = layer_on(device, format)
     step = take_step(layer, token)
     output = step.attend(query, Scores(0.1)).float()
     (stream,) = layer.streams
@@ -325,10 +323,10 @@ def test_a_step_reads_the_same_on_a_gpu(codec, device):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("codec", ["sglang", "fine", "feedback"])
+@pytest.mark.parametrize("format", ["sglang", "segments"])
 @torch.no_grad()
-def test_a_decoding_step_waits_for_nothing(codec, device):
-    layer, token, query = layer_on(device, codec)
+def test_a_decoding_step_waits_for_nothing(format, device):
+    layer, token, query = layer_on(device, format)
     take_step(layer, token).attend(query, Scores(0.1))  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -34,17 +34,6 @@ def with_means(rotations: Rotations) -> Rotations:
     return rotations.replace(center)
 
 
-def with_factors(rotations: Rotations) -> Rotations:
-    """The same rotations with factors of error feedback."""
-
-    def add(_, __, rotation):
-        shape = len(rotation.clip), rotation.dim, rotation.dim
-        above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
-        return replace(rotation, feedback=above + torch.eye(rotation.dim))
-
-    return rotations.replace(add)
-
-
 def with_transforms(rotations: Rotations, bits: float = 2.5) -> Rotations:
     """The same rotations with transform coding of rows of independent channels, in so many bits an
     element; the last head of values gets none."""

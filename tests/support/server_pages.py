@@ -1,12 +1,10 @@
 """A server with one layer, without vLLM: requests that take its pages, step by step."""
 
-from dataclasses import replace
-
 import torch
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.codec.attention import Scores
-from rotationzoo.codec.formats import FINE, FORMATS
+from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.windows import CacheLayout
@@ -21,34 +19,23 @@ from rotationzoo.vllm.prompts import LayerReader, TorchAttention
 from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes
 from rotationzoo.vllm.steps import Planner
-from support.caches import with_factors, with_means, with_transforms
+from support.caches import with_means, with_transforms
 from support.float64 import to_float64
 
 HEADS, DIM, TOKENS = 2, 16, 8
 GEOMETRY = [Layer(0, 0, 4, HEADS, DIM, DIM)]
 ROPE = 8
 OF_LATENTS = [Layer(0, 0, 4, 1, DIM, DIM, rope_dim=ROPE)]
-STORED = FORMATS | {"fine": replace(FINE, fine_channels=DIM)}
-STORED |= {"budget": FINE, "wide": FINE, "transform": FINE}
-MORE = {"budget": DIM, "wide": 2 * DIM}  # bits of a key, beyond 2 a channel; values have none
 
 
-def settings_of(
-    format="vllm", rounding="nearest", sink=3, recent=6, kernel=False, geometry=GEOMETRY
-) -> CacheSettings:
-    """`format` may be "transform", which is a rounding, too."""
-
-    def spend(_, side, rotation):
-        return replace(rotation, fine_channels=torch.tensor(MORE[format] * (side == "key")))
-
-    rotations = with_factors(with_means(fit(None, PRESETS["random"], geometry)))
-    if format in MORE:
-        rotations = rotations.replace(spend)
-    if format == "transform":
-        rotations, rounding = with_transforms(rotations), format
+def settings_of(format="vllm", sink=3, recent=6, kernel=False, geometry=GEOMETRY) -> CacheSettings:
+    """With transform coding in `segments`, and else with the nearest codes."""
+    rotations, rounding = with_means(fit(None, PRESETS["random"], geometry)), "nearest"
+    if format == "segments":
+        rotations, rounding = with_transforms(rotations), "transform"
     if not kernel:
         rotations = to_float64(rotations)
-    layout = CacheLayout(STORED[format], sink, recent, prefill_layout="window")
+    layout = CacheLayout(SIMULATED[format], sink, recent, prefill_layout="window")
     return CacheSettings(RotatedCodec(rotations, rounding=rounding), layout, block=8)
 
 

@@ -88,9 +88,9 @@ def assert_ends_alone(server: Server, expected, side, number, in_few, close=CLOS
 
 
 @cache
-def served(format: str, rounding: str, in_few: bool) -> tuple:
+def served(format: str, in_few: bool) -> tuple:
     """Settings, and what is read without a bad row."""
-    settings = settings_of(format, rounding)
+    settings = settings_of(format)
     server = Server(settings)
     read = Traffic(server).run(in_few)
     assert server.layer.bad[:, 0].tolist() == [0, 0]
@@ -100,17 +100,17 @@ def served(format: str, rounding: str, in_few: bool) -> tuple:
 @pytest.mark.parametrize("in_few", [False, True], ids=["in a prompt", "in few tokens"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
-    ("format", "rounding", "numbers"),
+    ("format", "numbers"),
     quick_first(
         [
-            ("vllm", "nearest", [math.inf, -math.inf, math.nan, 1e30]),
-            ("sglang", "nearest", [math.inf]),
-            ("budget", "feedback", [math.inf]),
+            ("segments", [math.inf, -math.inf, math.nan, 1e30]),
+            ("sglang", [math.inf]),
+            ("vllm", [math.inf]),
         ]
     ),
 )
-def test_a_bad_row_ends_its_own_request(format, rounding, numbers, side, in_few):
-    settings, expected = served(format, rounding, in_few)
+def test_a_bad_row_ends_its_own_request(format, numbers, side, in_few):
+    settings, expected = served(format, in_few)
     for number in numbers:
         assert_ends_alone(Server(settings), expected, side, number, in_few)
 
@@ -119,11 +119,10 @@ def test_a_bad_row_ends_its_own_request(format, rounding, numbers, side, in_few)
 @pytest.mark.parametrize("reader", ["torch", "flash"])
 @pytest.mark.parametrize("in_few", [False, True], ids=["in a prompt", "in few tokens"])
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("rounding", ["nearest", "feedback"])
-@pytest.mark.parametrize("format", ["vllm", "fine", "budget"])
-def test_a_bad_row_ends_its_own_request_on_a_gpu(format, rounding, side, in_few, reader, device):
+@pytest.mark.parametrize("format", ["vllm", "segments"])
+def test_a_bad_row_ends_its_own_request_on_a_gpu(format, side, in_few, reader, device):
     """Steps of the same shapes, whose sums come in the same order."""
-    settings = settings_of(format, rounding, kernel=True)
+    settings = settings_of(format, kernel=True)
 
     def serve() -> Server:
         server = Server(settings, tokens=32, device=device, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ def draw(tokens: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("segment", [7, 4096])
-@pytest.mark.parametrize("format", ["vllm", "sglang", "fine", "transform"])
+@pytest.mark.parametrize("format", ["vllm", "sglang", "segments"])
 def test_new_tokens_read_what_the_cache_in_transformers_reads(format, segment):
     """Two requests: the steps of one are prompts while the other decodes."""
     settings = settings_of(format, geometry=OF_LATENTS)

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from itertools import product
 
 import benchmark_pages
 import pytest
@@ -22,15 +21,13 @@ from support.server_pages import (
     settings_of,
 )
 
-from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec import kernels
 from rotationzoo.codec.attention import attend_rows
-from rotationzoo.codec.formats import FINE, FORMATS
+from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import segments, steps
 from rotationzoo.vllm.pages import LayerPages
@@ -69,15 +66,12 @@ def attend_causally(query, key, value) -> torch.Tensor:
     ].transpose(0, 1)
 
 
-@pytest.mark.parametrize(
-    ("format", "rounding"),
-    [
-        *product(["sglang", "vllm", "fine", "budget", "wide"], ["nearest", "feedback"]),
-        2 * ["transform"],
-    ],
-)
-def test_every_call_reads_what_the_cache_of_transformers_reads(format, rounding):
-    settings, rows, server = settings_of(format, rounding), draw(sum(CALLS)), None
+STORED = "sglang", "vllm", "segments"
+
+
+@pytest.mark.parametrize("format", STORED)
+def test_every_call_reads_what_the_cache_of_transformers_reads(format):
+    settings, rows = settings_of(format), draw(sum(CALLS))
     server = Server(settings)
     server.begin(0)
     read = [server.run({0: new})[0] for new in calls_of(rows)]
@@ -107,7 +101,7 @@ def test_requests_in_one_step_read_what_each_alone_reads(segment):
 
 @pytest.mark.parametrize(
     ("format", "sink", "recent", "verified", "times"),
-    [("vllm", 3, 6, 4, 2), ("budget", 12, 4, 4, 2), ("vllm", 3, 20, 12, 1)],
+    [("vllm", 3, 6, 4, 2), ("segments", 12, 4, 4, 2), ("vllm", 3, 20, 12, 1)],
 )
 def test_few_tokens_in_one_step_read_what_each_reads_in_a_step_of_its_own(
     format, sink, recent, verified, times
@@ -240,24 +234,16 @@ def test_padding_writes_to_nobodys_page():
 
 
 def test_a_process_holds_its_heads():
-    settings = settings_of("budget")
-    white = torch.eye(settings.codec.rotations[0].key.dim).repeat(2, 1, 1)
-    whitened = settings.codec.rotations.replace(
-        lambda _, side, rotation: replace(rotation, whitening=white)
-    )
-    settings = replace(settings, codec=replace(settings.codec, rotations=whitened))
+    settings = settings_of()
     chosen = select_heads(settings, slice(1, 2)).codec.rotations[0].key
     whole = settings.codec.rotations[0].key
     assert torch.equal(chosen.mean, whole.mean[1:])
-    assert torch.equal(chosen.feedback, whole.feedback[1:])
     assert torch.equal(chosen.matrix, whole.matrix[1:])
-    assert torch.equal(chosen.whitening, whole.whitening[1:])
     assert len(chosen.clip) == 1
-    assert chosen.fine_channels == DIM, "all heads of a layer have the same"
 
 
 def test_a_process_holds_the_segments_of_its_heads():
-    whole = settings_of("transform")
+    whole = settings_of("segments")
     part = select_heads(whole, slice(1, 2))
     for side in SIDES:
         layouts = (each.codec.segments(0, side, TOKENS) for each in (whole, part))
@@ -336,11 +322,11 @@ def describe(server, step) -> list:
 
 @on_gpu
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("format", [*FORMATS, "fine", "budget", "wide", "transform"])
+@pytest.mark.parametrize("format", STORED)
 def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, count, device):
     """Two requests that grow, in a graph that is replayed: nothing is allocated, and all tensors
     stay where they are."""
-    settings = settings_of(format, "feedback", kernel=True)
+    settings = settings_of(format, kernel=True)
     on_cpu = Server(settings, tokens=32)
     on_gpu = Server(settings, tokens=32, device=device, dtype=torch.bfloat16)
     rows = {request: to_bfloat16(draw(60, seed=request)) for request in range(2)}
@@ -403,9 +389,9 @@ def test_reading_while_storing_is_reading_after_it(batch, context, new, device):
 
 
 @on_gpu
-@pytest.mark.parametrize("format", [*FORMATS, "fine", "budget", "wide", "transform"])
+@pytest.mark.parametrize("format", STORED)
 def test_prompts_read_on_a_gpu_what_they_read_in_torch(format, device):
-    settings = settings_of(format, "feedback", kernel=True)
+    settings = settings_of(format, kernel=True)
     on_cpu = Server(settings, tokens=32, segment=7)
     on_gpu = Server(settings, tokens=32, device=device, dtype=torch.bfloat16, segment=7)
     rows = {request: to_bfloat16(draw(70, seed=request)) for request in range(3)}
@@ -430,17 +416,16 @@ def to_bfloat16(rows):
 def test_a_cell_takes_what_the_format_says():
     assert cell_bytes(settings_of("vllm"), DIM, 0) == 2 * (4 + 4)
     assert cell_bytes(settings_of("sglang"), DIM, 0) == 2 * (4 + 8)
-    assert cell_bytes(settings_of("fine"), DIM, 0) == 2 * (4 + 2 + 2)
     settings = settings_of()
-    short = replace(settings, layout=replace(settings.layout, format=FINE))
-    with pytest.raises(RotationZooError, match="rows of 16 channels have no 48 of three bits"):
-        cell_bytes(short, DIM, 0)
+    without = replace(settings, layout=replace(settings.layout, format=SEGMENTS))
+    with pytest.raises(RotationZooError, match="transform coding, and no nearest"):
+        cell_bytes(without, DIM, 0)
 
 
 def test_a_cell_has_room_for_the_heads_of_any_process():
     """Rows of 8 and 4 bytes of keys, and of 4 and none of values. A layer without bits still has
     pages."""
-    settings = settings_of("transform")
+    settings = settings_of("segments")
     widths = {"key": [[4, 3, 1, 0], [1, 1, 1, 1]], "value": [[2, 2, 1, 1], [0] * 4]}
 
     def spend(_, side, rotation):
@@ -460,28 +445,15 @@ def test_a_cell_has_room_for_the_heads_of_any_process():
     assert (cell(2), cell(1)) == (1, 1)
 
 
-def of_layers(bits: list[dict[str, int]]) -> CacheSettings:
-    """Settings with a layer for each of these third bits of keys and values."""
-    settings = settings_of("budget")
-    geometry = [replace(GEOMETRY[0], index=index, owner=index) for index in range(len(bits))]
-    rotations = fit(None, PRESETS["random"], geometry).replace(
-        lambda layer, side, each: replace(each, fine_channels=torch.tensor(bits[layer][side]))
-    )
-    return replace(settings, codec=replace(settings.codec, rotations=rotations))
-
-
-def test_the_cells_of_a_layer_take_what_its_budget_says():
-    bits = [{"key": 0, "value": 0}, {"key": DIM, "value": 0}, {"key": 6 * DIM, "value": 0}]
-    settings, least = of_layers(bits), 2 * (4 + 2)
-    found = [cell_bytes(settings, DIM, layer) for layer in range(3)]
-    assert found == [least, least + 2, least + 12]
-    plain = replace(settings, layout=replace(settings.layout, format=FORMATS["vllm"]))
-    assert cell_bytes(plain, DIM, 1) == 2 * (4 + 4), "a format with an offset takes no budget"
-
-
 def test_pages_of_another_layer_are_refused():
-    settings = of_layers([{"key": 0, "value": 0}, {"key": DIM, "value": 0}])
+    settings = settings_of(
+        "segments", geometry=[GEOMETRY[0], replace(GEOMETRY[0], index=1, owner=1)]
+    )
+    rotations = settings.codec.rotations.replace(
+        lambda layer, _, each: replace(each, widths=torch.full((HEADS, 4), 2 + 2 * layer))
+    )
+    settings = replace(settings, codec=replace(settings.codec, rotations=rotations))
     pages = torch.zeros(4, HEADS, TOKENS, cell_bytes(settings, DIM, 0), dtype=torch.uint8)
     LayerPages(settings, 0, pages, 2, torch.float32)
-    with pytest.raises(RotationZooError, match="a page of layer 1 takes 224 bytes, and has 192"):
+    with pytest.raises(RotationZooError, match="a page of layer 1 takes 384 bytes, and has 256"):
         LayerPages(settings, 1, pages, 2, torch.float32)

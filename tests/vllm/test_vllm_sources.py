@@ -5,49 +5,37 @@ import pytest
 import torch
 from support.cases import quick_first
 from support.codec import CpuLauncher, compile_for_cpu, on_cpu
-from support.server_pages import DIM, HEADS, WIDTH, Server, draw, part_of, settings_of
+from support.server_pages import DIM, HEADS, WIDTH, Server, draw, settings_of
 
-from rotationzoo.codec import cuda, cuda_encoder, kernels
+from rotationzoo.codec import cuda_encoder, kernels
 from rotationzoo.codec.cuda import Kernel, Variant
-from rotationzoo.codec.cuda_encoder import feedback_encoder
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
-from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.segments import Known
 
 pytestmark = on_cpu
-# Each is compiled anew; one with offsets and one with third bits tell most.
-FORMATS = quick_first(["budget", "vllm", "wide", "sglang", "fine"])
-
-
-@pytest.fixture
-def compiled(monkeypatch, tmp_path):
-    """Makes the kernels of a source for pages of a layout, on the CPU."""
-    made = {}
-
-    def compile(source, name, layout, dtype, feedback=False):
-        group = layout.dim // layout.groups
-        variant = Variant(layout.dim, group, dtype, layout.format, feedback=feedback)
-        if (name, layout) not in made:
-            folder = tmp_path / f"{name} {len(made)}"
-            folder.mkdir()
-            text = kernels.read(source).replace("1.0f / 0.0f", "HUGE_VALF")
-            macros = [*variant.macros(), ("TOKENS", str(layout.tokens)), ("SHARED", "0")]
-            library = compile_for_cpu(folder, text, [name], macros, "-ffp-contract=off")
-            made[name, layout] = getattr(library, f"launch_{name}")
-        return Kernel(made[name, layout], variant.block_rows, variant.threads)
-
-    for module in (pages, prompts):
-        monkeypatch.setattr(module, "Launcher", CpuLauncher)
-    return compile
+FORMATS = quick_first(["vllm", "sglang"])  # each is compiled anew
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
+def test_prompts_read_rows_that_torch_restores(format, monkeypatch, tmp_path):
     """Three requests, of which one begins, in windows and segments that end inside others. Two have
     a value that is not finite, in codes and among new rows: kernels hand on a key of NaN in its
     place, and values that are finite, also behind the last token."""
-    server = Server(settings_of(format, "feedback", kernel=True), segment=7)
+    server, made = Server(settings_of(format, kernel=True), segment=7), {}
+
+    def compile(name, layout, dtype, device):
+        variant = Variant(layout.dim, layout.dim // layout.groups, dtype, layout.format)
+        if name not in made:
+            text = kernels.read("restore.cu").replace("1.0f / 0.0f", "HUGE_VALF")
+            macros = [*variant.macros(), ("TOKENS", str(layout.tokens)), ("SHARED", "0")]
+            (folder := tmp_path / name).mkdir()
+            library = compile_for_cpu(folder, text, [name], macros, "-ffp-contract=off")
+            made[name] = getattr(library, f"launch_{name}")
+        return Kernel(made[name], variant.block_rows)
+
+    monkeypatch.setattr(prompts, "Launcher", CpuLauncher)
+    monkeypatch.setattr(prompts, "_restore_kernel", compile)
     for request in range(3):
         server.begin(request)
     before = {request: draw(13 + 9 * request, seed=request) for request in range(2)}
@@ -59,11 +47,6 @@ def test_prompts_read_rows_that_torch_restores(format, compiled, monkeypatch):
     ways = []
     for has_kernel in (False, True):
         monkeypatch.setattr(prompts, "kernels_run_on", lambda device, has=has_kernel: has)
-        monkeypatch.setattr(
-            prompts,
-            "_restore_kernel",
-            lambda name, layout, dtype, device: compiled("restore.cu", name, layout, dtype),
-        )
         parts = []
         for group in step.prompts.exact:
             into = empty(has_kernel)
@@ -94,47 +77,8 @@ def with_finite_values(into: torch.Tensor) -> torch.Tensor:
     return torch.stack([keys.masked_fill(is_bad, torch.nan), values.masked_fill(is_bad, 0)])
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_few_tokens_are_stored_as_torch_stores_them(format, compiled, monkeypatch):
-    """Of rows that are multiplied by the matrices in the same order, bit by bit. One is infinite,
-    and so is padding, which belongs to nobody."""
-    settings = settings_of(format, "feedback", kernel=True)
-    servers = [Server(settings), Server(settings)]
-    rows, device = draw(20), torch.device("cpu")
-    rows["key"][15, 1, 2] = torch.inf
-    monkeypatch.setattr(cuda, "compiled", lambda *_: object())
-    encoders = {
-        side: feedback_encoder(rotation.feedback, variant_of(servers[1], side), device)
-        for side, rotation in ((side, settings.codec.rotations[0][side]) for side in SIDES)
-    }
-    monkeypatch.setattr(
-        pages,
-        "_few_kernel",
-        lambda layout, dtype, device: (
-            compiled("store_few.cu", "store_few", layout, dtype, feedback=True).function
-        ),
-    )
-    for server in servers:
-        server.begin(0)
-        if server is servers[1]:
-            monkeypatch.setattr(LayerPages, "find_few", lambda *_: list(encoders.values()))
-        for new in (part_of(rows, 0, 13), part_of(rows, 13, 14), part_of(rows, 14, 20)):
-            server.layer.store(server.plan({0: len(new["key"])}), new)
-        server.layer.store(padding(server), INFINITE)
-        place = server.tables[0][15 // server.tokens] * server.tokens + 15 % server.tokens
-        assert server.layer.bad.tolist() == [[1, place], [0, 0]]
-        for side in SIDES:
-            scale = server.layer.layouts[side].view(server.layer.memory[side][1:]).scale
-            assert scale.isnan().any(-1).sum() == (side == "key")
-    for side in SIDES:
-        mine, definition = (server.layer.memory[side] for server in servers)
-        # Sums come in another order, and a code near a boundary may flip.
-        assert (mine != definition).float().mean() < 0.01
-        assert mine.any()
-
-
 @pytest.mark.usefixtures("source_on_cpu")
-@pytest.mark.parametrize("format", quick_first(["fine", "vllm"]))
+@pytest.mark.parametrize("format", FORMATS)
 def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch, tmp_path):
     """One value is too large, and padding is infinite."""
     monkeypatch.setattr(pages, "Launcher", CpuLauncher)
@@ -144,8 +88,7 @@ def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch, tmp_pa
         monkeypatch.setattr(cuda_encoder, "kernels_run_on", lambda device, has=has_kernel: has)
         server = Server(settings)
         if has_kernel:
-            numbers = str(server.layer.format.metadata_numbers)
-            macros = ("TOKENS", str(server.tokens)), ("NUMBERS", numbers), ("SHARED", "0")
+            macros = ("TOKENS", str(server.tokens)), ("SHARED", "0")
             library = compile_for_cpu(tmp_path, kernels.read("store.cu"), ["store"], macros)
             monkeypatch.setattr(server.layer, "_kernel", lambda name, of=library: of.launch_store)
         server.begin(0)
@@ -171,8 +114,3 @@ def padding(server):
     numbers = torch.zeros(1, WIDTH, dtype=torch.int32), torch.tensor([0]), torch.tensor([0])
     known = Known(torch.tensor([1]), torch.tensor([0]), 1)
     return server.planner.plan(*numbers, torch.tensor([-1]), known)
-
-
-def variant_of(server, side) -> Variant:
-    layout = server.layer.layouts[side]
-    return Variant(layout.dim, layout.dim // layout.groups, torch.float32, layout.format)

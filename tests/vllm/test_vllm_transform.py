@@ -52,7 +52,7 @@ def has_kernels(monkeypatch, libraries, device):
     def restore(name, layout, dtype, device):
         variant = Variant(layout.dim, layout.dim, dtype)
         kernel = store(name, layout.dim, layout.tokens, dtype, device)
-        return Kernel(kernel, variant.block_rows, variant.threads)
+        return Kernel(kernel, variant.block_rows)
 
     if device == "cpu":
         for module in (pages, prompts, cuda_segments):
@@ -69,7 +69,7 @@ def has_kernels(monkeypatch, libraries, device):
 
 def settings_for(dim, **options):
     geometry = [Layer(0, 0, 2 * HEADS, HEADS, dim, dim)]
-    return settings_of("transform", kernel=True, geometry=geometry, **options)
+    return settings_of("segments", kernel=True, geometry=geometry, **options)
 
 
 def with_exact_products(layer: LayerPages) -> None:
