@@ -17,7 +17,7 @@ from rotationzoo.evaluation.decision import Rule
 from rotationzoo.evaluation.rungs import ask_rungs, choose_rung, find_rungs
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 
-pytestmark = pytest.mark.usefixtures("one_range")
+
 SMALL = {"tokens": 1024, "length": 512, "device": "cpu"}
 """Text of the model `induction`, which is quick to read."""
 
