@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from rotationzoo.budget import Budget, EvenBudget
-from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.codec.int2 import check_nearest
 from rotationzoo.codec.options import CacheOptions, Reading, Rounding
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
 
@@ -63,9 +63,10 @@ def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOption
     known = options.as_engine(rotations.has_budget)
     assert known.format is not None
     assert known.prefill_layout is not None
-    default: Rounding = "nearest"
-    if rotations.has_transform:
-        default = "transform"
+    default: Rounding = "transform" if known.format == BUDGETED else "nearest"
+    if known.rounding == "transform" and default != "transform":
+        problem = f"transform coding has a format of its own, and {known.format} is asked for"
+        raise UsageError(problem, hint=f"leave out --format, or give --format {BUDGETED}")
     group_size = known.group_size or recipe.group_size
     sink, recent = known.windows(recipe)
     layout = CacheLayout(
