@@ -20,8 +20,6 @@ from rotationzoo.recipe import Data
 from rotationzoo.settings import EvaluationSettings
 
 
-
-
 @pytest.fixture(scope="module")
 def job(induction, mine):
     tasks = TaskSettings(("needles", "quote"), questions=2 * STEP)
