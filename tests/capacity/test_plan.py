@@ -75,7 +75,7 @@ def measure(tmp_path, monkeypatch):
     [
         ("Llama-3.3-70B", "RTX 3090", "39.8 GB of weights in 4 bits, and RTX 3090 has 21.9 GB"),
         ("Qwen2.5-7B", "RTX 3090", "a cache in fp8; at most 1 fit, and 5 in 2.25 bits"),
-        ("Llama-3.3-70B", "2x RTX 3090", "--context 48 in 4 bits and a cache"),
+        ("Llama-3.3-70B", "2x RTX 3090", "--context 49728 fits with weights in 4 bits and a cache"),
         ("Llama-3.3-70B", "H100", "bits and a cache in fp8; at most 1 fit, and 5 in 2.25 bits"),
         ("Qwen3-8B", "24GiB", "as published and a cache in 2.25 bits; at most 1 fit"),
     ],
