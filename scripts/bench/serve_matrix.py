@@ -21,10 +21,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -435,8 +436,10 @@ def main() -> None:
         named = [tuple(each.split("+")) for each in args.cells.split(",")]
         cells = [cell for cell in cells if cell.names in named]
     save_models(work, {cell.family for cell in cells})
-    for row, family in sorted({(cell.row, cell.family) for cell in cells}):
-        calibrate(work, family, row)
+    wanted = sorted({(cell.row, cell.family) for cell in cells})
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        for ready in [pool.submit(calibrate, work, family, row) for row, family in wanted]:
+            ready.result()
     found = measure(cells, work, args.jobs)
     for cell, its in found.items():
         print(f"{cell.row:7} {'+'.join(cell.names):20} {its}")
