@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rotationzoo
 from rotationzoo import Artifact, RotatedCache, Rotations, api, calibrate, evaluate, generate, pull
-from rotationzoo.artifact.scores import ALL_ELSE
 from rotationzoo.codec.options import CacheOptions
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES
@@ -184,7 +183,7 @@ def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
     other = calibrate("demo", output="other", recipe="hadamard")
     short = dict(tokens=128, length=128, windows=[(4, 16)], tasks=[])
     report = evaluate("demo", [str(made), other], save=False, **short)
-    assert list(report["arms"]) == ["made", "other", "made+transform", *BASELINES, ALL_ELSE]
+    assert list(report["arms"]) == ["made", "other", *BASELINES]
     assert "evaluation.json" not in Artifact.open("other").manifest.files
     with short_probes():
         evaluate("demo", other, save=True, **short)

@@ -130,14 +130,14 @@ def measure_losses(
     layers = prediction.decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
         layers = []  # a layer that reads another one's cache needs it to run
-    codec = RotatedCodec(rotations, rounding="transform")
+    codec, plain = RotatedCodec(rotations, rounding="transform"), RotatedCodec(rotations)
     places = [(layer, side) for layer, side, _ in rotations.each()]
     losses = dict.fromkeys(places, 0.0)
     done, total = 0, len(texts) * len(places)
     for text in texts:
         stored = [_reading_stored(codec, geometry, text, place) for place in places]
         # In bfloat16, any change moves all later roundings.
-        unrounded = _reading_stored(codec, geometry, text, places[0], rounds=False)
+        unrounded = _reading_stored(plain, geometry, text, places[0], rounds=False)
         found = _lose(model, layers, text, [unrounded, *stored])
         noise = next(found)
         for (index, side), loss in zip(places, found, strict=True):

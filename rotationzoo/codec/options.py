@@ -80,7 +80,8 @@ class CacheOptions(Settings):
         bits. Raises `UsageError` for an engine whose codec is not simulated, and as `Budget` and
         `check_budget` do."""
         name = self.engine or DEFAULT
-        engine, format = find_engine(name), choose_format(name, has_budget)
+        is_coded = has_budget and self.rounding != "nearest"
+        engine, format = find_engine(name), choose_format(name, is_coded)
         chosen: dict[str, str | int] = {"engine": name, "format": format}
         chosen["prefill_layout"] = engine.prefill_layout
         if not engine.budget:

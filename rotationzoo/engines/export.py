@@ -270,7 +270,7 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
 def _most_bits(layer: LayerRotations) -> float:
     """Bits of a channel, on average over rows, of the side that has more; 2 without a budget."""
     widths = [layer[side].widths for side in SIDES]
-    return max(2.0 if its is None else its.double().mean().item() for its in widths)
+    return max([its.double().mean().item() for its in widths if its is not None], default=2.0)
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:

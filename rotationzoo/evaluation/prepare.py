@@ -242,14 +242,16 @@ def _leave_windows(
 def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
     """The job with the format that it leaves to the artifacts."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    name = job.format or (BUDGETED if has_budget else "sglang")
+    is_coded = has_budget and job.rounding != "nearest"
+    name = job.format or (BUDGETED if is_coded else "sglang")
     check_budget(job.budget, has_budget, name)
     said = []
     if isinstance(job.budget, EvenBudget):
         said = ["Beside layers of other kinds, those in 2 bits get the same bits of the budget"]
     elif job.budget:
         said = [f"The artifacts have a budget of {job.budget.bits} bits here, and not their own"]
-    return replace(job, format=name, notes=[*job.notes, *said])
+    rounding = job.rounding if name == BUDGETED else "nearest"
+    return replace(job, format=name, rounding=rounding, notes=[*job.notes, *said])
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:

@@ -3,18 +3,16 @@ docs/history.md.
 
     python scripts/bench/real_models_lose.py MODEL ROTATIONS ... [--split dev] [--json OUT]
 
-MODEL is a folder of `real_models`; ROTATIONS are artifacts with a budget of bits. Parts, in the
+MODEL is a folder of `real_models`; ROTATIONS are artifacts with transform coding. Parts, in the
 order in which they run:
 
-    a  keys, values and both, in 2, 3 and 4 bits in all layers, by the first artifact
     k  caches that take no rotation of ours
     o  artifacts in caches that simulate what `RotatedCache` and vLLM store of them, as they are or
        in each of the --bits; and of transform coding, a Hadamard matrix in as many bits
 
-Codes of part a are chosen by error feedback, and a row has a float16 scale: `Format.bits` of the
-format `fine` without finer channels. Everything is compared with the exact model: answers that it
+Everything is compared with the exact model: answers that it
 gives and that are kept, nats of log probability of the right answers, and KL a token on plain text
-of 2,048 tokens. Bits of k and o count scales.
+of 2,048 tokens. Bits count scales.
 
 --json is written after every arm; arms that it holds already are not measured again. No arm is
 begun after --seconds.
@@ -27,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,11 +34,7 @@ from measuring import DEVICE, make_parser
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
-from rotationzoo.codec import int2
-from rotationzoo.codec.bit_allocation import COARSE
-from rotationzoo.codec.feedback import RANGES
-from rotationzoo.codec.rotated import RotatedCodec
-from rotationzoo.codec.size import EXACT_BITS
+from rotationzoo.codec.formats import SGLANG
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, build_arms, build_baselines, check_rivals
@@ -52,7 +45,6 @@ from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decode
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
-from rotationzoo.rotations import SIDES, Rotations
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
@@ -60,111 +52,11 @@ from real_questions import CHAT, LENGTHS, SPLITS, TASKS, Split
 
 Place = tuple[int, str]
 """A layer and a side."""
-Bits = Mapping[Place, int]
-"""The bits of a place; one that is left out is exact."""
-BLOCK = 16
-"""Channels whose errors are fed to later blocks together."""
-UNIFORM = (2, 3, 4)
 OTHERS = (
     "kvarn-k2v2", "exl3-2", KIVI, "turboquant_3bit_nc", "kvarn-k4v2", "exl3-3", "q4_0", "fp8",
 )  # fmt: skip
 """Arms of part k, by the bits that they take."""
 TEXT_LENGTH = 2048
-
-
-def feed_back(rows: torch.Tensor, factor: torch.Tensor, format: int2.Format) -> torch.Tensor:
-    """Rotated rows `[H, N, D]` as a cache returns them: `feedback.quantize` and `int2.dequantize`
-    up to rounding, for one group a row and formats without an offset.
-
-    Sums are in another order, so that a channel takes five operations in place of sixteen, and
-    later blocks get the errors of `BLOCK` channels in one product. All is in steps of each range.
-    """
-    heads, count, dim = rows.shape
-    low, high = rows.amin(-1), rows.amax(-1)
-    cuts = low.new_tensor([(1 - share) / 2 for share in RANGES])
-    cut = (high - low)[:, None] * cuts[:, None]
-    ends = (low[:, None] + cut)[..., None], (high[:, None] - cut)[..., None]
-    scale = int2.metadata(*ends, format)[0].squeeze(-1)  # [H, ranges, N]
-    zero = format.largest_code / 2
-    exact = (rows.mT[:, :, None] / scale[:, None] + zero).flatten(2)  # [H, D, ranges * N]
-    moved, errors = exact.clone(), torch.empty_like(exact)
-    for start in range(0, dim, BLOCK):
-        stop = min(start + BLOCK, dim)
-        for channel in range(start, stop):
-            target, error = moved[:, channel], errors[:, channel]
-            # Halves are rounded to the even code, which is the upper one where all channels are 0.
-            code = target.round().clamp_(0, format.largest_code)
-            torch.sub(code, exact[:, channel], out=error)
-            if channel + 1 < stop:
-                later = factor[:, channel, channel + 1 : stop, None]
-                moved[:, channel + 1 : stop].addcmul_(later, error[:, None], value=-1)
-            torch.sub(code, target, out=target)  # what is left of the error
-        if stop < dim:
-            weights = factor[:, start:stop, stop:].mT.contiguous()
-            moved[:, stop:].baddbmm_(weights, errors[:, start:stop], alpha=-1)
-    weights = factor.diagonal(dim1=-2, dim2=-1)[:, None]
-    costs = (weights @ moved.square_()).view(heads, len(RANGES), count) * scale.square()
-    best = costs.argmin(1, keepdim=True)  # [H, 1, N]
-    codes = errors.add_(exact).round_().view(heads, dim, len(RANGES), count)
-    chosen = codes.gather(2, best[:, None].expand(-1, dim, -1, -1)).squeeze(2)
-    return ((chosen - zero) * scale.gather(1, best)).mT
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The matrices of one place on the model's device."""
-
-    forward: torch.Tensor
-    inverse: torch.Tensor
-    factor: torch.Tensor
-    mean: torch.Tensor
-    """`[H, 1, D]`: 0 where rows are not centered."""
-
-    def read(self, rows: torch.Tensor, bits: int) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as they are read in so many bits, with their mean."""
-        flat = ((rows.float() - self.mean) @ self.forward).transpose(0, 1).flatten(1, 2)
-        stored = feed_back(flat, self.factor, replace(COARSE, bits=bits))
-        read = stored.unflatten(1, (len(rows), -1)).transpose(0, 1) @ self.inverse + self.mean
-        return read.to(rows.dtype)
-
-
-def frames_of(rotations: Rotations, device: torch.device) -> dict[Place, Frame]:
-    """Raises `RotationZooError` for rotations without the factors of error feedback."""
-    codec, frames = RotatedCodec(rotations, rounding="feedback"), {}
-    for layer, side, rotation in rotations.each():
-        factor = rotation.feedback
-        assert factor is not None, "a codec with error feedback has checked this"
-        mean = torch.zeros_like(factor[:, 0]) if rotation.mean is None else rotation.mean
-        parts = codec.forward(layer, side), codec.inverse(layer, side), factor, mean[:, None]
-        frames[layer, side] = Frame(*(each.to(device).float() for each in parts))
-    return frames
-
-
-@dataclass(frozen=True)
-class PlannedCodec:
-    """What a `Simulation` asks of a codec. Rows keep the mean of keys, which a softmax ignores, so
-    that exact rows are the model's own."""
-
-    frames: Mapping[Place, Frame]
-    bits: Bits
-    token_group: int = 1
-
-    def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        return rows
-
-    def fake_quantize(
-        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
-    ) -> torch.Tensor:
-        bits = self.bits.get((layer, side))
-        return rows if bits is None else self.frames[layer, side].read(rows, bits)
-
-    def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
-        """With a scale of 16 bits for each head's row."""
-        return self.bits[layer, side] + 16 / dim if (layer, side) in self.bits else EXACT_BITS
-
-    def layers(self, geometry: Geometry) -> set[int]:
-        """The layers that read anything in few bits."""
-        return {each.index for each in geometry if {(each.owner, s) for s in SIDES} & {*self.bits}}
 
 
 def elements_of(geometry: Geometry) -> dict[Place, int]:
@@ -187,7 +79,7 @@ class Study:
         self.model = loading.load(source, config, DEVICE, torch.float32)
         self.tokenizer = loading.load_tokenizer(source)
         self.geometry = geometry_of(self.model)
-        self.cache = CacheLayout(COARSE, options.sink, options.recent)
+        self.cache = CacheLayout(SGLANG, options.sink, options.recent)
         split = SPLITS[options.split]
         self.prompts = {
             (length, task): self._write(split, task, length, range(options.questions))
@@ -208,8 +100,6 @@ class Study:
         if codec is None:
             return nullcontext()
         layers = {layer.index for layer in self.geometry}
-        if isinstance(codec, PlannedCodec):
-            layers = codec.layers(self.geometry)
         return Simulation(codec, self.cache, self.geometry, layers).running(self.model)
 
     def ask(self) -> dict[str, Any]:
@@ -268,7 +158,7 @@ class Study:
         stored = 0.0
         for layer in cached_layers(self.geometry):
             for side in layer.sides:
-                its = codec.stored_bits(layer.index, side, layer.dims[side], COARSE)
+                its = codec.stored_bits(layer.index, side, layer.dims[side], SGLANG)
                 stored += elements[layer.index, side] * its
         return stored / sum(elements.values())
 
@@ -335,8 +225,6 @@ class Run:
                 return
             started = time.perf_counter()
             told = {**self.study.measure(codec), "bits": self.study.bits(codec)}
-            if isinstance(codec, PlannedCodec):
-                told["plan"] = {f"{layer}.{side}": b for (layer, side), b in codec.bits.items()}
             told["seconds"] = round(time.perf_counter() - started, 2)
             arms[name] = told
             self.write()
@@ -365,17 +253,6 @@ class Parts:
 
     def __init__(self, run: Run, artifacts: Sequence[Artifact]):
         self.run, self.study, self.artifacts = run, run.study, artifacts
-        self.elements = elements_of(run.study.geometry)
-
-    def sides(self) -> None:
-        self.run.head("a. One side, or both, in all layers")
-        frames = frames_of(self.artifacts[0].rotations, self.study.model.device)
-        for sides, bits in itertools.product((("key",), ("value",), SIDES), UNIFORM):
-            places = [place for place in self.elements if place[1] in sides]
-            label = "keys and values" if len(sides) > 1 else f"{sides[0]}s"
-            self.run.measure(
-                f"{label}, {bits} bits", PlannedCodec(frames, dict.fromkeys(places, bits))
-            )
 
     def rivals(self) -> None:
         self.run.head("k. Caches that take no rotation of ours")
@@ -404,7 +281,6 @@ class Parts:
 
 
 PARTS: dict[str, Callable[[Parts], None]] = {
-    "a": Parts.sides,
     "k": Parts.rivals,
     "o": Parts.as_they_are,
 }

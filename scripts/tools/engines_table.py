@@ -54,7 +54,7 @@ def _picks(name: str) -> list[str]:
         _means(entry),
         CLIP_RATIOS[entry.clip],
         "the artifact's" if entry.windows else "none",
-        "transform coding, error feedback" if entry.feedback else "nearest",
+        "transform coding" if entry.budget and entry.rotates else "nearest",
         format,
         EARLIER[entry.prefill_layout] if entry.windows else "nothing",
         start,

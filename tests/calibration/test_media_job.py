@@ -100,8 +100,3 @@ def test_a_missing_processor_is_refused(run, folder):
     planned = run("--dry-run", model="bare")
     assert "Note: it cannot be calibrated yet: " in planned.stderr
     assert says in planned.stderr
-
-
-@pytest.mark.usefixtures("no_weights")
-def test_a_budget_is_refused(run):
-    assert "a budget of bits is measured on text alone" in refused(run("--bits", 2.5))

@@ -75,7 +75,7 @@ def measure(tmp_path, monkeypatch):
     [
         ("Llama-3.3-70B", "RTX 3090", "39.8 GB of weights in 4 bits, and RTX 3090 has 21.9 GB"),
         ("Qwen2.5-7B", "RTX 3090", "a cache in fp8; at most 1 fit, and 5 in 2.25 bits"),
-        ("Llama-3.3-70B", "2x RTX 3090", "--context 47936 fits with weights in 4 bits and a cache"),
+        ("Llama-3.3-70B", "2x RTX 3090", "--context 49728 fits with weights in 4 bits and a cache"),
         ("Llama-3.3-70B", "H100", "bits and a cache in fp8; at most 1 fit, and 5 in 2.25 bits"),
         ("Qwen3-8B", "24GiB", "as published and a cache in 2.25 bits; at most 1 fit"),
     ],
@@ -115,7 +115,8 @@ def test_an_h100_held_as_many_tokens_in_vllm(measure, monkeypatch, share, cache,
     monkeypatch.setattr("rotationzoo.capacity.plan.UTILIZATION", share)
     capacity = measure("Qwen3-8B", "H100", storage=Storage(VLLM))
     each = capacity.longest("published", cache, capacity.wish.card, 64)
-    assert 64 * each == pytest.approx(tokens, rel=1e-3)
+    # That server of 2 bits had one matrix of a head more than today's.
+    assert 64 * each == pytest.approx(tokens, rel=2e-3)
 
 
 def test_latents_have_every_cache(measure):

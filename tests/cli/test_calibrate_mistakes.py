@@ -41,7 +41,7 @@ def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
         file.unlink()
     shown = inside("calibrate", "tiny", "--tokens", "256", "--length", "128", "--dry-run")
     quick = inside("calibrate", "tiny", "--quick", "--dry-run")
-    assert ("(fine)" in shown.stdout, "(fine)" in quick.stdout) == (True, False)
+    assert ("(segments)" in shown.stdout, "(segments)" in quick.stdout) == (True, False)
     assert "Note: it cannot be calibrated yet: tiny has no readable tokenizer" in shown.stderr
     assert "Next: rotationzoo calibrate tiny --tokens 256 --length 128\n" in shown.stderr
     monkeypatch.setattr("rotationzoo.calibration.memory.total_memory", lambda *_, **__: 1000)

@@ -50,7 +50,7 @@ MISTAKES = [
     ("plan demo --gpu h300", 2, "did you mean"),
     ("plan demo --context 0", 2, "--context"),
     ("plan demo --rope-scaling yarn", 2, "must be written as yarn:4"),
-    ("plan demo --format gguf", 2, "'fine', 'vllm', 'sglang'"),
+    ("plan demo --format gguf", 2, "'segments', 'vllm', 'sglang'"),
     ("plan demo --bits 2.5 --format vllm", 2, "rows of the format vllm have the same"),
     ("plan demo --bits 0.5", 2, "must be greater than or equal to 1"),
     ("push {made} zoo --dry-run", 2, "zoo is not a repository"),

@@ -17,7 +17,6 @@ from rotationzoo.evaluation.decision import Rule
 from rotationzoo.evaluation.rungs import ask_rungs, choose_rung, find_rungs
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 
-pytestmark = pytest.mark.usefixtures("one_range")
 SMALL = {"tokens": 1024, "length": 512, "device": "cpu"}
 """Text of the model `induction`, which is quick to read."""
 
@@ -100,9 +99,9 @@ def budgeted(induction, tmp_path_factory) -> Artifact:
     return calibrate(str(induction), output=folder, recipe="attention", bits=3.5, **SMALL)
 
 
-def test_the_rungs_are_those_that_rows_have_room_for(budgeted, artifacts):
-    assert [each.bits for each in find_rungs([budgeted.folder])] == [2.25, 2.5, 3.0, 3.5, 4.0]
-    assert find_rungs(artifacts[:1]) == ()
+def test_the_rungs_are_those_of_an_artifact_with_a_budget(budgeted, artifacts):
+    assert [each.bits for each in find_rungs([budgeted.folder])] == [2.0, 2.25, 2.5, 3.0, 3.5, 4.0]
+    assert find_rungs(artifacts[1:]) == ()
 
 
 def ask(model: Path, artifact: Artifact, keep: float):

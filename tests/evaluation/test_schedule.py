@@ -19,8 +19,6 @@ from rotationzoo.recall.prompts import Prompt
 from rotationzoo.recipe import Data
 from rotationzoo.settings import EvaluationSettings
 
-pytestmark = pytest.mark.usefixtures("one_range")
-
 
 @pytest.fixture(scope="module")
 def job(induction, mine):

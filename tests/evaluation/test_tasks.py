@@ -27,7 +27,6 @@ from rotationzoo.recipe import Data
 from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks
 from rotationzoo.words import duration
 
-pytestmark = pytest.mark.usefixtures("one_range")
 LENGTH, SHORT = 512, 352
 TEXT = Data(tokens=LENGTH, length=LENGTH)
 

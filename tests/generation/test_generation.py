@@ -84,7 +84,8 @@ def test_a_chat_ends_where_the_answer_begins(demo, made, tmp_path):
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}<answer>{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
-    report = generate(str(folder), "hello", rotations=str(made), chat=True, **SMALL)
+    exact = SMALL | {"recent": 64}
+    report = generate(str(folder), "hello", rotations=str(made), chat=True, **exact)
     assert report["text"] == write(demo, text="<user>hello\n<answer>")
 
 

@@ -180,7 +180,7 @@ def test_the_command_of_a_run_on_gpus_names_how_it_ran(plain):
     words = reproduce_command(parse_manifest(manifest, "the manifest"))
     assert words == (
         f"rotationzoo calibrate a/b --revision {'0' * 40} --recipe oscar --tokens 1024 "
-        "--length 256 --quick --batch 16 --device-map auto"
+        "--length 256 --batch 16 --device-map auto"
     )
 
 
