@@ -1,13 +1,13 @@
 """Random traffic in a real vLLM, and each of its requests again alone ("Traffic" in
 docs/vllm.md).
 
-    python scripts/bench/ask_traffic.py --model MODEL --quick ROTATIONS [--budget ROTATIONS]
-        [--arms bf16,feedback,...] [--minutes 10 | --requests 500] [--seed 0] [--small]
+    python scripts/bench/ask_traffic.py --model MODEL --rotations ROTATIONS
+        [--arms bf16,segments,...] [--minutes 10 | --requests 500] [--seed 0] [--small]
 
 Run it with the Python that has vLLM. Each arm is an engine in a process of its own. An arm is what
-is stored, `bf16` (vLLM's own cache), `feedback`, `nearest` (both of `--quick`) or `budget`, and any
-of `+priority`, `+drafts`, `+offload` (to main memory) and `+slots`, with slots for exact copies of
-so few requests that they are taken from each other.
+is stored, `bf16` (vLLM's own cache), `vllm` or `segments` (our formats), and any of `+priority`,
+`+drafts`, `+offload` (to main memory) and `+slots`, with slots for exact copies of so few requests
+that they are taken from each other.
 
 Traffic comes in rounds, drawn from the seed: bursts with shared prefixes, two to four samples of a
 prompt, follow-ups, aborts, in chunks of a drawn size, with many blocks or so few that requests
@@ -33,9 +33,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-ARMS = (
-    "bf16,feedback,nearest+priority,budget,feedback+drafts+priority,feedback+offload,feedback+slots"
-)
+ARMS = "bf16,segments,vllm+priority,segments+drafts+priority,segments+offload,segments+slots"
 
 
 Places = dict[int, Any]
@@ -73,9 +71,7 @@ def start(arm: str, args: argparse.Namespace) -> Any:
     stored, *more = arm.split("+")
     options: dict[str, Any] = {}
     if stored != "bf16":
-        config = {"artifact": args.budget}
-        if stored != "budget":
-            config = {"artifact": args.quick, "rounding": stored, "format": "vllm"}
+        config = {"artifact": args.rotations, "format": stored}
         options["additional_config"] = {"rotationzoo": config}
         if not args.small:
             options["attention_backend"] = "CUSTOM"
@@ -393,8 +389,7 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--quick", help="rotations of one format")
-    parser.add_argument("--budget", help="rotations with a budget")
+    parser.add_argument("--rotations", help="with transform coding, for segments")
     parser.add_argument("--arms", default=ARMS)
     parser.add_argument(
         "--minutes", type=float, default=0, help="of all arms, without their starts"

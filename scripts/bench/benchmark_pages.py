@@ -2,15 +2,15 @@
 ("On a GPU" in docs/vllm.md).
 
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
-        [--format vllm] [--few 4] [--bits 2.25]
+        [--format vllm] [--few 4] [--bits 2.5]
 
 The classes of the backend run with metadata made by hand, without a server: a `Planner` plans a
 step of requests whose pages lie in no order, and a `LayerPages` stores new tokens and reads. Caches
 are cold, and medians are those of CUDA graph replays. In the same run:
 
 * `pages, reading`: the decode kernel over the server's pages, windows in slots of the copies;
-* `pages, storing`: storing the new tokens as codes, with error feedback, or by transform coding
-  with --bits;
+* `pages, storing`: storing the new tokens, as nearest codes, or by transform coding with
+  `--format segments`;
 * `pages, whole step`: both, as a server does it, at the same time;
 * `N tokens`: the same of N new tokens of each request, which the decode kernel reads;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
@@ -35,7 +35,7 @@ from rotationzoo.artifact.fit import fit
 from rotationzoo.budget import Budget
 from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.bit_allocation import spend_bits
-from rotationzoo.codec.formats import SIMULATED
+from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.settings import CacheSettings
@@ -109,18 +109,13 @@ def random_pages(layout: PageLayout | SegmentLayout, count: int, device: str) ->
 
 
 def settings_of(
-    shape: Shape, format: str, bits: float | None = None, device: str = "cuda"
+    shape: Shape, format: str, bits: float = 2.5, device: str = "cuda"
 ) -> CacheSettings:
-    """Random rotations, with factors of error feedback; or with transform coding in so many
-    bits."""
+    """Random rotations; with transform coding in so many bits in the format `segments`."""
     geometry = [Layer(0, 0, shape.heads, shape.kv_heads, shape.dim, shape.dim)]
     generator = torch.Generator().manual_seed(0)
 
     def complete(_: int, __: str, rotation: Rotation) -> Rotation:
-        size = shape.kv_heads, shape.dim, shape.dim
-        above = torch.randn(size, generator=generator).triu(1) / shape.dim
-        if bits is None:
-            return replace(rotation, feedback=above + torch.eye(shape.dim))
         # Of variances as a real model's, which fall by some powers of ten, and differ by head.
         heads = 0.2 + torch.rand(shape.kv_heads, 1, generator=generator)
         deviations = heads * torch.linspace(0, -4, shape.dim).exp()
@@ -130,9 +125,10 @@ def settings_of(
             rotation, mean=mean, transform=rotation.matrix, deviations=deviations, costs=costs
         )
 
-    rotations, rounding = fit(None, PRESETS["random"], geometry).replace(complete), "feedback"
-    if bits is not None:
-        rotations, rounding = spend_bits(rotations, Budget(bits), None), "transform"
+    rotations, rounding = fit(None, PRESETS["random"], geometry), "nearest"
+    if format == BUDGETED:
+        rotations = spend_bits(rotations.replace(complete), Budget(bits))
+        rounding = "transform"
     layout = CacheLayout(SIMULATED[format], SINK, RECENT, prefill_layout="window")
     like = torch.zeros(1, shape.kv_heads, 1, shape.dim, device=device)
     settings = CacheSettings(RotatedCodec(rotations, rounding=rounding), layout)
@@ -319,7 +315,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="1x102400,8x102400,64x32768")
     parser.add_argument("--format", default="vllm")
-    parser.add_argument("--bits", type=float, help="transform coding in so many bits an element")
+    parser.add_argument("--bits", type=float, default=2.5, help="an element in segments")
     parser.add_argument("--few", type=int, nargs="*", default=[4], help="new tokens of a request")
     args = parser.parse_args()
     require_gpu()

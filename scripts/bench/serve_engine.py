@@ -1,7 +1,7 @@
 """An installed vLLM, in process: with rotations, in bfloat16, and with vLLM's own fp8 cache
 ("On a GPU" in docs/vllm.md).
 
-    python scripts/bench/serve_engine.py MODEL ROTATIONS [--arms bf16,fp8,feedback,nearest]
+    python scripts/bench/serve_engine.py MODEL ROTATIONS [--arms bf16,fp8,segments,vllm]
         [--prompts 8192,32768,100000] [--prefix 64000] [--many 8x8192,8x32000] [--fill 30000]
         [--beside 64000] [--jobs 64x30000+512,256x2048+2048] [--chats 16] [--period 100]
 
@@ -16,8 +16,8 @@ steps. It prints one table, of medians of three where work can be repeated:
 * how long a decoding request waits for a token while a prompt is read beside it;
 * whole jobs: prompts and all their answers, and chats of ten turns after a shared prefix.
 
-An arm `feedback:fine:2.75+3` stores the format `fine` with a budget of 2.75 bits, and verifies
-three drafts a step: of n-grams with a `--period`, after which prompts repeat themselves, and else
+An arm `segments:2.75+3` stores the format `segments` with a budget of 2.75 bits, and verifies three
+drafts a step: of n-grams with a `--period`, after which prompts repeat themselves, and else
 made up, so that nearly all are rejected. A number of 0, or an empty list, leaves its part out. The
 model may have random weights. Times of a first prompt and of jobs are measured once: the second
 time they are cached. Each arm compiles its kernels before.
@@ -53,12 +53,11 @@ class Engine:
         from vllm import LLM
 
         arm, _, drafts = arm.partition("+")
-        arm, *stored = arm.split(":")
+        arm, _, bits = arm.partition(":")
         options: dict[str, Any] = {"fp8": {"kv_cache_dtype": "fp8"}}.get(arm, {})
-        if arm in ("feedback", "nearest"):
-            config: dict[str, Any] = {"artifact": args.artifact, "rounding": arm}
-            config |= zip(("format", "bits"), stored, strict=False)
-            config |= {"bits": float(config["bits"])} if "bits" in config else {}
+        if arm in ("sglang", "vllm", "segments"):
+            config: dict[str, Any] = {"artifact": args.artifact, "format": arm}
+            config |= {"bits": float(bits)} if bits else {}
             options = {"additional_config": {"rotationzoo": config}, "attention_backend": "CUSTOM"}
         if drafts and not args.period:
             from vllm.v1.spec_decode.ngram_proposer import NgramProposer
@@ -206,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("model", help="folder or hub id")
     parser.add_argument("artifact")
-    parser.add_argument("--arms", default="bf16,fp8,feedback", help="bf16, fp8, feedback, nearest")
+    parser.add_argument("--arms", default="bf16,fp8,segments", help="bf16, fp8, or a format")
     parser.add_argument("--prompts", type=numbers, default=[8192, 32_768, 100_000])
     parser.add_argument("--prefix", type=int, default=64_000)
     parser.add_argument("--many", type=shapes, default=[(8, 8192), (8, 32_000)])

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from rotationzoo import Artifact, RotatedCache
-from rotationzoo.rotations import SIDES
+from rotationzoo.rotations import SIDES, LayerRotations
 from support.vllm import CHUNK, TOKENS
 
 # Log probabilities in float32, of sums in another order: 4e-6 on average and 6e-5 at most were
@@ -17,6 +17,14 @@ CLOSE, FLIPPED = 1e-3, 0.1
 FLIPPED_EARLY = 5e-3
 """On average, where all tokens read a code that flips: with AMX, 2.3e-3 was measured of pages that
 another server computed, and 3.6e-3 of states. Elsewhere, it was 1e-6 and 2e-6."""
+
+
+def cell_of(layer: LayerRotations) -> int:
+    """The bytes of one token of one of two KV heads of a layer with transform coding: on average,
+    rounded up. A row is whole words, with a scale of four bits."""
+    bits = 4 * torch.stack([layer[side].widths.sum(-1) for side in SIDES])
+    rows = (bits + 4 + 31) // 32 * 4 * (bits > 0)
+    return max(1, -(-int(rows.sum()) // 2))
 
 
 def differences(found: list[float], expected: list[float]) -> torch.Tensor:

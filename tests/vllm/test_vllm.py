@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.codec import on_gpu
 from support.models import save_random
-from support.recipes import QUICK
+from support.recipes import CODED, QUICK
 from support.vllm import (
     CHUNK,
     NEEDS_VLLM,
@@ -31,11 +31,17 @@ from support.vllm import (
     serve,
     serve_in_turn,
 )
-from support.vllm_answers import CLOSE, assert_same, differences, read_exact, read_in_transformers
+from support.vllm_answers import (
+    CLOSE,
+    assert_same,
+    cell_of,
+    differences,
+    read_exact,
+    read_in_transformers,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import Artifact
-from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.server import Server
@@ -47,13 +53,12 @@ from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import join_answers, read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.recipe.loading import PRESETS, with_budget
-from rotationzoo.rotations import SIDES
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.simulated import Simulation
 
 pytestmark = NEEDS_VLLM
 SHORT = Data(tokens=2048, length=512)
-RECIPES = {"oscar": QUICK, "transform": PRESETS["transform"].model_copy(update={"data": SHORT})}
+RECIPES = {"oscar": QUICK, "coded": CODED.model_copy(update={"data": SHORT})}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def prompts() -> list[list[int]]:
 def transformed(tmp_path_factory) -> Artifact:
     """Transform coding, of which heads and layers take different bytes."""
     folder = tmp_path_factory.mktemp("transformed") / "artifact"
-    return calibrate(Job("demo", RECIPES["transform"], folder, device="cpu"))
+    return calibrate(Job("demo", RECIPES["coded"], folder, device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +181,7 @@ FAMILIES = {
 }
 
 
-def make_family(family: str, tmp_path: Path, bits: float | None = None, recipe: Recipe = QUICK):
+def make_family(family: str, tmp_path: Path, recipe: Recipe = QUICK):
     """A random model with heads of 32, whose weights are large enough for attention to matter, and
     its artifact."""
     name, changes = FAMILIES[family]
@@ -186,23 +191,18 @@ def make_family(family: str, tmp_path: Path, bits: float | None = None, recipe: 
     )  # fmt: skip
     folder = tmp_path / "model"
     model = save_random(name, name, folder, std=0.1, **options | changes)
-    recipe = recipe.model_copy(update={"data": SHORT, "bits": bits})
+    recipe = recipe.model_copy(update={"data": SHORT})
     artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
     return model, folder, artifact
 
 
 @pytest.mark.parametrize(
-    ("family", "bits", "recipe"),
-    [
-        *((name, None, "oscar") for name in FAMILIES),
-        ("windows and soft caps", 3.25, "oscar"),
-        ("windows and soft caps", 2.25, "transform"),
-    ],
+    ("family", "recipe"),
+    [*((name, "oscar") for name in FAMILIES), ("windows and soft caps", "coded")],
 )
-def test_other_families(family, bits, recipe, prompts, tmp_path):
-    """A budget gives all layers without a window the same bits, but for transform coding, where
-    they have room for the largest."""
-    model, folder, artifact = make_family(family, tmp_path, bits, RECIPES[recipe])
+def test_other_families(family, recipe, prompts, tmp_path):
+    """Beside layers with a window, all others get the same bits of transform coding."""
+    model, folder, artifact = make_family(family, tmp_path, RECIPES[recipe])
     options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
     served = serve(tmp_path, artifact, [[prompts[2]]], **options)
     (answer,) = served["rounds"][0]
@@ -340,7 +340,7 @@ def test_questions_to_a_server_are_answered_as_an_evaluation_says(made, probes, 
     artifact, model = Artifact.open(made), load(DEMO)
     layout = CacheLayout.of_recipe(artifact.recipe, FORMATS["vllm"])
     layout = replace(layout, prefill_chunk=CHUNK, prefill_layout="window")
-    arm = RotatedCodec(artifact.rotations, rounding="feedback")
+    arm = RotatedCodec(artifact.rotations)
     layers = {layer.index for layer in artifact.geometry}
     with Simulation(arm, layout, artifact.geometry, layers).running(model):
         answers = join_answers([read_answers(model, [each]) for each in questions])
@@ -364,34 +364,11 @@ def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
     assert differences(found, read_exact(load(DEMO), answer["ids"])).mean() < looser * CLOSE
 
 
-def test_each_layer_takes_the_bytes_that_a_budget_gives_it(alone, prompts, tmp_path):
-    """Cells of 36 to 52 bytes, of which some are no whole number of float32. The second request
-    finds a prefix, where a step is cut."""
-    recipe = with_budget(QUICK, Budget(2.7)).model_copy(update={"data": SHORT})
-    artifact = calibrate(Job("demo", recipe, tmp_path / "budgeted", device="cpu"))
-    cells = [
-        sum(18 + int(sides[side].fine_channels) // 8 for side in SIDES)
-        for sides in (artifact.rotations[layer] for layer in artifact.rotations)
-    ]
-    assert len(set(cells)) > 1
-    served = serve(tmp_path, artifact.folder, [[prompts[1]]] * 2, enable_prefix_caching=True)
-    assert served["blocks"] == pytest.approx(alone["blocks"] * 4 * 40 / sum(cells), rel=1e-3)
-    model = load(DEMO)
-    for (answer,), cached in zip(served["rounds"], (False, True), strict=True):
-        assert (answer["cached"] > 0) == cached
-        expected = read_in_transformers(artifact.folder, model, answer["ids"], cut=answer["cached"])
-        assert_same(answer["answer"], expected[-TOKENS:])
-
-
 def test_rows_of_heads_take_different_bytes(transformed, alone, prompts, tmp_path):
     """The second request finds a prefix."""
-    cells, seen = 0, set()
-    for layer in transformed.rotations.values():
-        bits = 4 * torch.stack([layer[side].widths.sum(-1) for side in SIDES])
-        rows = (bits + 4 + 31) // 32 * 4 * (bits > 0)
-        seen.update(rows.flatten().tolist())
-        cells += max(1, -(-int(rows.sum()) // 2))
-    assert len(seen) > 4
+    layers = transformed.rotations.values()
+    assert len({cell_of(layer) for layer in layers}) > 1
+    cells = sum(map(cell_of, layers))
     served = serve(tmp_path, transformed.folder, [[prompts[1]]] * 2, enable_prefix_caching=True)
     assert served["blocks"] == pytest.approx(alone["blocks"] * 4 * 40 / cells, rel=1e-3)
     model = load(DEMO)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.codec import on_gpu
-from support.recipes import QUICK
+from support.recipes import CODED
 from support.vllm import NEEDS_VLLM, PYTHON, TEXT, TOKENS, drive, engine_job, environment, hold
 from support.vllm_answers import (
     FLIPPED_EARLY,
@@ -24,12 +24,11 @@ from support.vllm_answers import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.model.source import DEMO
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import PRESETS, with_budget
+from rotationzoo.recipe.loading import PRESETS
 
 pytestmark = NEEDS_VLLM
 FIND_NIXL = [PYTHON, "-c", "import nixl._api"]
@@ -47,11 +46,10 @@ def prompts() -> tuple[list[int], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def budgeted(tmp_path_factory) -> Path:
+def coded(tmp_path_factory) -> Path:
     """An artifact whose layers take different bytes."""
-    recipe = with_budget(QUICK, Budget(2.7))
-    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
-    folder = tmp_path_factory.mktemp("budget") / "budgeted"
+    recipe = CODED.model_copy(update={"data": Data(tokens=2048, length=512)})
+    folder = tmp_path_factory.mktemp("coded") / "coded"
     return calibrate(Job("demo", recipe, folder, device="cpu")).folder
 
 
@@ -161,17 +159,17 @@ def test_a_server_on_the_loopback_address_hands_its_pages_over(made, prompts, tm
 
 
 @needs_nixl
-def test_pages_of_layers_that_take_different_bytes_are_handed_over(budgeted, prompts, tmp_path):
-    (answer,) = hand_over(tmp_path, budgeted, prompts)
-    assert_loaded(budgeted, answer, LENGTH - 1)
+def test_pages_of_layers_that_take_different_bytes_are_handed_over(coded, prompts, tmp_path):
+    (answer,) = hand_over(tmp_path, coded, prompts)
+    assert_loaded(coded, answer, LENGTH - 1)
 
 
 @on_gpu
 @pytest.mark.parametrize("simple", ["0", "1"])
-def test_pages_come_back_from_main_memory(simple, budgeted, prompts, tmp_path, device):
+def test_pages_come_back_from_main_memory(simple, coded, prompts, tmp_path, device):
     """Of vLLM's two connectors for it. The second request takes all blocks of the first."""
     prompt, another = prompts
     rounds = [[prompt], [another], [prompt]]
-    job = engine_job(budgeted, rounds, kv_offloading_size=1, **FEW)
+    job = engine_job(coded, rounds, kv_offloading_size=1, **FEW)
     answers = drive(tmp_path, job, VLLM_USE_SIMPLE_KV_OFFLOAD=simple)["rounds"]
-    assert_loaded(budgeted, answers[2][0], LENGTH // BLOCK * BLOCK, device)
+    assert_loaded(coded, answers[2][0], LENGTH // BLOCK * BLOCK, device)

@@ -12,25 +12,23 @@ import torch
 from safetensors.torch import save_file
 from support.hybrids import calibrate_hybrid
 from support.models import edited_weights, save_random
-from support.recipes import QUICK
+from support.recipes import CODED, QUICK
 from support.vllm import NEEDS_VLLM, ON_GPU, TEXT, engine_job, serve, serve_in_turn
 from support.vllm_answers import (
     CLOSE,
     FLIPPED_EARLY,
     assert_same,
+    cell_of,
     differences,
     read_exact,
     read_in_transformers,
 )
 from transformers import AutoTokenizer, LlamaConfig
 
-from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.model.source import DEMO
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.loading import with_budget
-from rotationzoo.rotations import SIDES
 
 pytestmark = NEEDS_VLLM
 TOKENS = 40
@@ -55,18 +53,17 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def budgeted(tmp_path_factory):
-    recipe = with_budget(QUICK, Budget(2.7))
-    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
-    folder = tmp_path_factory.mktemp("artifact") / "budgeted"
+def coded(tmp_path_factory):
+    recipe = CODED.model_copy(update={"data": Data(tokens=2048, length=512)})
+    folder = tmp_path_factory.mktemp("artifact") / "coded"
     return calibrate(Job("demo", recipe, folder, device="cpu"))
 
 
 @pytest.fixture(scope="module")
-def without(budgeted, prompts, tmp_path_factory) -> dict:
+def without(coded, prompts, tmp_path_factory) -> dict:
     """The answers without drafts."""
     folder = tmp_path_factory.mktemp("without")
-    return serve(folder, budgeted.folder, [prompts], TOKENS, prompts_too=True, **ENGINE)
+    return serve(folder, coded.folder, [prompts], TOKENS, prompts_too=True, **ENGINE)
 
 
 def assert_answers(served: dict, without: dict, rounds: list[list[list[int]]]) -> tuple[int, int]:
@@ -87,13 +84,13 @@ def assert_answers(served: dict, without: dict, rounds: list[list[list[int]]]) -
 
 
 def test_ngrams_with_a_budget_cached_prefixes_and_requests_that_preempt_each_other(
-    budgeted, without, prompts, tmp_path
+    coded, without, prompts, tmp_path
 ):
     """In nine blocks of 128 tokens, of which the four last requests would take twelve."""
     rounds = [prompts[:2], [prompts[1]], prompts[2:]]
     engine = ENGINE | {"num_gpu_blocks_override": 10, "enable_prefix_caching": True}
     drafts = NGRAMS | {"num_speculative_tokens": 3}
-    served = serve(tmp_path, budgeted.folder, rounds, TOKENS, speculative_config=drafts, **engine)
+    served = serve(tmp_path, coded.folder, rounds, TOKENS, speculative_config=drafts, **engine)
     accepted, rejected = assert_answers(served, without, rounds)
     assert min(accepted, rejected) > 50, "134 and 199 were measured"
     assert served["rounds"][1][0]["cached"] == 384
@@ -125,7 +122,7 @@ def make_head(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("method", "layers"), [("draft_model", 4), ("eagle", 1)])
 def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
-    method, layers, budgeted, without, prompts, tmp_path
+    method, layers, coded, without, prompts, tmp_path
 ):
     """In float32, a token of a KV head takes 2 x 64 x 4 bytes in each of its layers. The demo model
     drafts for itself, and no draft of the head is accepted."""
@@ -133,7 +130,7 @@ def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
     drafts = {"method": method, "model": model, "num_speculative_tokens": 3}
     served = serve(
         tmp_path,
-        budgeted.folder,
+        coded.folder,
         [prompts[:2]],
         TOKENS,
         prompts_too=True,
@@ -142,9 +139,8 @@ def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
     )
     accepted, rejected = assert_answers(served, without, [prompts[:2]])
     assert {"draft_model": accepted, "eagle": rejected}[method] > 20, "60 and 234 were measured"
-    rotations = budgeted.rotations
-    thirds = [int(rotations[layer][side].fine_channels) for layer in rotations for side in SIDES]
-    cells = sum(18 + third // 8 for third in thirds)
+    rotations = coded.rotations
+    cells = sum(cell_of(layer) for layer in rotations.values())
     share = cells / (cells + 512 * layers)
     assert served["blocks"] == pytest.approx(without["blocks"] * share, rel=1e-2)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import save_random
-from support.recipes import QUICK
+from support.recipes import CODED, QUICK
 from support.vllm import NEEDS_VLLM, ON_GPU, TEXT, TOKENS, serve
 from support.vllm_answers import CLOSE, assert_same, differences, read_exact, read_in_transformers
 from transformers import AutoTokenizer
@@ -28,7 +28,7 @@ def ids() -> list[int]:
     return AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
 
 
-def make(folder, bits=None, **changes):
+def make(folder, recipe=QUICK, **changes):
     """A random DeepSeek V3 without experts, whose weights are large enough for attention to matter,
     and its artifact."""
     options = dict(
@@ -38,7 +38,7 @@ def make(folder, bits=None, **changes):
         qk_rope_head_dim=16, v_head_dim=24, first_k_dense_replace=2,
     )  # fmt: skip
     model = save_random("DeepseekV3", "DeepseekV3", folder / "model", std=0.1, **options | changes)
-    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512), "bits": bits})
+    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
     made = calibrate(Job(str(folder / "model"), recipe, folder / "artifact", device="cpu")).folder
     return model, made, {"model": str(folder / "model")}
 
@@ -63,9 +63,9 @@ def test_every_log_probability_is_that_of_the_cache_in_transformers(ids, tmp_pat
     assert served["blocks"] == held // (2 * cell * served["tokens"] // served["blocks"])
 
 
-def test_a_budget_cached_prefixes_and_requests_at_the_same_time(ids, tmp_path):
+def test_transform_coding_cached_prefixes_and_requests_at_the_same_time(ids, tmp_path):
     """With DeepSeek's own scaling of RoPE, and queries that are not compressed."""
-    model, artifact, options = make(tmp_path, 3.0, rope_parameters=YARN, q_lora_rank=None)
+    model, artifact, options = make(tmp_path, CODED, rope_parameters=YARN, q_lora_rank=None)
     asked = [[ids[:1000]], [ids[:1100]], [ids[:960], ids[70:120]]]
     rounds = serve(tmp_path, artifact, asked, **options)["rounds"]
     answers = [answer for answers in rounds for answer in answers]

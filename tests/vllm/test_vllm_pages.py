@@ -27,6 +27,7 @@ from rotationzoo.codec.attention import attend_rows
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.transform import SegmentLayout
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import segments, steps
@@ -416,10 +417,8 @@ def to_bfloat16(rows):
 def test_a_cell_takes_what_the_format_says():
     assert cell_bytes(settings_of("vllm"), DIM, 0) == 2 * (4 + 4)
     assert cell_bytes(settings_of("sglang"), DIM, 0) == 2 * (4 + 8)
-    settings = settings_of()
-    without = replace(settings, layout=replace(settings.layout, format=SEGMENTS))
     with pytest.raises(RotationZooError, match="transform coding, and no nearest"):
-        cell_bytes(without, DIM, 0)
+        replace(settings_of(), layout=CacheLayout(SEGMENTS))
 
 
 def test_a_cell_has_room_for_the_heads_of_any_process():

@@ -25,7 +25,7 @@ SCRIPT = ROOT / "scripts/bench/ask_traffic.py"
 
 def ask(model: Path, rotations: Path, *options: str) -> dict:
     """What the script measures; all of it, where it ends with an error."""
-    words = [PYTHON, SCRIPT, "--model", model, "--quick", rotations, *options]
+    words = [PYTHON, SCRIPT, "--model", model, "--rotations", rotations, *options]
     variables = {**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def test_traffic_is_answered_as_each_request_alone(made):
     """In float32, 1e-5 was measured. Where requests read what their step stored before it was
     there, they are .57 apart."""
     sizes = "--prefix=400 --chunks=1024 --answer=4 --round=16 --requests=16 --seed=1"
-    found = ask(DEMO, made, "--small", "--dtype=float32", "--arms=feedback", *sizes.split())
+    found = ask(DEMO, made, "--small", "--dtype=float32", "--arms=vllm", *sizes.split())
     assert found["in the same step"]
     assert found["compared"] >= 16
     assert found["largest"] < 1e-3
@@ -61,5 +61,5 @@ def test_traffic_on_a_gpu(device, tmp_path):
     recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512)})
     rotations = calibrate(Job(str(folder), recipe, tmp_path / "made", device=device)).folder
     torch.cuda.empty_cache()
-    found = ask(folder, rotations, "--arms=feedback", "--requests=64", "--cache=4")
+    found = ask(folder, rotations, "--arms=vllm", "--requests=64", "--cache=4")
     assert found["in the same step"] > 4
