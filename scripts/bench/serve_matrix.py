@@ -348,7 +348,7 @@ def measure(cells: list[Cell], work: Path, jobs: int) -> dict[Cell, Found]:
         cell for cell, its in found.items() if its.word == "equal" and its.apart > cell.close
     ]
     controls = {cell: Cell(EXACT, cell.names) for cell in doubted}
-    exact = compare([*dict.fromkeys(controls.values())], work, jobs)
+    exact = compare([*dict.fromkeys(controls.values())], work, jobs, "exact")
     for cell in doubted:
         mine, own = found[cell], exact[controls[cell]]
         if own.word != "equal" or mine.apart > TIMES * own.apart:
@@ -361,7 +361,7 @@ def measure(cells: list[Cell], work: Path, jobs: int) -> dict[Cell, Found]:
     return found
 
 
-def compare(cells: list[Cell], work: Path, jobs: int) -> dict[Cell, Found]:
+def compare(cells: list[Cell], work: Path, jobs: int, name: str = "cell") -> dict[Cell, Found]:
     """How far the answers of cells are from those to the same requests alone."""
     served = run_all(
         {cell: make_job(cell, work, alone=False) for cell in cells}, work, jobs, "cell"
@@ -375,7 +375,7 @@ def compare(cells: list[Cell], work: Path, jobs: int) -> dict[Cell, Found]:
     for name, (job, wanted) in groups.items():
         if wanted:
             asked[name] = job | {"requests": [*wanted.values()]}
-    references = run_all(asked, work, jobs, "alone")
+    references = run_all(asked, work, jobs, f"{name}-alone")
     found = {}
     for cell, result in served.items():
         group = json.dumps(make_job(cell, work, alone=True) | {"chunk": 3})
