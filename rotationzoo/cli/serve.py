@@ -29,7 +29,7 @@ def serve_command(
     ),
     vllm_options: list[str] | None = argument("Options of vllm serve.", None, metavar="OPTIONS"),
     format: Literal["sglang", "vllm", "segments"] | None = option(
-        "How rows are stored (fine for a budget of bits, else vllm)."
+        "How rows are stored (segments for a budget of bits, else vllm)."
     ),
     bits: Bits = None,
     rounding: HowRounded = None,

@@ -58,7 +58,7 @@ class Evaluation(RunSettings):
     tasks: TaskSettings = field(default_factory=TaskSettings)
     windows: list[tuple[int, int]] = field(default_factory=list)
     format: str | None = None
-    """None means `sglang`, or `fine` for a budget of bits."""
+    """None means `sglang`, or `segments` for a budget of bits."""
     budget: Budget | None = None
     rungs: tuple[Budget, ...] = ()
     """Budgets of the one artifact, the fewest bits first, of which the fewest are chosen that keep

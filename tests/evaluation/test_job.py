@@ -29,6 +29,7 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli import evaluate as evaluate_view
 from rotationzoo.cli.output import Output
+from rotationzoo.codec.size import CONTEXT
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import prepare as job_module
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, build_arms
@@ -42,6 +43,7 @@ from rotationzoo.model.compatibility import add_adapter
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
+from rotationzoo.report.tables import stored_bits
 from rotationzoo.settings import parse_windows
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
@@ -288,6 +290,8 @@ def test_both_ways_to_store_rows_are_arms_and_transform_coding_is_judged(inducti
     assert coded["bits_at_length"] <= nearest["bits_at_length"]
     assert coded["attention_kl"] < 0.85 * nearest["attention_kl"]
     assert coded["tasks"]["quote"]["questions"] == 8
+    by_shapes = stored_bits(Artifact.open(mine), None, CONTEXT)
+    assert by_shapes == pytest.approx(coded["bits_per_element"])
 
     verdict = report["verdict"]
     assert "mine keeps " in verdict["words"][0]
