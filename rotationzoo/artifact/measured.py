@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from rotationzoo.artifact import scores
 from rotationzoo.artifact.scores import Errors, Figures
+from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.storage.strict_json import Count, Sha256
 
 # ---- arms
@@ -108,9 +109,12 @@ def arms_of(arms: Mapping[str, Arm], artifact: str) -> list[Arm]:
     return [arm for arm in arms.values() if arm.artifact == artifact]
 
 
-def plain_arm(arms: Mapping[str, Arm], artifact: str) -> Arm | None:
-    """The artifact's arm as engines serve it."""
-    return next((arm for arm in arms_of(arms, artifact) if arm.is_plain), None)
+def served_arm(arms: Mapping[str, Arm], artifact: str, format: str) -> Arm | None:
+    """The artifact's unpooled arm with the codes of a format: those of transform coding in
+    `segments`, if it has any, or else the nearest. None if there is no such arm."""
+    rounding = "transform" if format == BUDGETED else "nearest"
+    mine = [arm for arm in arms_of(arms, artifact) if not arm.pooled]
+    return max(mine, key=lambda arm: arm.rounding == rounding, default=None)
 
 
 # ---- verdicts

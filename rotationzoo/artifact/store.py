@@ -112,12 +112,12 @@ class Artifact:
         if EVALUATION not in self.manifest.files:
             return None
         # A server, which reads only rotations, does not need these types.
-        from rotationzoo.artifact.measured import Measured, plain_arm
+        from rotationzoo.artifact.measured import Measured, served_arm
 
         path = files.regular_file(self.folder, EVALUATION)
         measured = strict_json.validate(Measured, strict_json.read(path), str(path))
         for window in measured.windows:
-            if plain_arm(window.arms, self.identity) is None:
+            if served_arm(window.arms, self.identity, measured.format) is None:
                 raise RotationZooError(f"{path} is damaged: it has no figures of these rotations")
         return measured
 

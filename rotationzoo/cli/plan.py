@@ -105,6 +105,8 @@ def _cell(count: int | None) -> str:
 
 def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:
     """The words of the commands that lead to our own cache."""
+    from rotationzoo.recipe.loading import PRESETS
+
     wish, artifact = capacity.wish, str(job.output)
     model = named(wish.model, wish.revision, wish.rope_scaling)
     calibrate, generate = ["calibrate", *model], ["generate", *model, "--rotations", artifact]
@@ -112,7 +114,7 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:
     if format != BUDGETED:
         calibrate.append("--quick")
         generate += ["--format", format]
-    elif job.recipe.name != RECIPES[0]:  # another budget than the default's
+    elif job.recipe.budget != PRESETS[RECIPES[0]].budget:  # another budget than the default's
         calibrate += ["--bits", f"{wish.storage.bits:g}"]
     if format in (BUDGETED, "vllm"):
         limits = ["--max-model-len", str(capacity.context), "--max-num-seqs", str(wish.requests)]

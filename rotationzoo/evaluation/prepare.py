@@ -58,7 +58,7 @@ class Evaluation(RunSettings):
     tasks: TaskSettings = field(default_factory=TaskSettings)
     windows: list[tuple[int, int]] = field(default_factory=list)
     format: str | None = None
-    """None means `sglang`, or `fine` for a budget of bits."""
+    """None means `sglang`, or `segments` for a budget of bits."""
     budget: Budget | None = None
     rungs: tuple[Budget, ...] = ()
     """Budgets of the one artifact, the fewest bits first, of which the fewest are chosen that keep
@@ -240,11 +240,17 @@ def _leave_windows(
 
 
 def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
-    """The job with the format that it leaves to the artifacts."""
+    """The job with the format and the rounding that it leaves to the artifacts. Raises
+    `RotationZooError` for two that exclude each other."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     is_coded = has_budget and job.rounding != "nearest"
     name = job.format or (BUDGETED if is_coded else "sglang")
     check_budget(job.budget, has_budget, name)
+    if not is_coded:
+        int2.check_nearest(int2.SIMULATED[name])
+    if job.rounding == "transform" and name != BUDGETED:
+        problem = f"rows of the format {name} have nearest codes, and not those of transform coding"
+        raise UsageError(problem, hint="leave out --rounding")
     said = []
     if isinstance(job.budget, EvenBudget):
         said = ["Beside layers of other kinds, those in 2 bits get the same bits of the budget"]

@@ -69,8 +69,7 @@ def describe_rungs(decisions: Sequence[Decision]) -> list[str]:
 
 def write_rung(artifact: Artifact, budget: Budget, name: str) -> Artifact:
     """The artifact that a calibration with this budget makes, in a folder of this name next to the
-    given one, whose costs allocate the bits. Raises `RotationZooError` if it cannot be
-    written."""
+    given one, whose costs allocate the bits. Raises `RotationZooError` if it cannot be written."""
     # An engine that gives all layers the same bits does so by itself.
     budget = Budget(**asdict(budget))
     if budget == artifact.recipe.budget:

@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, plain_arm
+from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, served_arm
 from rotationzoo.artifact.scores import ALL_ELSE, Decision, kept_share, plain_name
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
@@ -136,7 +136,7 @@ def label_arms(evaluation: Measured, identity: str) -> Arms:
     shown += [(_WORDS.get(arm.name, arm.name), arm) for arm in baselines]
     made = product(ours, evaluation.window.verdict.decisions)
     decided = ((arm, decision) for arm, decision in made if decision.arm == arm.name)
-    chosen, decision = next(decided, (plain_arm(arms, identity), None))
+    chosen, decision = next(decided, (served_arm(arms, identity, evaluation.format), None))
     return Arms(evaluation, chosen, decision, shown)
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from rotationzoo.artifact import measured as schema
-from rotationzoo.artifact.measured import ArmSummary, Measured, MeasuredArm, plain_arm
+from rotationzoo.artifact.measured import ArmSummary, Measured, MeasuredArm, served_arm
 from rotationzoo.artifact.scores import ALL_ELSE, Score
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import SEGMENTS, SGLANG, SIMULATED
+from rotationzoo.codec.options import Rounding
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.codec.windows import CacheLayout
@@ -244,10 +245,11 @@ def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> f
     """Bits per element of a cache of `tokens` tokens, with all layers stored as measured, or by the
     artifact's own budget."""
     if measured is not None:
-        arm = plain_arm(measured.window.arms, artifact.identity)
+        arm = served_arm(measured.window.arms, artifact.identity, measured.format)
         assert arm is not None, "such an evaluation is not read"
         return Request(tokens).arm_bits(arm, measured)
-    codec = RotatedCodec(artifact.rotations, artifact.recipe.group_size)
+    rounding: Rounding = "transform" if artifact.rotations.has_transform else "nearest"
+    codec = RotatedCodec(artifact.rotations, artifact.recipe.group_size, rounding)
     return codec_bits(artifact.geometry, codec, layout_of(artifact, None), tokens)
 
 

@@ -29,8 +29,6 @@ REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
 RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
 Place = Annotated[str, AfterValidator(files.plain)]
 """A relative path inside a folder. It is checked, because it becomes a path on this machine."""
-BITS_FORMAT = "sglang"
-"""The format whose bits are stated, so that rotations in one list can be compared."""
 OTHER_QUESTIONS = "other questions"
 """Shown in place of a share that does not compare with the others in its table."""
 _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
@@ -78,7 +76,8 @@ class Listed(_Growing, allow_inf_nan=False):
     perplexity_increase: float | None = None
     """Relative: 0.01 is 1 %."""
     bits_per_element: Annotated[float, Field(gt=0)] | None = None
-    """Bits per cached element at 131,072 tokens, with the recipe's windows, in `BITS_FORMAT`."""
+    """Bits per cached element at 131,072 tokens, with the recipe's windows: of transform coding, or
+    else of nearest codes in the format `sglang`."""
 
 
 class Entry(_Growing):

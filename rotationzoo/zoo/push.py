@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
-from rotationzoo.artifact.measured import plain_arm
+from rotationzoo.artifact.measured import served_arm
 from rotationzoo.artifact.store import ANSWERS, CARD, MANIFEST, REPORT, SIGNATURE, Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.codec.formats import FORMATS
-from rotationzoo.codec.size import bits_per_element
-from rotationzoo.codec.windows import CacheLayout
+from rotationzoo.codec.size import CONTEXT
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.progress import Progress, silent
 from rotationzoo.report.card import render_card, template_environment
 from rotationzoo.report.page import files_of_report, make_report
+from rotationzoo.report.tables import stored_bits
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.zoo import index, signed_index
@@ -142,10 +141,9 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
 
 
 def _list_figures(artifact: Artifact) -> index.Listed:
-    layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[index.BITS_FORMAT])
-    bits = round(bits_per_element(artifact.geometry, layout), 4)
+    bits = round(stored_bits(artifact, None, CONTEXT), 4)
     evaluation = artifact.manifest.metrics.evaluation
-    arm = plain_arm(evaluation.arms, artifact.identity) if evaluation else None
+    arm = evaluation and served_arm(evaluation.arms, artifact.identity, evaluation.format)
     increase = arm.perplexity_increase if arm else None
     return index.Listed(bits_per_element=bits, perplexity_increase=increase)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.manifest import hash_config
-from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
+from rotationzoo.artifact.measured import Measured, MeasuredArm, served_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
@@ -202,7 +202,8 @@ def compare_rotations(
 ) -> dict[str, Any]:
     """Compare the new and the published rotations, by `identities`: answers decide, or perplexity
     if neither clearly answers better. Raises `RotationZooError` if the new ones are worse."""
-    new, published = (plain_arm(report.window.arms, identity) for identity in identities)
+    arms, format = report.window.arms, report.format
+    new, published = (served_arm(arms, identity, format) for identity in identities)
     assert new is not None, "the new rotations were evaluated"
     assert published is not None, "so were the published ones"
     answers, fault = _compare_answers(report, new, published), None

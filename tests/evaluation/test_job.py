@@ -29,7 +29,8 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli import evaluate as evaluate_view
 from rotationzoo.cli.output import Output
-from rotationzoo.errors import UsageError
+from rotationzoo.codec.size import CONTEXT
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import prepare as job_module
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, build_arms
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
@@ -42,6 +43,7 @@ from rotationzoo.model.compatibility import add_adapter
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
+from rotationzoo.report.tables import stored_bits
 from rotationzoo.settings import parse_windows
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
@@ -285,9 +287,10 @@ def test_both_ways_to_store_rows_are_arms_and_transform_coding_is_judged(inducti
     report = measured.report()
     assert list(report["arms"]) == ["mine", "mine+transform", *baselines]
     nearest, coded = (report["arms"][name] for name in ("mine", "mine+transform"))
-    assert coded["bits_at_length"] <= nearest["bits_at_length"]
     assert coded["attention_kl"] < 0.85 * nearest["attention_kl"]
     assert coded["tasks"]["quote"]["questions"] == 8
+    by_shapes = stored_bits(Artifact.open(mine), None, CONTEXT)
+    assert by_shapes == pytest.approx(coded["bits_per_element"])
 
     verdict = report["verdict"]
     assert "mine keeps " in verdict["words"][0]
@@ -377,6 +380,18 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
     assert arms["head+pooled"]["text_losses"] != arms["head"]["text_losses"]
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"format": "segments"}, "codes of transform coding, and no nearest ones"),
+        ({"rounding": "transform"}, "sglang have nearest codes, and not those of transform"),
+    ],
+)
+def test_transform_coding_is_refused_for_artifacts_without_it(made, options, problem):
+    with pytest.raises(RotationZooError, match=problem):
+        run_evaluation(Evaluation("demo", [made], TEXT, **options))
+
+
 @pytest.mark.thorough
 def test_an_export_that_pools_names_the_command_that_measures_it(inside, copied):
     words = ["export", copied, "--for", "vllm-oscar", "-o", "exported"]
@@ -387,8 +402,7 @@ def test_an_export_that_pools_names_the_command_that_measures_it(inside, copied)
     assert printed.returncode == 0, printed.stderr
     assert "+pooled: one rotation per layer" in printed.stdout
     (window,) = json.loads((copied / "evaluation.json").read_text())["windows"]
-    own = ["copied", "copied+transform", "copied+pooled"]
-    assert list(window["arms"]) == [*own, *BASELINES, ALL_ELSE]
+    assert list(window["arms"]) == ["copied", "copied+pooled", *BASELINES]
     assert "one rotation per layer" not in inside("export", copied, "--to", "sglang").stderr
     assert "+pooled: one rotation per layer" in (copied / "README.md").read_text()
 

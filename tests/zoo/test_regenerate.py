@@ -160,15 +160,18 @@ def arm(answered: int, loss: float = 3.0) -> MeasuredArm:
     return reports.arm("some", losses, tasks={"copy": reports.recall(correct)})
 
 
-def compare(new: MeasuredArm, published: MeasuredArm) -> dict:
-    """The new rotations stand last, because nothing is to be read from the order of arms."""
+def compare(new: MeasuredArm, published: MeasuredArm, coded: MeasuredArm | None = None) -> dict:
+    """The new rotations stand last, because nothing is to be read from the order of arms. `coded`:
+    their arm with transform coding."""
     made = {"identity": arm(0)}
     for name, each in (("published", published), ("new", new)):
         about = {"name": name, "kind": "artifact", "artifact": name}
         made[name] = each.model_copy(update=about)
+    if coded is not None:
+        made["coded"] = coded.model_copy(update=about | {"name": "coded", "rounding": "transform"})
     window = Window.model_construct(arms=made)
     exact = reports.exact([100] * 4, {"copy": [1] * QUESTIONS})
-    measured = Measured.model_construct(windows=[window], exact=exact)
+    measured = Measured.model_construct(windows=[window], exact=exact, format="segments")
     return compare_rotations(measured, ("new", "published"), "someone/model", PUSH)
 
 
@@ -177,6 +180,11 @@ def test_fewer_answers_are_refused_although_the_perplexity_is_better():
         compare(arm(20, loss=2.9), arm(32))
     assert "20 of 32 questions compared with 32, p 0.00049" in str(refusal.value)
     assert refusal.value.hint == f"to publish them anyway: {PUSH}"
+
+
+def test_the_arm_with_transform_coding_is_compared_if_there_is_one():
+    answers = compare(arm(20), arm(32), coded=arm(32))["answers"]
+    assert (answers["arm"], answers["other"]) == ("coded", "published")
 
 
 def test_perplexity_decides_where_answers_do_not():
