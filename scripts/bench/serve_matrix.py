@@ -167,8 +167,8 @@ def calibrate(work: Path, family: str, row: str) -> Path:
 # ---- engines, in processes with vLLM's Python
 
 
-def make_job(cell: Cell, work: Path, alone: bool) -> dict[str, Any]:
-    """What a process is asked for."""
+def make_job(cell: Cell, work: Path, alone: bool, exact: bool = False) -> dict[str, Any]:
+    """What a process is asked for; `exact`: of vLLM's own cache."""
     from support.vllm import engine_job
 
     from rotationzoo.model.source import DEMO
@@ -180,7 +180,7 @@ def make_job(cell: Cell, work: Path, alone: bool) -> dict[str, Any]:
             key: places[value] for key, value in drafts.items() if value in places
         }
     model = str(DEMO) if cell.family == "demo" else str(work / cell.family)
-    artifact = work / f"{cell.family}-{cell.row}"
+    artifact = None if exact else work / f"{cell.family}-{cell.row}"
     options |= {"model": model, "max_model_len": 8192, "max_num_batched_tokens": 65536}
     job = engine_job(artifact, [], TOKENS, **options)
     if options.get("enable_lora"):
@@ -330,7 +330,7 @@ class Found:
     """What a cell says."""
 
     word: str
-    """`equal`, `WRONG`, `refused`, `FAILED` or `NOT COMPARED`."""
+    """`equal`, `WRONG`, `refused`, `FAILED` (to start or to answer) or `NOT COMPARED`."""
     why: str = ""
 
     def __str__(self) -> str:
@@ -341,6 +341,11 @@ def measure(cells: list[Cell], work: Path, jobs: int) -> dict[Cell, Found]:
     """How far the answers of cells are from those to the same requests alone."""
     asked = {cell: make_job(cell, work, alone=False) for cell in cells}
     served = run_all(asked, work, jobs, "cell")
+    failed = [cell for cell, result in served.items() if _word_of(result) == "FAILED"]
+    own = {cell: make_job(cell, work, alone=False, exact=True) for cell in failed}
+    for cell, result in run_all(own, work, jobs, "exact").items():
+        if "error" in result:
+            served[cell]["error"] += " (so does vLLM with its own cache)"
     groups: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for cell, result in served.items():
         job = make_job(cell, work, alone=True) | {"chunk": 3}
@@ -361,9 +366,8 @@ def measure(cells: list[Cell], work: Path, jobs: int) -> dict[Cell, Found]:
 def judge(
     cell: Cell, result: dict[str, Any], reference: dict[str, Any], wanted: dict[str, Any]
 ) -> Found:
-    if "error" in result:
-        known = "not served" in result["error"] or "NotImplemented" in result["error"]
-        return Found("refused" if known else "FAILED", why=result["error"].splitlines()[-1][:300])
+    if word := _word_of(result):
+        return Found(word, result["error"].splitlines()[-1][-300:])
     if "answers" not in reference:
         return Found("NOT COMPARED", why=reference.get("error", "no reference")[:300])
     alone, beside = (reference["answers"][at::2] for at in (0, 1))
@@ -372,6 +376,13 @@ def judge(
     far = max(distance(answer, expected[key_of(answer)]) for answer in result["answers"])
     word = "equal" if far <= max(cell.close, TIMES * noise) else "WRONG"
     return Found(word, f"{far:.1e} apart at most, and {noise:.1e} beside a stranger")
+
+
+def _word_of(result: dict[str, Any]) -> str:
+    """What an engine without answers did; empty for one that answered."""
+    if "error" not in result:
+        return ""
+    return "refused" if "not served" in result["error"] else "FAILED"
 
 
 def run_all(jobs: dict[Any, dict[str, Any]], work: Path, at_once: int, name: str) -> dict[Any, Any]:
