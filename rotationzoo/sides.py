@@ -40,17 +40,17 @@ SIDES = HEADS.sides
 EVERY_SIDE = *HEADS.sides, *LATENTS.sides
 
 _READERS = {"key": "query", "value": "output"}
-_FISHER = "_fisher"
+_METRIC = "_metric"
 
 
-def fisher_kind(side: str) -> str:
-    """The statistic that holds the Fisher information of a side's stored rows."""
-    return f"{side}{_FISHER}"
+def metric_kind(side: str) -> str:
+    """The statistic that holds the metric of errors of a side's stored rows."""
+    return f"{side}{_METRIC}"
 
 
-def is_fisher(kind: str) -> bool:
-    """Whether a statistic is the Fisher information of stored rows."""
-    return kind.endswith(_FISHER)
+def is_metric(kind: str) -> bool:
+    """Whether a statistic is the metric of errors of stored rows."""
+    return kind.endswith(_METRIC)
 
 
 def rows_of(sides: Collection[str]) -> CachedRows:

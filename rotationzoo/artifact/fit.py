@@ -16,7 +16,7 @@ from rotationzoo.linalg.moments import Average, Moment, Statistics, covariance
 from rotationzoo.linalg.transform_coding import Transform, decorrelate, keep_basis
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
-from rotationzoo.sides import fisher_kind
+from rotationzoo.sides import metric_kind
 
 LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
 """Kind -> moment of one layer, as sums or as averages."""
@@ -55,7 +55,7 @@ def _decorrelate_side(
         mean = moments[side].mean
         assert mean is not None
         spread = covariance(spread, mean.double().cpu())
-    metric = moments[fisher_kind(side)].second_moment
+    metric = moments[metric_kind(side)].second_moment
     if recipe.has_eigenbasis:
         return decorrelate(spread, metric), spread
     return keep_basis(rotation.matrix, spread, metric), spread

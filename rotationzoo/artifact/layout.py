@@ -21,7 +21,7 @@ from rotationzoo.linalg.orthogonality import is_orthogonal
 from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
-from rotationzoo.sides import fisher_kind, rows_of
+from rotationzoo.sides import metric_kind, rows_of
 
 OPTIONAL = "eigenvalues", "mean", "transform", "deviations", "costs", "widths"
 """The fields of a rotation, and tensors of the same names, that may be missing."""
@@ -189,7 +189,7 @@ def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Lay
         for side in layer.sides if recipe.transform else ():
             moment = torch.float64, (layer.kv_heads, layer.dims[side], layer.dims[side])
             for field, shape in {"second_moment": moment, "count": (torch.int64, ())}.items():
-                shapes[tensor_name(layer.index, fisher_kind(side), field)] = shape
+                shapes[tensor_name(layer.index, metric_kind(side), field)] = shape
     return Layout(shapes)
 
 

@@ -25,7 +25,7 @@ from rotationzoo.model.placement import is_out_of_memory
 from rotationzoo.model.prediction import HiddenStates, run_decoder
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
-from rotationzoo.sides import fisher_kind
+from rotationzoo.sides import metric_kind
 from rotationzoo.simulation.simulated import Simulation
 
 Place = tuple[int, str]
@@ -250,4 +250,4 @@ def add_fisher(
     for (layer, side), metric in mix(found, covariances).items():
         weight = metric.new_full((len(metric),), count)
         moment = Moment(metric * count, metric.new_zeros(metric.shape[:2]), weight)
-        statistics[layer][fisher_kind(side)] = moment
+        statistics[layer][metric_kind(side)] = moment

@@ -37,7 +37,7 @@ from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recall.questions import QUOTE, TASKS
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
-from rotationzoo.sides import cost_kinds, fisher_kind, rows_of
+from rotationzoo.sides import cost_kinds, metric_kind, rows_of
 
 BITS = 2.0
 """Bits an element of the side that is stored, whose loss is measured."""
@@ -50,7 +50,6 @@ QUESTIONS, LONGEST = 8, 2048
 """Questions of each task, and tokens of a prompt, at most."""
 ROWS, POSITIONS = 8, 64
 """Rows of plain text that take the place of prompts, and the last predictions of each, at most."""
-_TINY = 1e-300  # where nothing is lost of a side that nothing reads
 Place = tuple[int, str]
 """A layer and a side."""
 Stored = tuple[int, Intercept]
@@ -94,17 +93,18 @@ def add_attention_metric(
         assert rotation.widths is not None
         left = torch.tensor(REMAINING, dtype=torch.float64)[rotation.widths]
         predicted = (rotation.costs * left.repeat_interleave(SEGMENT, dim=-1)).sum().item()
-        weights[layer, side] = max(losses[layer, side], least) / max(predicted, _TINY)
+        lost = max(losses[layer, side], least)
+        weights[layer, side] = lost / predicted if predicted else 0.0  # of what nothing reads
     for (layer, side), weight in weights.items():
-        metric = statistics[layer][fisher_kind(side)].second_moment
-        statistics[layer][fisher_kind(side)] = _one_row(weight * metric)
+        metric = statistics[layer][metric_kind(side)].second_moment
+        statistics[layer][metric_kind(side)] = _one_row(weight * metric)
 
 
 def add_attention(statistics: Statistics) -> None:
     """Add the metric of each side, of which layers and sides do not compare."""
     for kinds in statistics.values():
         for side in rows_of(kinds).sides:
-            kinds[fisher_kind(side)] = _one_row(sum_moments(kinds, cost_kinds(side)))
+            kinds[metric_kind(side)] = _one_row(sum_moments(kinds, cost_kinds(side)))
 
 
 def _one_row(metric: torch.Tensor) -> Moment:

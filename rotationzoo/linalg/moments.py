@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn.functional import pad
 
-from rotationzoo.sides import is_fisher
+from rotationzoo.sides import is_metric
 
 Statistics = dict[int, dict[str, "Moment"]]
 """Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`, and for
@@ -123,7 +123,7 @@ def _average(kind: str, moment: Moment) -> Average:
         return Average(second, None, moment.weight.cpu().contiguous())
     # All heads have seen the same rows, so one head's weight is the count.
     count = moment.weight[0].round().long().cpu()
-    return Average(second, None if is_fisher(kind) else moment.mean.cpu().contiguous(), count)
+    return Average(second, None if is_metric(kind) else moment.mean.cpu().contiguous(), count)
 
 
 def sums(averages: Averages) -> Statistics:

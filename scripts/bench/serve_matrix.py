@@ -194,23 +194,36 @@ def make_job(cell: Cell, work: Path, alone: bool, exact: bool = False) -> dict[s
 
 
 def run_worker(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[str, Any]]:
-    """What the engines of these jobs answer, one after another in a process."""
+    """What the engines of these jobs answer, one after another. A process ends with an error, which
+    counts if it is of its first engine: later ones may fail by what is left of earlier ones."""
+    done: list[dict[str, Any]] = []
+    while len(done) < len(jobs):
+        answers = run_process(jobs[len(done) :], work, f"{name}-{len(done)}")
+        right = [each for each in answers if "error" not in each]
+        done += right or answers
+    return done
+
+
+def run_process(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[str, Any]]:
+    """What the engines of these jobs answer until one fails."""
     from support.vllm import PYTHON, environment
 
     asked, answered = work / f"{name}.json", work / f"{name}.answers.json"
     asked.write_text(json.dumps(jobs))
+    answered.unlink(missing_ok=True)
     command = [PYTHON, __file__, "--worker", asked, answered]
     variables = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with (work / f"{name}.log").open("w") as log:
         subprocess.run(command, env=variables, stdout=log, stderr=log, check=False)
-    done = json.loads(answered.read_text()) if answered.exists() else []
-    lost = {"error": f"the process ended: {name}.log"}
-    return done + [lost] * (len(jobs) - len(done))
+    if not answered.exists():
+        return [{"error": f"the process ended: {name}.log"}]
+    found: list[dict[str, Any]] = json.loads(answered.read_text())
+    return found
 
 
 def work_off(asked: Path, answered: Path) -> None:
-    """Run the jobs of a file with vLLM, and write what each answers or how it fails."""
-    done = []
+    """Run the jobs of a file with vLLM until one fails, and write what each answers, or why not."""
+    done: list[dict[str, Any]] = []
     for job in json.loads(asked.read_text()):
         try:
             done.append(answer_job(job))
@@ -218,6 +231,8 @@ def work_off(asked: Path, answered: Path) -> None:
             traceback.print_exc()
             done.append({"error": f"{type(error).__name__}: {error}".strip()})
         answered.write_text(json.dumps(done))
+        if "error" in done[-1]:
+            break
 
 
 def answer_job(job: dict[str, Any]) -> dict[str, Any]:

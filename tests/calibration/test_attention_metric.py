@@ -31,7 +31,7 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.questions import POOLS
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.sides import cost_kinds, fisher_kind
+from rotationzoo.sides import cost_kinds, metric_kind
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
 
@@ -72,7 +72,7 @@ def test_layers_that_lose_more_get_more_bits(made):
 def test_errors_cost_what_they_change_of_attention(made):
     for layer, side, _ in made.rotations.each():
         moments = made.statistics[layer]
-        metric = moments[fisher_kind(side)].second_moment
+        metric = moments[metric_kind(side)].second_moment
         (kind,) = cost_kinds(side)
         attention = moments[kind].second_moment
         share = metric.norm() / attention.norm()

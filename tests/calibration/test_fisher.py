@@ -18,7 +18,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import divergence_of
 from rotationzoo.recipe.loading import PRESETS, override
-from rotationzoo.sides import fisher_kind
+from rotationzoo.sides import metric_kind
 from rotationzoo.simulation.simulated import Simulation
 
 CACHE = CacheLayout(sink=4, recent=8)
@@ -104,7 +104,7 @@ def test_it_stands_with_the_statistics(tmp_path):
     recipe = override(PRESETS["transform"], tokens=512, length=128)
     artifact = calibrate(Job(add_tokenizer(folder), recipe, tmp_path / "made", device="cpu"))
     for layer, side, _ in artifact.rotations.each():
-        moment = artifact.statistics[layer][fisher_kind(side)]
+        moment = artifact.statistics[layer][metric_kind(side)]
         assert moment.count > 0
         assert torch.equal(moment.second_moment, moment.second_moment.mT)
         assert torch.linalg.eigvalsh(moment.second_moment).min() > -1e-12

@@ -39,7 +39,7 @@ from rotationzoo.linalg.moments import covariance, sums
 from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.recipe.loading import PRESETS, from_dict, with_budget
 from rotationzoo.settings import CalibrationSettings
-from rotationzoo.sides import fisher_kind
+from rotationzoo.sides import metric_kind
 
 BITS = 3.0
 RECIPE = with_budget(
@@ -76,7 +76,7 @@ def test_channels_do_not_correlate_and_errors_cost_their_squares(made):
         variances = rotation.deviations.double().square()
         off = in_channels - torch.diag_embed(variances)
         assert off.abs().max() <= 1e-6 * variances.max()
-        metric = made.statistics[layer][fisher_kind(side)].second_moment
+        metric = made.statistics[layer][metric_kind(side)].second_moment
         # Damping aside, what is lost without bits is the trace of both.
         lost = (metric * spread).sum((-2, -1))
         assert torch.allclose(rotation.costs.sum(-1), lost, rtol=0.2)
