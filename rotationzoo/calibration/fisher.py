@@ -166,7 +166,7 @@ def check_backward(
     hint = "give --recipe attention, which needs no gradients"
     if any(parameter.is_meta for parameter in model.parameters()):
         problem = "Fisher information needs all weights in memory, and some are not"
-        raise UnsupportedModel(problem, hint)
+        raise UnsupportedModel(problem, "add: --quick")
     text, nearly_all = Scored(ids, range(1, len(ids) - 1)), CacheLayout(sink=0, recent=1)
     try:
         collect_fisher(model, geometry, [text], nearly_all, draws=1)
