@@ -135,7 +135,7 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
     * `artifacts`: an artifact, its folder, or several of either;
     * `save`: add the report to each artifact;
     * `engine`: measure what this engine serves of the artifacts, such as `vllm`. It picks the
-      format, the rounding, the windows, and one rotation per layer or KV head, unless options say
+      format, the windows, and one rotation per layer or KV head, unless options say
       otherwise;
     * `tasks`: one or several of the recall tasks `needles`, `key-value`, `quote`, `copy` and
       `assignments`, all by default. An empty list asks nothing;
@@ -155,7 +155,6 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
       recipe's pair;
     * `bits`: another budget of bits an element than the artifacts', which must have one;
     * `format`: the engine's 2-bit format, such as `sglang` or `vllm`;
-    * `rounding`: the codes of the arm that the decision is about;
     * `pooled`: measure each artifact with one rotation per layer, as `export --pooled` writes it;
     * `anyway`: measure artifacts that were made for other weights, too;
     * `prefill_chunk`: tokens of a prompt that are read at a time, and not one by one;
@@ -219,7 +218,6 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
         adapter=Path(asked.adapter) if asked.adapter else None,
         baselines=baselines,
         pooled=bool(asked.pooled),
-        rounding=asked.rounding,
         uncentered=uncentered,
         engine=asked.engine,
         leaves_windows=leaves_windows,
@@ -242,8 +240,6 @@ def _as_engine(asked: EvaluationSettings, artifacts: list[Artifact]) -> Evaluati
         "format": choose_format(asked.engine or DEFAULT, has_budget),
         "pooled": not engine.heads and any(each.rotations.per_head for each in artifacts),
     }
-    if not engine.budget:
-        chosen["rounding"] = "nearest"
     if not engine.windows:
         chosen["windows"] = (0, 0)
     if asked.prefill_chunk:

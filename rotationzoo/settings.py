@@ -13,7 +13,6 @@ from rotationzoo.codec.options import (
     Engine,
     FormatName,
     PrefillLayout,
-    Rounding,
 )
 from rotationzoo.errors import UsageError
 from rotationzoo.options import Settings, about, argument, flag, option
@@ -248,7 +247,6 @@ class EvaluationSettings(TextSettings):
     )
     format: FormatName = None
     bits: Bits = None
-    rounding: Rounding | None = None
     baselines: str | Sequence[str] | None = None
     rivals: str | Sequence[str] = option(
         "Other engines' caches: fp8,q4_0,exl3-2.", default=(), kind=_parse_rivals

@@ -15,7 +15,7 @@ from rotationzoo.linalg.moments import sums
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.sides import EVERY_SIDE, HEADS
 
-_PICKED = ("format", "rounding", "windows", "sink", "recent", "pooled", "prefill_layout")
+_PICKED = ("format", "windows", "sink", "recent", "pooled", "prefill_layout")
 """What `--for` picks, by the options that override it."""
 
 

@@ -17,7 +17,7 @@ from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSli
 from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.options import CacheOptions, Layout, Reading, Rounding
+from rotationzoo.codec.options import CacheOptions, Layout, Reading
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import shift_reason, shifted_layers
@@ -47,8 +47,6 @@ class RotatedCache(DynamicCache):
     * `bits`: another budget of bits an element than the artifact's, which must have one;
     * `sink`, `recent`: how many first and last tokens stay exact, by default as the recipe says;
     * `group_size`: channels that share a scale; by default the recipe's, or the whole head;
-    * `rounding`: how rows get their codes: by `transform` coding, in the format `segments`, where
-      the artifact was calibrated for it, and else the `nearest`, as engines write them;
     * `prefill_layout`: which earlier tokens a chunk of a prompt reads exact: with `server`, the
       default, the sink alone; with `window`, as vLLM, the `recent` tokens before it as well;
     * `reading`: the form in which a decoding step reads: `rows` that are restored and rotated back,
@@ -94,7 +92,6 @@ class RotatedCache(DynamicCache):
         sink: int | None = None,
         recent: int | None = None,
         group_size: int | None = None,
-        rounding: Rounding | None = None,
         prefill_layout: Layout | None = None,
         reading: Reading = "auto",
         slack: int = 64,
@@ -106,7 +103,6 @@ class RotatedCache(DynamicCache):
             sink=sink,
             recent=recent,
             group_size=group_size,
-            rounding=rounding,
             prefill_layout=prefill_layout,
             reading=reading,
             slack=slack,

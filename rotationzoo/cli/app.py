@@ -29,7 +29,7 @@ _GROUPS = {
     "questions",
     "Model and machine": "revision device dtype device_map max_memory batch rope_scaling",
     "Signatures": "signers issuer require_signature trust_config sign adopt_index",
-    "For experts (--for picks most)": "bits key_bits value_bits format rounding sink "
+    "For experts (--for picks most)": "bits key_bits value_bits format sink "
     "recent windows clip pooled rivals uncentered prefill_chunk "
     "prefill_layout",
 }

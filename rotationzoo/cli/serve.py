@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rotationzoo.cli.next_steps import named, shell_line, typed_words
 from rotationzoo.cli.output import SHELL, Output, show_lines
-from rotationzoo.codec.options import Bits, HowRounded, Sink
+from rotationzoo.codec.options import Bits, Sink
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.options import argument, flag, option
 from rotationzoo.settings import CalibrationSettings, ModelName, Revision, RopeScaling
@@ -32,7 +32,6 @@ def serve_command(
         "How rows are stored (segments for a budget of bits, else vllm)."
     ),
     bits: Bits = None,
-    rounding: HowRounded = None,
     sink: Sink = None,
     recent: int | None = option("Last tokens kept exact (the recipe's).", min=1),
     anyway: bool = flag(
@@ -87,7 +86,6 @@ def serve_command(
         artifact=str(rotations.expanduser().absolute()),
         format=format,
         bits=bits,
-        rounding=rounding,
         sink=sink,
         recent=recent,
         anyway=anyway or None,

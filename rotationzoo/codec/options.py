@@ -31,9 +31,6 @@ else:
 Engine = Annotated[EngineName | None, option("The engine that serves it.", "--for")]
 FormatName = Annotated[Format | None, option("The 2-bit format.")]
 Bits = Annotated[float | None, option("Another budget of bits.", "--bits", min=1, max=4)]
-HowRounded = Annotated[
-    Rounding | None, option("How rows get their codes (the best that the artifact has).")
-]
 PrefillLayout = Annotated[Layout | None, option("Earlier tokens that a chunk reads exact.")]
 Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", min=0)]
 
@@ -62,7 +59,6 @@ class CacheOptions(Settings):
     sink: Sink = None
     recent: int | None = option("Last tokens kept exact (the recipe's).", min=0)
     group_size: int | None = None
-    rounding: HowRounded = None
     prefill_layout: PrefillLayout = None
     reading: Reading = "auto"
     slack: int = 64
@@ -80,12 +76,9 @@ class CacheOptions(Settings):
         bits. Raises `UsageError` for an engine whose codec is not simulated, and as `Budget` and
         `check_budget` do."""
         name = self.engine or DEFAULT
-        is_coded = has_budget and self.rounding != "nearest"
-        engine, format = find_engine(name), choose_format(name, is_coded)
+        engine, format = find_engine(name), choose_format(name, has_budget)
         chosen: dict[str, str | int] = {"engine": name, "format": format}
         chosen["prefill_layout"] = engine.prefill_layout
-        if not engine.budget:
-            chosen["rounding"] = "nearest"
         if not engine.windows:
             chosen |= {"sink": 0, "recent": 0}
         known = self.complete(**chosen)

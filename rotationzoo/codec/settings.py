@@ -14,7 +14,7 @@ from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
 
@@ -63,10 +63,7 @@ def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOption
     known = options.as_engine(rotations.has_budget)
     assert known.format is not None
     assert known.prefill_layout is not None
-    default: Rounding = "transform" if known.format == BUDGETED else "nearest"
-    if known.rounding == "transform" and default != "transform":
-        problem = f"transform coding has a format of its own, and {known.format} is asked for"
-        raise UsageError(problem, hint=f"leave out --format, or give --format {BUDGETED}")
+    rounding: Rounding = "transform" if known.format == BUDGETED else "nearest"
     group_size = known.group_size or recipe.group_size
     sink, recent = known.windows(recipe)
     layout = CacheLayout(
@@ -76,7 +73,7 @@ def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOption
         prefill_layout=known.prefill_layout,
         group_size=group_size,
     )
-    codec = RotatedCodec(rotations, group_size, known.rounding or default)
+    codec = RotatedCodec(rotations, group_size, rounding)
     return CacheSettings(codec, layout, known.slack, reading=known.reading)
 
 

@@ -12,7 +12,7 @@ from rotationzoo.artifact.scores import ALL_ELSE
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec.bit_allocation import spend_bits
-from rotationzoo.codec.options import Rounding
+from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Geometry
 from rotationzoo.linalg.moments import sums
@@ -107,11 +107,11 @@ def _all_else_the_same(artifact: Artifact, own: Rotations, budget: Budget | None
     return [Arm(about, RotatedCodec(rotations, rounding="transform"))]
 
 
-def judged_arms(arms: Sequence[Arm], rounding: Rounding | None, pooled: bool) -> list[str]:
+def judged_arms(arms: Sequence[Arm], format: str | None, pooled: bool) -> list[str]:
     """The arm of each artifact that the decision is about: `pooled` if it has one, or else with
-    transform coding if it has the matrices, unless the `rounding` is nearest."""
+    transform coding if it has the matrices and the format is theirs."""
     names = [arm.name for arm in arms]
-    endings = [*["+pooled"] * pooled, *["+transform"] * (rounding != "nearest"), ""]
+    endings = [*["+pooled"] * pooled, *["+transform"] * (format == BUDGETED), ""]
     judged = []
     for plain in (arm.name for arm in arms if arm.about.is_plain):
         judged.append(next(plain + ending for ending in endings if plain + ending in names))

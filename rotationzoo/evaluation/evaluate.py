@@ -124,7 +124,7 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
 def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Progress) -> Schedule:
     """What is measured, and told how long it takes, by the pace of the model's first tokens."""
     job, trial = ready.job, _build_trial(ready, model)
-    judged = judged_arms(trial.arms, job.rounding, job.pooled)
+    judged = judged_arms(trial.arms, job.format, job.pooled)
     if job.rungs:  # of which the others are asked once one is chosen
         asked = replace(trial, arms=[arm for arm in trial.arms if arm.name in judged])
     progress("finding the pace", 0, 0)
@@ -201,7 +201,7 @@ def _choose_rung(schedule: Schedule, chosen: Decision) -> Schedule:
     arms = [arm for arm in schedule.trial.arms if plain_name(arm.name) == name]
     trial = replace(schedule.trial, arms=[_of_artifact(arm, artifact) for arm in arms])
     ready = replace(schedule.ready, job=replace(job, save_to=save_to), artifacts=[artifact])
-    judged = judged_arms(trial.arms, job.rounding, job.pooled)
+    judged = judged_arms(trial.arms, job.format, job.pooled)
     return replace(schedule, ready=ready, trial=trial, judged=judged)
 
 

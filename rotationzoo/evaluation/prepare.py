@@ -14,7 +14,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BUDGETED, Format
-from rotationzoo.codec.options import Rounding, check_budget
+from rotationzoo.codec.options import check_budget
 from rotationzoo.codec.settings import budget_beside_others
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
@@ -78,8 +78,6 @@ class Evaluation(RunSettings):
     baselines: tuple[str, ...] = BASELINES
     """Names in `BASELINES` and `RIVALS`."""
     pooled: bool = False
-    rounding: Rounding | None = None
-    """None means transform coding where an artifact has its matrices."""
     uncentered: tuple[str, ...] = ()
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
     engine: str | None = None
@@ -240,24 +238,19 @@ def _leave_windows(
 
 
 def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
-    """The job with the format and the rounding that it leaves to the artifacts. Raises
-    `RotationZooError` for two that exclude each other."""
+    """The job with the format that it leaves to the artifacts. Raises `RotationZooError` for one
+    that none of them has."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    is_coded = has_budget and job.rounding != "nearest"
-    name = job.format or (BUDGETED if is_coded else "sglang")
+    name = job.format or (BUDGETED if has_budget else "sglang")
     check_budget(job.budget, has_budget, name)
-    if not is_coded:
+    if not has_budget:
         int2.check_nearest(int2.SIMULATED[name])
-    if job.rounding == "transform" and name != BUDGETED:
-        problem = f"rows of the format {name} have nearest codes, and not those of transform coding"
-        raise UsageError(problem, hint="leave out --rounding")
     said = []
     if isinstance(job.budget, EvenBudget):
         said = ["Beside layers of other kinds, those in 2 bits get the same bits of the budget"]
     elif job.budget:
         said = [f"The artifacts have a budget of {job.budget.bits} bits here, and not their own"]
-    rounding = job.rounding if name == BUDGETED else "nearest"
-    return replace(job, format=name, rounding=rounding, notes=[*job.notes, *said])
+    return replace(job, format=name, notes=[*job.notes, *said])
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:

@@ -15,6 +15,7 @@ from rotationzoo.artifact.reductions import describe_choice
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
 from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
 from rotationzoo.geometry import check_group_size, head_dims
@@ -69,11 +70,11 @@ def _open_rotations(job: GenerationSettings) -> Artifact | None:
     artifact = job.rotations
     if isinstance(artifact, str | Path):
         artifact = Artifact.open(Path(artifact).expanduser())
-    if job.rounding == "transform":
+    if job.format == BUDGETED:
         if artifact is None:
             problem = "a cache without rotations has no codes by transform coding"
-            raise RotationZooError(problem, "name an artifact, or leave out --rounding")
-        RotatedCodec(artifact.rotations, rounding=job.rounding)  # for its error
+            raise RotationZooError(problem, "name an artifact, or give another --format")
+        RotatedCodec(artifact.rotations, rounding="transform")  # for its error
     return artifact
 
 

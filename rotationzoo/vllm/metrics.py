@@ -80,7 +80,6 @@ class Metrics:
             {"artifact_info": 1},
             artifact=Artifact.open(Path(options.artifact).expanduser()).identity,
             format={format: name for name, format in SIMULATED.items()}[settings.layout.format],
-            rounding=settings.codec.rounding,
             version=__version__,
         )
         self._write({"bits_per_element": fmean(bits), "layers": len(layers)})

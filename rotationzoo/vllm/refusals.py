@@ -104,9 +104,9 @@ def describe(settings: CacheSettings, config: Any) -> list[str]:
         return ["Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits"]
     copies, how = byte_count(_copied_bytes(settings, config)), "transform coding"
     if settings.codec.rounding != "transform":
-        how = f"{settings.codec.rounding} rounding"
+        how = "nearest codes"
     notes = [
-        f"Serving codes written by {how}, the first {layout.sink} and the last "
+        f"Serving {how}, the first {layout.sink} and the last "
         f"{layout.recent} tokens exact, which takes {copies} for {requests} requests at a time "
         "(--max-num-seqs)"
     ]

@@ -21,7 +21,7 @@ from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.engine_needs import check_sides, find_engine
 from rotationzoo.codec.int2 import check_shape
-from rotationzoo.codec.options import CacheOptions, Rounding
+from rotationzoo.codec.options import CacheOptions
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
@@ -42,8 +42,6 @@ class Options(strict_json.Strict, extra="forbid"):
     """By default `segments` where the artifact has transform coding, and else `vllm`."""
     bits: float | None = None
     """Another budget of bits an element than the artifact's, which must have one."""
-    rounding: Rounding | None = None
-    """By default `transform` where the artifact has it."""
     sink: int | None = Field(default=None, ge=0)
     recent: int | None = Field(default=None, ge=1)
     """First and last tokens that stay exact; by default the recipe's. A new token reads itself
@@ -111,7 +109,6 @@ def make_settings(options: Options, name: str, folder: Path, has_others: bool) -
         engine="vllm",
         format=options.format,
         bits=options.bits,
-        rounding=options.rounding,
         sink=options.sink,
         recent=options.recent or max(1, recipe.recent),
     )

@@ -62,16 +62,10 @@ def test_transform_coding_is_used_where_rotations_have_it(demo, made):
     settings = RotatedCache(with_transforms(plain), demo).settings
     assert (settings.codec.rounding, settings.layout.format) == ("transform", SEGMENTS)
     assert RotatedCache(plain, demo).settings.codec.rounding == "nearest"
-    for nearest in ({"format": "sglang"}, {"rounding": "nearest"}):
-        other = RotatedCache(with_transforms(plain), demo, **nearest).settings
-        assert (other.codec.rounding, other.layout.format) == ("nearest", SGLANG)
-    with pytest.raises(UsageError, match="transform coding has a format of its own, and vllm is"):
-        RotatedCache(with_transforms(plain), demo, format="vllm", rounding="transform")
+    other = RotatedCache(with_transforms(plain), demo, format="sglang").settings
+    assert (other.codec.rounding, other.layout.format) == ("nearest", SGLANG)
     with pytest.raises(RotationZooError, match="no matrices for transform coding"):
         RotatedCache(plain, demo, format="segments")
-    with pytest.raises(RotationZooError, match="transform coding, and no nearest") as error:
-        RotatedCache(with_transforms(plain), demo, format="segments", rounding="nearest")
-    assert error.value.hint == "--format sglang"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +73,6 @@ def test_transform_coding_is_used_where_rotations_have_it(demo, made):
     [
         ({"format": "gguf"}, "there is no format 'gguf'"),
         ({"format": "sgland"}, "did you mean 'sglang'"),
-        ({"rounding": "nearst"}, "no rounding 'nearst' .did you mean 'nearest'"),
         ({"reading": "page"}, "no reading 'page' .did you mean 'pages'"),
         ({"prefill_layout": "windows"}, "no prefill_layout 'windows' .did you mean 'window'"),
         ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),

@@ -131,8 +131,8 @@ def test_what_does_not_follow_from_the_statistics_is_a_problem(made):
 def test_an_evaluation_measures_it_beside_a_hadamard_matrix_in_as_many_bits(made):
     arms = build_arms([made], made.geometry, ["hadamard"])
     assert [arm.about.rounding for arm in arms] == ["nearest", "transform", "nearest", "transform"]
-    assert judged_arms(arms, None, False) == [f"{made.folder.name}+transform"]
-    assert judged_arms(arms, "nearest", False) == [made.folder.name]
+    assert judged_arms(arms, "segments", False) == [f"{made.folder.name}+transform"]
+    assert judged_arms(arms, "sglang", False) == [made.folder.name]
     other = arms[-1].codec
     assert arms[-1].name == "hadamard+transform"
     assert BITS - 0.1 < stored_bits(made, other.rotations) <= BITS

@@ -73,7 +73,7 @@ def test_what_is_measured_is_what_is_written(tiny_of_heads, tmp_path, engine):
             key = rotations[layer].key
             assert torch.equal(key.matrix.squeeze(0), matrix)
             assert (key.mean is None) == (engine == "vllm-oscar")
-    assert settings.codec.rounding == job.rounding == "nearest"
+    assert settings.codec.rounding == "nearest"
     served = (settings.layout.sink, settings.layout.recent)
     assert served == ((0, 0) if engine == "vllm-oscar" else (8, 16))
     assert job.windows == ([(0, 0)] if engine == "vllm-oscar" else [])
@@ -99,7 +99,7 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     assert (job.format, job.prefill_layout) == ("segments", "window")
     elsewhere = "format segments"
     assert job.notes[0].endswith(f"{elsewhere}. Lost: nothing")
-    assert (job.pooled, job.uncentered, job.rounding) == (False, (), None)
+    assert (job.pooled, job.uncentered) == (False, ())
 
 
 def test_options_come_before_what_the_engine_picks(tiny_of_heads):
@@ -108,10 +108,8 @@ def test_options_come_before_what_the_engine_picks(tiny_of_heads):
     job = evaluation_job(EvaluationSettings(model, artifact, engine="vllm-oscar", **options))
     assert (job.format, job.windows, job.pooled) == ("sglang-3", [(4, 16)], False)
     assert job.notes[0].endswith("Chosen instead: format, windows, pooled")
-    with pytest.raises(UsageError, match="transform coding has a format of its own"):
-        build_settings(
-            artifact, _loaded(model), CacheOptions(engine="sglang", rounding="transform")
-        )
+    coded = CacheOptions(engine="sglang", format="segments")
+    assert build_settings(artifact, _loaded(model), coded).codec.rounding == "transform"
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
 
 
 def test_without_a_prompt_only_the_demo_has_one(inside, made, tiny):
-    options = ["--rounding", "nearest", "--compare"]
+    options = ["--format", "sglang", "--compare"]
     shown = inside("generate", "demo", "--rotations", made, *options)
     line = re.search(r"The demo completes a line that its prompt has: (.*)\.\n", shown.stderr)[1]
     answer = "marble pepper silver maple lemon river"

@@ -41,7 +41,7 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
     options = {"artifact": str(made), "sink": 4}
     assert json.loads(line[10]) == {"rotationzoo": options}
     assert line[11:] == ["--port", "8123"]
-    assert "codes written by nearest rounding, the first 4 and the last 256" in done.stderr
+    assert "Serving nearest codes, the first 4 and the last 256" in done.stderr
     # (1 + 5) pages of 64 tokens a request, 5 of a chunk and one more: 4 layers, 2 sides, 2 heads.
     assert f"{390 * 64 * 4 * 2 * 2 * 64 * 2 / 1e6:.3g} MB for 64 requests" in done.stderr
 

@@ -110,7 +110,7 @@ def test_a_model_ends_its_text_itself(demo, made, tmp_path):
         ({"group_size": 48}, r"do not divide heads of 64 channels, but groups of 4, 8, 16, 32, 64"),
         ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
         (
-            {"rounding": "transform", "rotations": None},
+            {"format": "segments", "rotations": None},
             "a cache without rotations has no codes by transform coding",
         ),
         ({"rotations": "rotations/missing"}, "not an artifact"),
