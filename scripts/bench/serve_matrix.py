@@ -169,6 +169,7 @@ def calibrate(work: Path, family: str, row: str) -> Path:
 
 def make_job(cell: Cell, work: Path, alone: bool, exact: bool = False) -> dict[str, Any]:
     """What a process is asked for; `exact`: of vLLM's own cache."""
+    from support.hybrids import CACHED
     from support.vllm import engine_job
 
     from rotationzoo.model.source import DEMO
@@ -181,7 +182,9 @@ def make_job(cell: Cell, work: Path, alone: bool, exact: bool = False) -> dict[s
         }
     model = str(DEMO) if cell.family == "demo" else str(work / cell.family)
     artifact = None if exact else work / f"{cell.family}-{cell.row}"
-    options |= {"model": model, "max_model_len": 8192, "max_num_batched_tokens": 65536}
+    # Blocks of a hybrid, and so its chunks, are larger.
+    longest = 8192 if cell.family in CACHED else 2048
+    options |= {"model": model, "max_model_len": longest, "max_num_batched_tokens": 8 * longest}
     job = engine_job(artifact, [], TOKENS, **options)
     if options.get("enable_lora"):
         job["adapter"] = str(work / "adapter")
