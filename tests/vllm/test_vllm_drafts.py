@@ -5,13 +5,10 @@ and models whose layers have states beside keys and values.
 """
 
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.hybrids import calibrate_hybrid
-from support.models import edited_weights, save_random
 from support.recipes import CODED, QUICK
 from support.vllm import NEEDS_VLLM, ON_GPU, TEXT, engine_job, serve, serve_in_turn
 from support.vllm_answers import (
@@ -23,7 +20,8 @@ from support.vllm_answers import (
     read_exact,
     read_in_transformers,
 )
-from transformers import AutoTokenizer, LlamaConfig
+from support.vllm_models import save_head, save_with_mtp
+from transformers import AutoTokenizer
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
@@ -97,36 +95,13 @@ def test_ngrams_with_a_budget_cached_prefixes_and_requests_that_preempt_each_oth
     assert served["counted"]["vllm:num_preemptions"] > 0
 
 
-def make_head(folder: Path) -> Path:
-    """An EAGLE head of random weights."""
-    folder.mkdir()
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=2048, hidden_size=256, intermediate_size=512,
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        max_position_embeddings=8192,
-    ).save_pretrained(folder)  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*size: int) -> torch.Tensor:
-        return 0.02 * torch.randn(size, generator=generator)
-
-    layer = {f"self_attn.{side}_proj": draw(128, 256) for side in ("k", "v")}
-    layer |= {f"self_attn.{side}_proj": draw(256, 256) for side in ("q", "o")}
-    layer |= {f"mlp.{name}_proj": draw(512, 256) for name in ("gate", "up")}
-    layer |= {"mlp.down_proj": draw(256, 512), "post_attention_layernorm": torch.ones(256)}
-    weights = {f"layers.0.{name}.weight": weight for name, weight in layer.items()}
-    weights["fc.weight"] = torch.cat([draw(256, 256), torch.eye(256)], 1)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize(("method", "layers"), [("draft_model", 4), ("eagle", 1)])
 def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
     method, layers, coded, without, prompts, tmp_path
 ):
     """In float32, a token of a KV head takes 2 x 64 x 4 bytes in each of its layers. The demo model
     drafts for itself, and no draft of the head is accepted."""
-    model = str(DEMO) if method == "draft_model" else str(make_head(tmp_path / "head"))
+    model = str(DEMO) if method == "draft_model" else str(save_head(tmp_path / "head"))
     drafts = {"method": method, "model": model, "num_speculative_tokens": 3}
     served = serve(
         tmp_path,
@@ -143,27 +118,6 @@ def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
     cells = sum(cell_of(layer) for layer in rotations.values())
     share = cells / (cells + 512 * layers)
     assert served["blocks"] == pytest.approx(without["blocks"] * share, rel=1e-2)
-
-
-def save_with_mtp(folder: Path) -> Path:
-    """A random ERNIE 4.5 of one layer without experts, and an MTP head that does nearly the same
-    after the embedding of a token: the head reads exact rows, and rotates them in another order."""
-    save_random(
-        "Ernie4_5_Moe", "Ernie4_5_Moe", folder, std=0.1, vocab_size=2048, hidden_size=128,
-        intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=4096, pad_token_id=None, bos_token_id=None,
-        eos_token_id=None, tie_word_embeddings=False, moe_layer_start_index=1,
-        num_nextn_predict_layers=1,
-    )  # fmt: skip
-    with edited_weights(folder) as weights:
-        weights["model.embed_tokens.weight"] *= 10  # of size 1, as the head makes it
-        layer = {name: each for name, each in weights.items() if ".layers.0." in name}
-        for name, weight in layer.items():
-            weights[name.replace("layers", "mtp_block")] = weight.clone()
-        for name in ("emb", "hidden"):
-            weights[f"model.mtp_{name}_norm.0.weight"] = torch.ones(128)
-        weights["model.mtp_linear_proj.0.weight"] = torch.eye(128, 256)
-    return folder
 
 
 def test_an_mtp_heads_cache_keeps_the_backend_of_vllm(prompts, tmp_path):
