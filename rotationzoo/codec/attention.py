@@ -23,13 +23,13 @@ class PackedSide:
     mean: torch.Tensor | None = None
     """float32 `[H, D]`: what these rows still lack, added to them. None: nothing."""
     table: torch.Tensor | None = None
-    """The result of `addresses`, where it is known. It may have further columns."""
+    """Page numbers, int64 `[B, blocks or more]`: page n begins `n unit` bytes after `base`. Layers
+    with pages in the same order share a table. None: that of `addresses`."""
     base: int = 0
-    """The address from which the table counts: layers with pages in the same order share a
-    table."""
+    unit: int = 1
 
     def addresses(self) -> torch.Tensor:
-        """The address of every page, less `base`, int64 `[B, blocks or more]` on the device of the
+        """The table where it is known, otherwise the address of every page, on the device of the
         blocks."""
         if self.table is not None:
             return self.table

@@ -341,7 +341,7 @@ def _check(
 
 def _pages(side: PackedSide) -> Pages:
     table = side.addresses().contiguous()
-    return Pages(table, side.base, table.shape[1])
+    return Pages(table, side.base, side.unit, table.shape[1])
 
 
 def _segments(variant: AttentionVariant, device: torch.device) -> Segments:

@@ -48,7 +48,12 @@ class RotatedMetadata(base.AttentionMetadata):  # type: ignore[misc]
 
 
 class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore[misc]
-    """Plans each step for all layers."""
+    """Plans each step for all layers with the same blocks.
+
+    vLLM makes a builder for each size of pages, and layers differ in theirs. One of these builders
+    leads: it plans a step, and the others return what it planned. A plan takes a server's CPU half
+    a millisecond, so that plans of all sizes would take longer than a step of a GPU.
+    """
 
     # A captured step has as many new tokens of each request.
     _cudagraph_support: ClassVar = base.AttentionCGSupport.UNIFORM_BATCH
@@ -60,6 +65,8 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
         self.meets = True  # unless the worker knows better
         self.tokens = _page_tokens(kv_cache_spec.block_size)
         self.pages = kv_cache_spec.block_size // self.tokens  # of a block
+        self.leader = self
+        self._planned: tuple[Any, RotatedMetadata] | None = None
 
     @cached_property
     def planner(self) -> Planner:
@@ -70,7 +77,6 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
         return Planner(
             settings.layout,
             self.tokens,
-            self.kv_cache_spec.page_size_bytes // self.pages,
             self.vllm_config.cache_config.num_gpu_blocks * self.pages,
             self.vllm_config.scheduler_config.max_num_seqs,
             self.device,
@@ -81,8 +87,15 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> RotatedMetadata:
-        """Plan a step."""
-        common = common_attn_metadata
+        """Plan a step, or return the plan for the same metadata. A draft model changes its metadata
+        from step to step, and asks for a fast build."""
+        if self.leader is not self:
+            return self.leader.build(common_prefix_len, common_attn_metadata, fast_build)
+        if fast_build or self._planned is None or self._planned[0] is not common_attn_metadata:
+            self._planned = common_attn_metadata, self._plan(common_attn_metadata)
+        return self._planned[1]
+
+    def _plan(self, common: Any) -> RotatedMetadata:
         lengths = common.seq_lens_cpu_upper_bound
         lengths = common.seq_lens if lengths is None else lengths
         counts = common.query_start_loc_cpu.diff()
@@ -349,14 +362,19 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Raises `RotationZooError` for pages in which tokens do not read what is defined."""
         super().initialize_from_config(kv_cache_config)
+        for groups in self.model_runner.attn_groups:
+            several = [each.metadata_builders for each in groups]
+            for builders in zip(*several, strict=True):
+                own = [each for each in builders if isinstance(each, RotatedBuilder)]
+                for builder in own:
+                    builder.leader = own[0]
         for group in kv_cache_config.kv_cache_groups:
             size = group.kv_cache_spec.block_size
             self.bad_rows.block_sizes |= dict.fromkeys(group.layer_names, size)
         from rotationzoo.vllm.self_check import check_pages  # which nothing needs later
 
         furthest = check_pages(self.vllm_config, self.stored, kv_cache_config)
-        first = self._builders()[:1]  # pages of all sizes have their copies alike
-        self.metrics = [Metrics(self, each.planner, furthest) for each in first]
+        self.metrics = [Metrics(self, each.planner, furthest) for each in self._builders()[:1]]
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *others: Any) -> Any:
@@ -379,6 +397,8 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         return output
 
     def _builders(self) -> list[RotatedBuilder]:
+        """Those that plan."""
         groups = (each for groups in self.model_runner.attn_groups for each in groups)
         builders = (builder for group in groups for builder in group.metadata_builders)
-        return [builder for builder in builders if isinstance(builder, RotatedBuilder)]
+        leaders = (each.leader for each in builders if isinstance(each, RotatedBuilder))
+        return [*dict.fromkeys(leaders)]

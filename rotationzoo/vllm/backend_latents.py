@@ -53,9 +53,8 @@ class LatentMetadata(RotatedMetadata):
 class LatentBuilder(RotatedBuilder):
     """Plans each step for all layers."""
 
-    def build(self, *given: Any, **others: Any) -> LatentMetadata:
-        """Plan a step."""
-        planned = super().build(*given, **others)
+    def _plan(self, common: Any) -> LatentMetadata:
+        planned = super()._plan(common)
         return LatentMetadata(planned.num_actual_tokens, planned.step)
 
 

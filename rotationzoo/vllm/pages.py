@@ -44,7 +44,7 @@ class PageBlocks(Sequence[torch.Tensor]):
     memory: torch.Tensor
     """uint8 `[pages, bytes of the section]`."""
     page_table: torch.Tensor
-    """int64 `[B, N]`, as in `DecodeMetadata`."""
+    """int64 `[B, N]`: the pages of each request."""
     room: int
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class PageBlocks(Sequence[torch.Tensor]):
             return [self[each] for each in range(self.room)[number]]
         if number >= self.room:
             raise IndexError(number)
-        return self.memory[self.page_table[:, number] // self.memory.stride(0)]
+        return self.memory[self.page_table[:, number]]
 
 
 class LayerPages:
@@ -267,7 +267,7 @@ class LayerPages:
         memory, table = self.memory[side], decode.page_table
         blocks = PageBlocks(memory, table, room)
         packed = self.codec.packed_side(self.layer, side, self.layouts[side], blocks)
-        return replace(packed, table=table, base=memory.data_ptr())
+        return replace(packed, table=table, base=memory.data_ptr(), unit=memory.stride(0))
 
     def _window(self, window: CopiedTokens) -> ExactWindow:
         copies = self.copies["key"], self.copies["value"]

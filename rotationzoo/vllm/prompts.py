@@ -275,7 +275,6 @@ class LayerReader:
                 tokens=_tokens(exact.read, table),
                 room=len(into[0]),
                 slot_of=step.slot_of,
-                page_bytes=self.pages.memory["key"].stride(0),
                 contexts=contexts,
                 news=exact.bounds,
                 mean=mean,
@@ -304,7 +303,7 @@ class LayerReader:
         ]
         if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
             begin, tokens = Begin(*layout.starts[1:3]), _tokens(segment, table)
-            arguments = RestoreRows(tokens, len(into[0]), begin, *both)
+            arguments = RestoreRows(tokens, len(into[0]), self._page_bytes, begin, *both)
             self._launch("restore_rows", segment, arguments)
             return
         pages, at = self._places(table, *segment.positions())
@@ -320,16 +319,21 @@ class LayerReader:
             for stored, to in zip(self.pages.segments.values(), into, strict=True)
         )
         scales = list_scales(table.device)
-        arguments = RestoreSegments(_tokens(segment, table), len(into[0]), scales, *both)
+        tokens = _tokens(segment, table)
+        arguments = RestoreSegments(tokens, len(into[0]), self._page_bytes, scales, *both)
         self._launch("restore_segments", segment, arguments)
 
     def _places(
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The numbers of the pages of tokens, and the tokens' offsets there."""
-        tokens, stride = self.pages.tokens, self.pages.memory["key"].stride(0)
+        tokens = self.pages.tokens
         number = (position // tokens).clamp(max=table.shape[1] - 1)  # of new tokens: any
-        return table[prompt, number] // stride, position % tokens
+        return table[prompt, number], position % tokens
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.pages.memory["key"].stride(0)
 
     def _launch(
         self, name: str, of: Segment, arguments: Gather | RestoreRows | RestoreSegments

@@ -46,7 +46,7 @@ class DecodeMetadata:
     """int64: for `new` queries of each request, in whose row they are, any where a request has
     fewer, `[B new]`; and back, for every row. None: rows are those of the requests in turn."""
     page_table: torch.Tensor
-    """int64 `[B, N]`: where their pages begin, in bytes after page 0."""
+    """int64 `[B, N]`: their pages."""
     starts: torch.Tensor
     """int32 `[B]`: the first token that is read from its codes."""
     floors: torch.Tensor
@@ -93,16 +93,15 @@ class Planner:
         self,
         layout: CacheLayout,
         tokens: int,
-        page_bytes: int,
         pages: int,
         most_requests: int,
         device: torch.device,
         segment: int = segments.SHORT,
         verified: int = 1,
     ):
-        """For pages of so many tokens and bytes on this device. Page 0 belongs to no request.
+        """For so many pages of so many tokens on this device. Page 0 belongs to no request.
         Prompts read `segment` earlier tokens at a time, and others have `verified` new ones."""
-        self.layout, self.tokens, self.page_bytes = layout, tokens, page_bytes
+        self.layout, self.tokens = layout, tokens
         self.sink, self.recent = layout.sink, layout.recent  # at least 1: a token reads itself
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens, 1)
         self.slots = count_slots(layout, tokens, most_requests, verified)
@@ -139,7 +138,7 @@ class Planner:
         make = _new if known.has_prompts else self._buffer
         like = partial(make, device=device)
         page_table = like("page_table", len(table), table.shape[1], dtype=torch.int64)
-        page_table.copy_(table).mul_(self.page_bytes)  # in 64 bits: a layer may have gigabytes
+        page_table.copy_(table)
         pages, page_offsets, slots = (
             like(name, len(mapping), dtype=torch.int64)
             for name in ("pages", "page_offsets", "slots")

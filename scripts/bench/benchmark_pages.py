@@ -148,7 +148,7 @@ class Server:
         cell = -(-sum(layout.bytes for layout in layouts) // (shape.kv_heads * PAGE))
         size = cell * shape.kv_heads * PAGE
         self.planner = Planner(
-            settings.layout, PAGE, size, count, shape.batch, torch.device("cuda"), LONG, verified
+            settings.layout, PAGE, count, shape.batch, torch.device("cuda"), LONG, verified
         )
         self.table = (torch.randperm(count - 1, device="cuda") + 1).view(shape.batch, each)
         self.layers = []

@@ -151,13 +151,15 @@ def save_models(work: Path, families: set[str]) -> None:
 
 
 def calibrate(work: Path, family: str, row: str) -> Path:
-    """The rotations of a model."""
+    """The rotations of a model: those of an earlier run with this `--work`, or new ones."""
     from rotationzoo.calibration.calibrate import calibrate as run
     from rotationzoo.calibration.plan import Job
     from rotationzoo.recipe import Data
     from rotationzoo.recipe.loading import PRESETS
 
     folder = work / f"{family}-{row}"
+    if (folder / "manifest.json").exists():
+        return folder
     recipe = PRESETS[{"budget": "transform", "quick": "oscar"}[row]]
     recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
     model = "demo" if family == "demo" else str(work / family)

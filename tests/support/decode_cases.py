@@ -203,8 +203,9 @@ class Drawing:
         if self.case.replayed:  # a table on the device, with columns to spare
             packed = replace(packed, table=pad(packed.addresses(), (0, 3)))
         if self.case.pooled:
-            base = memory.data_ptr()
-            packed = replace(packed, table=packed.addresses() - base, base=base)
+            base, unit = memory.data_ptr(), layout.bytes
+            numbers = (packed.addresses() - base) // unit
+            packed = replace(packed, table=numbers, base=base, unit=unit)
         return packed
 
     def spoil(

@@ -61,7 +61,7 @@ class Server:
         cell = cell_bytes(settings, dim + beside, 0, dtype.itemsize)
         cache = torch.zeros(pages, heads, tokens, cell, dtype=torch.uint8, device=device)
         like = torch.zeros(1, heads, 1, dim, device=device)
-        held = tokens, cache[0].nbytes, pages, most_requests, cache.device
+        held = tokens, pages, most_requests, cache.device
         self.planner = Planner(settings.layout, *held, segment, verified)
         attention = TorchAttention()
         attention.segment = segment

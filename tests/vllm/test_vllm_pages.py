@@ -188,15 +188,6 @@ def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read
     assert fresh.decode.ends.tolist() == [41 - 6]
 
 
-def test_offsets_of_pages_may_exceed_two_gigabytes():
-    server = Server(settings_of(), pages=40)
-    server.planner.page_bytes = 2**30
-    server.begin(0)
-    step = server.plan({0: 20})
-    expected = [page * 2**30 for page in server.tables[0]]
-    assert step.prompts.page_table[0, : len(expected)].tolist() == expected
-
-
 def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():
     server = Server(settings_of(), most_requests=2)
     server.begin("first")

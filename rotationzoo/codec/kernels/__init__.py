@@ -82,10 +82,12 @@ class Prepare(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The pages of packed keys or values: addresses `[B, pages]`, less a base."""
+    """The pages of packed keys or values: number n of `table` `[B, pages]` begins `n unit` bytes
+    after `base`."""
 
     table: Addresses
     base: int
+    unit: int
     pages: int
 
 
@@ -258,6 +260,7 @@ class RestoreRows(NamedTuple):
 
     tokens: Tokens
     room: int
+    page_bytes: int
     begin: Begin
     key: RestoredRows
     value: RestoredRows
@@ -278,7 +281,6 @@ class Gather(NamedTuple):
     tokens: Tokens
     room: int
     slot_of: Counts
-    page_bytes: int
     contexts: Ints
     news: Ints
     mean: Floats | None
@@ -341,6 +343,7 @@ class RestoreSegments(NamedTuple):
 
     tokens: Tokens
     room: int
+    page_bytes: int
     scales: Floats
     key: RestoredSegments
     value: RestoredSegments

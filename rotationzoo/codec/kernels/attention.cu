@@ -180,7 +180,7 @@ __device__ void attend_packed(
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 
   Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages,
-                   tables.key_base, tables.value_base, job.head, job.heads, place.lane,
+                   tables.key_base, tables.value_base, tables.key_unit, tables.value_unit, job.head, job.heads, place.lane,
                    keys.row, values.row, keys.start, values.start, int(min(tables.key_pages, tables.value_pages))};
   if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
@@ -390,9 +390,9 @@ __device__ void attend_exact(
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens,
-    const signed char* prepared, const Header* headers, const Address* key_table, Address key_base, Count key_pages,
-    const Address* value_table, Address value_base, Count value_pages, const int* segments_key, const int* segments_value,
-    const float* segments_scales, const int* starts, const int* floors, const int* lengths,
+    const signed char* prepared, const Header* headers, const Address* key_table, Address key_base, Count key_unit,
+    Count key_pages, const Address* value_table, Address value_base, Count value_unit, Count value_pages, const int* segments_key,
+    const int* segments_value, const float* segments_scales, const int* starts, const int* floors, const int* lengths,
     Count splits, Count tiles, const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts,
     const int* sink_slots, Count sink_room, Count sink_pieces, const Element* recent_key, const Element* recent_value,
     const int* recent_lengths, const int* recent_starts, const int* recent_slots, Count recent_room, Count recent_pieces,
@@ -417,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   const Range range = {starts ? starts[job.batch] : 0, floor, length, exact, int(tokens), job.tile * COLUMNS};
   const int first = range.start / TILE, end = max(first, (length + TILE - 1) / TILE), each = (end - first + splits - 1) / splits;
   const int begin = min(end, first + int(blockIdx.x - windows) * each);
-  const Tables tables = {key_table, value_table, key_base, value_base, key_pages, value_pages,
+  const Tables tables = {key_table, value_table, key_base, value_base, key_unit, value_unit, key_pages, value_pages,
                          segments_key, segments_value, segments_scales};
   attend_packed(job, tables, begin, min(end, begin + each), range, prepared, headers, capped, totals, outputs, shared);
 }

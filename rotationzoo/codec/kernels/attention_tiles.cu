@@ -266,10 +266,10 @@ struct Piece {
 
 // ---- packed tokens ---------------------------------------------------------------------------------------------------------
 
-struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages, less a base
+struct Tables {  // [B, key_pages] and [B, value_pages]: a page of number n begins n units after a base
   const Address *key, *value;
   Address key_base, value_base;
-  Count key_pages, value_pages;
+  Count key_unit, value_unit, key_pages, value_pages;
   const int *key_segments, *value_segments;  // tables of heads
   const float* scales;
 };
@@ -281,6 +281,7 @@ struct Cursor {
 
   const Address *keys, *values;
   Address key_base, value_base;
+  Count key_unit, value_unit;
   int head, heads, lane;
   int key_row, value_row, key_start, value_start;  // of the head's rows
   int pages;  // that there are
@@ -293,7 +294,7 @@ struct Cursor {
     constexpr int TILES = PAGE / TILE;
     const int page = tile / TILES, token = tile % TILES * TILE;
     left = TILES - tile % TILES;
-    const Address this_key = key_base + next_key, this_value = value_base + next_value;
+    const Address this_key = key_base + next_key * key_unit, this_value = value_base + next_value * value_unit;
     if (page + 1 < pages) next_key = keys[page + 1], next_value = values[page + 1];
     const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
     key = this_key + key_start + token * key_row + lane * 16;

@@ -10,8 +10,7 @@
 #include "int2.cu"
 #include "launches.cu"
 
-// Tokens of C prompts, as `Segment` in segments.py says which. table [C, stride]: where the pages of a prompt begin, in bytes after
-// page 0.
+// Tokens of C prompts, as `Segment` in segments.py says which. table [C, stride]: the numbers of the pages of a prompt.
 struct Tokens {
   const int *bounds, *firsts, *jumps, *gaps;
   int prompts;
@@ -46,8 +45,8 @@ __device__ void fill(Element* to, const Lane& lane, float x) {
 // (tokens / (4 * WARP_ROWS) rounded up, H, sides) and 128 threads; so below.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
     const int* tokens_bounds, const int* tokens_firsts, const int* tokens_jumps, const int* tokens_gaps, Count tokens_prompts,
-    const Count* tokens_table, Count tokens_stride, Count room, Count begin_scales, Count begin_offsets,
-    const unsigned char* key_memory, Element* key_rows, const unsigned char* value_memory, Element* value_rows) {
+    const Count* tokens_table, Count tokens_stride, Count room, Count page_bytes, Count begin_scales,
+    Count begin_offsets, const unsigned char* key_memory, Element* key_rows, const unsigned char* value_memory, Element* value_rows) {
   const Tokens tokens = {tokens_bounds, tokens_firsts, tokens_jumps, tokens_gaps, int(tokens_prompts), tokens_table, tokens_stride};
   const Lane lane;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
@@ -59,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
     if (is_value) fill(to, lane, 0.0f);
     return;
   }
-  const Count at = tokens.page(prompt, place), row = head * TOKENS + place % TOKENS;
+  const Count at = tokens.page(prompt, place) * page_bytes, row = head * TOKENS + place % TOKENS;
   const float scale = read(reinterpret_cast<const Metadata*>(value_memory + at + begin_scales)[row * GROUPS]);
   if (scale != scale) {
     fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER);
@@ -78,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
 // [T, H, D] from `news` [C] on; keys less mean [H, D], or null. slot_of has the slot of each page. The grid has both sides as z.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) gather(
     const int* tokens_bounds, const int* tokens_firsts, const int* tokens_jumps, const int* tokens_gaps, Count tokens_prompts,
-    const Count* tokens_table, Count tokens_stride, Count room, const Count* slot_of, Count page_bytes, const int* contexts,
-    const int* news, const float* mean, const Element* key_copies, const Element* key_rows, Count key_stride, Element* key_into,
+    const Count* tokens_table, Count tokens_stride, Count room, const Count* slot_of, const int* contexts, const int* news,
+    const float* mean, const Element* key_copies, const Element* key_rows, Count key_stride, Element* key_into,
     const Element* value_copies, const Element* value_rows, Count value_stride, Element* value_into) {
   const Tokens tokens = {tokens_bounds, tokens_firsts, tokens_jumps, tokens_gaps, int(tokens_prompts), tokens_table, tokens_stride};
   const Lane lane;
@@ -95,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gather(
       const Count row = news[prompt] + later;
       key = key_rows + row * key_stride + head * D, value = value_rows + row * value_stride + head * D;
     } else {
-      const Count slot = slot_of[tokens.page(prompt, place) / page_bytes];
+      const Count slot = slot_of[tokens.page(prompt, place)];
       const Count copy = ((slot * heads + head) * TOKENS + place % TOKENS) * D;
       key = key_copies + copy, value = value_copies + copy;
     }

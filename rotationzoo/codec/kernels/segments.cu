@@ -193,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(4 * D) store_few_segments(
 // Rows [room, H, D] of levels, as `restore_rows` has them of codes. scales: the last one is no number.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_segments(
     const int* tokens_bounds, const int* tokens_firsts, const int* tokens_jumps, const int* tokens_gaps, Count tokens_prompts,
-    const Count* tokens_table, Count tokens_stride, Count room, const float* scales, const int* key_places,
-    const unsigned char* key_memory, Element* key_rows, const int* value_places, const unsigned char* value_memory,
+    const Count* tokens_table, Count tokens_stride, Count room, Count page_bytes, const float* scales,
+    const int* key_places, const unsigned char* key_memory, Element* key_rows, const int* value_places, const unsigned char* value_memory,
     Element* value_rows) {
   const Tokens tokens = {tokens_bounds, tokens_firsts, tokens_jumps, tokens_gaps, int(tokens_prompts), tokens_table, tokens_stride};
   const Lane lane;
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_segments(
     if (is_value) fill(to, lane, 0.0f);
     return;
   }
-  const Count at = tokens.page(prompt, position), place = position % TOKENS;
+  const Count at = tokens.page(prompt, position) * page_bytes, place = position % TOKENS;
   const Head key(key_places, number), value(value_places, number), head = is_value ? value : key;
   const auto words_of = [=](Head side, const unsigned char* memory) {
     return reinterpret_cast<const unsigned*>(memory + at + side.row(place));
