@@ -227,8 +227,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         if attn_metadata is None:  # the run that measures memory
             self._reserve(key)
             return output.zero_()
-        *_, tokens, cell = kv_cache.shape
-        kv_cache = kv_cache.view(-1, self.num_kv_heads, _page_tokens(tokens), cell)
+        kv_cache = split_blocks(kv_cache, self.num_kv_heads)
         # To measure what graphs take, vLLM runs with a small tensor first.
         if self.reader is None or not self.reader.pages.holds(kv_cache):
             index = extract_layer_index(layer.layer_name)
@@ -317,6 +316,19 @@ def _page_tokens(block: int) -> int:
     """Tokens per page of ours, given those per block of vLLM's. An exact copy belongs to one page,
     not to a whole block."""
     return math.gcd(block, 64)
+
+
+def split_blocks(kv_cache: torch.Tensor, heads: int) -> torch.Tensor:
+    """The blocks of vLLM `[blocks, (H,) tokens, cell]` as pages of ours `[pages, H, P, cell]`. The
+    pages of a block share what vLLM has padded it with. Raises `RotationZooError` where they
+    cannot."""
+    *_, tokens, cell = kv_cache.shape
+    page = _page_tokens(tokens)
+    stride, rest = divmod(kv_cache.stride(0), tokens // page)
+    if rest or stride * kv_cache.itemsize % 16:  # kernels copy 16 bytes at a time
+        raise RotationZooError(f"blocks of {kv_cache.stride(0)} elements have no {page} tokens")
+    size = len(kv_cache) * (tokens // page), heads, page, cell
+    return kv_cache.as_strided(size, (stride, page * cell, cell, 1))
 
 
 _WORKER = base.worker_path()

@@ -32,7 +32,7 @@ from typing import Any
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path.append(str(TESTS))
 TOKENS, DRAFTS, CHUNK = 24, 3, 128
-CLOSE = {"float32": 5e-3, "float16": 2e-2}
+CLOSE = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
 """Nats, of a token on average, that two right answers differ by at most."""
 TIMES = 3
 """Where answers of a request alone and beside a stranger differ by more, so many times as much."""
@@ -72,12 +72,21 @@ PAIRED = {
 }
 ALONE = {
     "falcon": Feature("hybrid (Falcon-H1)", family="falcon_h1"),
-    "next": Feature("hybrid (Qwen3-Next)", family="qwen3_next"),
+    # Its states want 16 bits on a CPU, and flashinfer or this on a GPU.
+    "next": Feature(
+        "hybrid (Qwen3-Next)",
+        {"gdn_prefill_backend": "triton", "dtype": "bfloat16"},
+        "qwen3_next",
+        counts=True,
+    ),
     "gpt-oss": Feature("windows and sinks (gpt-oss)", family="windows and sinks"),
     "async": Feature("`--async-scheduling`", {"async_scheduling": True}),
     "offload": Feature("offloading", {"kv_offloading_size": 1, "enable_prefix_caching": True}),
-    "fp8": Feature("FP8 weights", {"quantization": "fp8"}, counts=True),
-    "lora": Feature("LoRA", {"enable_lora": True, "max_lora_rank": 8}, counts=True),
+    # Kernels of a GPU take these in 16 bits alone.
+    "fp8": Feature("FP8 weights", {"quantization": "fp8", "dtype": "bfloat16"}, counts=True),
+    "lora": Feature(
+        "LoRA", {"enable_lora": True, "max_lora_rank": 8, "dtype": "bfloat16"}, counts=True
+    ),
     "sleep": Feature("sleep mode", {"enable_sleep_mode": True}),
     "two": Feature("two processes", {"tensor_parallel_size": 2}),
 }
@@ -151,15 +160,13 @@ def save_models(work: Path, families: set[str]) -> None:
 
 
 def calibrate(work: Path, family: str, row: str) -> Path:
-    """The rotations of a model: those of an earlier run with this `--work`, or new ones."""
+    """The rotations of a model."""
     from rotationzoo.calibration.calibrate import calibrate as run
     from rotationzoo.calibration.plan import Job
     from rotationzoo.recipe import Data
     from rotationzoo.recipe.loading import PRESETS
 
     folder = work / f"{family}-{row}"
-    if (folder / "manifest.json").exists():
-        return folder
     recipe = PRESETS[{"budget": "transform", "quick": "oscar"}[row]]
     recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
     model = "demo" if family == "demo" else str(work / family)
@@ -199,13 +206,12 @@ def make_job(cell: Cell, work: Path, alone: bool, exact: bool = False) -> dict[s
 
 
 def run_worker(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[str, Any]]:
-    """What the engines of these jobs answer, one after another. A process ends with an error, which
-    counts if it is of its first engine: later ones may fail by what is left of earlier ones."""
+    """What the engines of these jobs answer, one after another. A process ends with an engine that
+    fails, which counts if it was the first: later ones may fail by what is left of earlier ones."""
     done: list[dict[str, Any]] = []
     while len(done) < len(jobs):
         answers = run_process(jobs[len(done) :], work, f"{name}-{len(done)}")
-        right = [each for each in answers if "error" not in each]
-        done += right or answers
+        done += answers[:-1] if len(answers) > 1 and "error" in answers[-1] else answers
     return done
 
 
@@ -228,6 +234,8 @@ def run_process(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[
 
 def work_off(asked: Path, answered: Path) -> None:
     """Run the jobs of a file with vLLM until one fails, and write what each answers, or why not."""
+    from torch.distributed import is_initialized
+
     done: list[dict[str, Any]] = []
     for job in json.loads(asked.read_text()):
         try:
@@ -236,7 +244,7 @@ def work_off(asked: Path, answered: Path) -> None:
             traceback.print_exc()
             done.append({"error": f"{type(error).__name__}: {error}".strip()})
         answered.write_text(json.dumps(done))
-        if "error" in done[-1]:
+        if "error" in done[-1] and is_initialized():  # something of an engine is left
             break
 
 
@@ -402,7 +410,7 @@ def _word_of(result: dict[str, Any]) -> str:
     """What an engine without answers did; empty for one that answered."""
     if "error" not in result:
         return ""
-    return "refused" if "not served" in result["error"] else "FAILED"
+    return "refused" if result["error"].startswith("UnsupportedModel") else "FAILED"
 
 
 def run_all(jobs: dict[Any, dict[str, Any]], work: Path, at_once: int, name: str) -> dict[Any, Any]:
@@ -447,7 +455,8 @@ def main() -> None:
         named = [tuple(each.split("+")) for each in args.cells.split(",")]
         cells = [cell for cell in cells if cell.names in named]
     save_models(work, {cell.family for cell in cells})
-    wanted = sorted({(cell.row, cell.family) for cell in cells})
+    several = {(cell.row, cell.family) for cell in cells}
+    wanted = sorted(pair for pair in several if not (work / "{1}-{0}".format(*pair)).exists())
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for ready in [pool.submit(calibrate, work, family, row) for row, family in wanted]:
             ready.result()
