@@ -5,6 +5,7 @@ A page must be readable by itself: prefix caching hands it to another request, p
 and a prompt fills it in parts. So a token is written as codes as soon as it is there.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -28,7 +29,7 @@ from rotationzoo.codec.kernels import (
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.transform import SegmentLayout, list_scales
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import rows_of
 from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
@@ -60,6 +61,30 @@ class PageBlocks(Sequence[torch.Tensor]):
         if number >= self.room:
             raise IndexError(number)
         return self.memory[self.page_table[:, number]]
+
+
+def page_tokens(block: int) -> int:
+    """Tokens per page of ours, given those per block of vLLM's. An exact copy belongs to one page,
+    not to a whole block."""
+    return math.gcd(block, 64)
+
+
+def split_blocks(blocks: torch.Tensor, heads: int) -> torch.Tensor:
+    """Blocks of vLLM `[N, (H,) tokens, cell]`, each of them contiguous, as pages `[pages, H, P,
+    cell]`. The pages of a block share what vLLM has padded it with. Raises `UnsupportedModel` where
+    they cannot: a page table holds numbers, so that all pages are as far apart."""
+    *_, tokens, cell = blocks.shape
+    page = page_tokens(tokens)
+    each, rest = divmod(blocks.stride(0), tokens // page)
+    if rest or each * blocks.itemsize % 16:  # kernels copy 16 bytes at a time
+        size = blocks.stride(0) * blocks.itemsize
+        raise UnsupportedModel(
+            f"vLLM gives blocks of {size:,} bytes to {tokens // page} pages of rotations, beside "
+            "layers of other sizes",
+            hint="serve it without a draft model",
+        )
+    count = len(blocks) * (tokens // page)
+    return blocks.as_strided((count, heads, page, cell), (each, page * cell, cell, 1))
 
 
 class LayerPages:

@@ -60,6 +60,7 @@ def engine_job(
     sampling=None,
     broken=False,
     late=False,
+    planned=False,
     handed=None,
     **engine,
 ) -> dict:
@@ -81,7 +82,7 @@ def engine_job(
         **engine,
     }
     job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
-    job |= {"sampling": sampling or {}, "handed": handed, "late": late}
+    job |= {"sampling": sampling or {}, "handed": handed, "late": late, "planned": planned}
     return job | ({"broken": True} if broken else {})
 
 

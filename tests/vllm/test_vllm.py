@@ -365,11 +365,14 @@ def test_more_blocks_in_the_same_memory_and_vllm_itself_without_an_artifact(
 
 
 def test_rows_of_heads_take_different_bytes(transformed, alone, prompts, tmp_path):
-    """The second request finds a prefix."""
+    """The second request finds a prefix. Pages of all sizes are planned once a step."""
     layers = transformed.rotations.values()
     assert len({cell_of(layer) for layer in layers}) > 1
     cells = sum(map(cell_of, layers))
-    served = serve(tmp_path, transformed.folder, [[prompts[1]]] * 2, enable_prefix_caching=True)
+    rounds, inside = [[prompts[1]]] * 2, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    options = {"planned": True, "enable_prefix_caching": True}
+    served = serve(tmp_path, transformed.folder, rounds, variables=inside, **options)
+    assert 0 < served["calls"]["plan"] <= served["calls"]["execute_model"]
     assert served["blocks"] == pytest.approx(alone["blocks"] * 4 * 40 / cells, rel=1e-3)
     model = load(DEMO)
     for (answer,), cached in zip(served["rounds"], (False, True), strict=True):

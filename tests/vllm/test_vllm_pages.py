@@ -28,10 +28,10 @@ from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import segments, steps
-from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.pages import LayerPages, split_blocks
 from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.segments import Known
 from rotationzoo.vllm.settings import cell_bytes, select_heads
@@ -186,6 +186,25 @@ def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read
     fresh = server.plan({2: 1})
     assert fresh.decode.starts.tolist() == [3]
     assert fresh.decode.ends.tolist() == [41 - 6]
+
+
+@pytest.mark.parametrize("padding", [0, 160])
+def test_pages_of_a_block_share_its_padding(padding):
+    heads, tokens, cell = 2, 128, 40
+    room = heads * tokens * cell + padding
+    memory = torch.arange(3 * room)
+    blocks = memory.as_strided((3, heads, tokens, cell), (room, tokens * cell, cell, 1))
+    pages = split_blocks(blocks, heads)
+    assert pages.shape == (6, heads, 64, cell)
+    assert pages[:, 0, 0, 0].tolist() == [page * room // 2 for page in range(6)]
+    assert all(page.is_contiguous() for page in pages)
+    assert pages[-1, -1, -1, -1] < len(memory)
+
+
+def test_blocks_that_pages_cannot_share_are_refused():
+    blocks = torch.zeros(2, 1000).as_strided((2, 1, 192, 1), (1000, 192, 1, 1))
+    with pytest.raises(UnsupportedModel, match="blocks of 4,000 bytes to 3 pages"):
+        split_blocks(blocks, 1)
 
 
 def test_a_prompt_leaves_the_buffers_of_captured_steps_where_they_are():

@@ -6,12 +6,13 @@ and our metrics. A job with a `server` asks that one instead, with OpenAI's clie
 `commands` runs rotationzoo's command line, and one with `configs` has vLLM make configs. One with
 `engines` runs the jobs of several, one after another, and one that is `broken` breaks a worker,
 which has to notice it. One that is `late` has a second stream that works as late as it may, on a
-CPU, too. One that is `held` keeps its engine until its input ends, for another that loads its
-pages.
+CPU, too. One that is `planned` counts plans. One that is `held` keeps its engine until its input
+ends, for another that loads its pages.
 """
 
 import json
 import sys
+from collections import Counter
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from copy import copy
 from dataclasses import replace
@@ -43,6 +44,7 @@ def run_engine(job: dict) -> dict:
     if job.get("late"):
         work_late()
     llm = LLM(**job["engine"])
+    calls = count_calls() if job.get("planned") else Counter()
     # A prompt whose log probabilities are asked for is read whole, also where a prefix is there.
     given = {"prompt_logprobs": 0} if job.get("prompts_too") else {}
     given = {"temperature": 0, **given, **job["sampling"]}
@@ -61,11 +63,28 @@ def run_engine(job: dict) -> dict:
     held["tokens"] = cache.num_gpu_blocks * cache.block_size  # without layers with a window
     said = generate_latest().decode().splitlines()
     held["metrics"] = [line for line in said if line.startswith("rotationzoo_")]
-    result = {"rounds": rounds, "counted": counted, **held}
+    result = {"rounds": rounds, "counted": counted, "calls": calls, **held}
     if job.get("held"):
         write_whole(Path(sys.argv[2]), result)
         sys.stdin.read()
     return result
+
+
+def count_calls() -> Counter:
+    """How often an engine of this process plans, and how often it runs a step."""
+    from rotationzoo.vllm.backend import RotatedWorker
+    from rotationzoo.vllm.steps import Planner
+
+    calls = Counter()
+    for kind, name in ((Planner, "plan"), (RotatedWorker, "execute_model")):
+        own = getattr(kind, name)
+
+        def call(*given, own=own, name=name):
+            calls[name] += 1
+            return own(*given)
+
+        setattr(kind, name, call)
+    return calls
 
 
 def work_late() -> None:
