@@ -7,7 +7,11 @@ import transformers
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from rotationzoo.calibration.calibrate import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.recipe import Data, Recipe
 from support.models import edited_weights, save_random
+from support.recipes import QUICK
 
 _SHAPE = dict(
     vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
@@ -35,6 +39,16 @@ def save_served(name: str, folder: Path, **changes) -> transformers.PreTrainedMo
     """One of `SERVED`, whose weights are large enough for attention to matter."""
     kind, options = SERVED[name]
     return save_random(kind, kind, folder, std=0.1, **_SHAPE | options | changes)
+
+
+def make_served(
+    name: str, folder: Path, recipe: Recipe = QUICK, **changes
+) -> tuple[transformers.PreTrainedModel, Path, Path]:
+    """One of `SERVED`, its folder and its artifact."""
+    model = save_served(name, folder / "model", **changes)
+    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
+    made = calibrate(Job(str(folder / "model"), recipe, folder / "artifact", device="cpu"))
+    return model, folder / "model", made.folder
 
 
 def save_head(folder: Path) -> Path:

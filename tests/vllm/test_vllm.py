@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.codec import on_gpu
-from support.models import save_random
 from support.recipes import CODED, QUICK
 from support.vllm import (
     CHUNK,
@@ -39,6 +38,7 @@ from support.vllm_answers import (
     read_exact,
     read_in_transformers,
 )
+from support.vllm_models import SERVED, make_served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import Artifact
@@ -52,13 +52,15 @@ from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recall.answers import join_answers, read_answers
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.simulated import Simulation
 
 pytestmark = NEEDS_VLLM
-SHORT = Data(tokens=2048, length=512)
-RECIPES = {"oscar": QUICK, "coded": CODED.model_copy(update={"data": SHORT})}
+RECIPES = {
+    "oscar": QUICK,
+    "coded": CODED.model_copy(update={"data": Data(tokens=2048, length=512)}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -163,46 +165,16 @@ def test_requests_of_one_step_read_a_prefix_that_it_stores(late, made, prompts, 
         assert_same(answer["answer"], expected[-TOKENS:])
 
 
-WINDOWS = {
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 128,
-    "max_position_embeddings": 32768,
-    "pad_token_id": None,
-}
-FAMILIES = {
-    "one KV head": ("Llama", {"num_key_value_heads": 1}),
-    "biases": ("Qwen2", {"num_key_value_heads": 2}),
-    "a scale of its own": ("Granite", {"num_key_value_heads": 4, "attention_multiplier": 0.4}),
-    "windows and soft caps": ("Gemma2", WINDOWS | {"query_pre_attn_scalar": 32}),
-    "windows and sinks": ("GptOss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-}
-
-
-def make_family(family: str, tmp_path: Path, recipe: Recipe = QUICK):
-    """A random model with heads of 32, whose weights are large enough for attention to matter, and
-    its artifact."""
-    name, changes = FAMILIES[family]
-    options = dict(
-        vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
-    folder = tmp_path / "model"
-    model = save_random(name, name, folder, std=0.1, **options | changes)
-    recipe = recipe.model_copy(update={"data": SHORT})
-    artifact = calibrate(Job(str(folder), recipe, tmp_path / "artifact", device="cpu")).folder
-    return model, folder, artifact
-
-
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [*((name, "oscar") for name in FAMILIES), ("windows and soft caps", "coded")],
+    [
+        *((name, "oscar") for name in SERVED if name != "latents"),
+        ("windows and soft caps", "coded"),
+    ],
 )
 def test_other_families(family, recipe, prompts, tmp_path):
     """Beside layers with a window, all others get the same bits of transform coding."""
-    model, folder, artifact = make_family(family, tmp_path, RECIPES[recipe])
+    model, folder, artifact = make_served(family, tmp_path, RECIPES[recipe])
     options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
     served = serve(tmp_path, artifact, [[prompts[2]]], **options)
     (answer,) = served["rounds"][0]
@@ -222,7 +194,7 @@ def test_other_families(family, recipe, prompts, tmp_path):
 def test_blocks_go_from_layers_with_a_window_to_others_and_back(tmp_path):
     """A block of layers with full attention holds 1,408 tokens, and one of the others 128. A prefix
     is found in steps that suit both. What one kind left may be no numbers to the other."""
-    model, folder, artifact = make_family("windows and soft caps", tmp_path)
+    model, folder, artifact = make_served("windows and soft caps", tmp_path)
     ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
     together = [ids[at : at + 500] for at in range(0, 240, 40)]
     rounds = [[ids[:1700]], [ids[:1700]], together, [ids[7:1707]], together]
@@ -240,7 +212,7 @@ def test_capacity_of_a_model_with_windows(tmp_path):
     """In bfloat16, a token of a KV head takes 128 bytes, and 24 in 2 bits. Six blocks of 128 tokens
     make one that is larger than a block in bfloat16: 2 heads x 768 x 24 bytes, and 2 x 128 x 128.
     A request takes four blocks of layers with a window: 127 tokens, and a chunk of 256."""
-    _, folder, artifact = make_family("windows and soft caps", tmp_path)
+    _, folder, artifact = make_served("windows and soft caps", tmp_path)
     engine = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 32768}
     rotated, plain = (serve(tmp_path, each, [], **engine) for each in (artifact, None))
     assert rotated["blocks"] == plain["blocks"] * 32768 // 36864

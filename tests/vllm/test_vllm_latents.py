@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from support.models import save_random
-from support.recipes import CODED, QUICK
+from support.recipes import CODED
 from support.vllm import NEEDS_VLLM, ON_GPU, TEXT, TOKENS, serve
 from support.vllm_answers import CLOSE, assert_same, differences, read_exact, read_in_transformers
+from support.vllm_models import make_served
 from transformers import AutoTokenizer
 
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.model.source import DEMO
-from rotationzoo.recipe import Data
 
 pytestmark = [
     *NEEDS_VLLM,
@@ -28,21 +25,6 @@ def ids() -> list[int]:
     return AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
 
 
-def make(folder, recipe=QUICK, **changes):
-    """A random DeepSeek V3 without experts, whose weights are large enough for attention to matter,
-    and its artifact."""
-    options = dict(
-        vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
-        bos_token_id=None, eos_token_id=0, q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32,
-        qk_rope_head_dim=16, v_head_dim=24, first_k_dense_replace=2,
-    )  # fmt: skip
-    model = save_random("DeepseekV3", "DeepseekV3", folder / "model", std=0.1, **options | changes)
-    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
-    made = calibrate(Job(str(folder / "model"), recipe, folder / "artifact", device="cpu")).folder
-    return model, made, {"model": str(folder / "model")}
-
-
 AMX = torch.cpu._is_amx_tile_supported()
 """Without it, vLLM's platform takes whole prompts, and caches no prefix of latents."""
 CHUNK = 256 if AMX else 2048
@@ -50,8 +32,8 @@ CHUNK = 256 if AMX else 2048
 
 def test_every_log_probability_is_that_of_the_cache_in_transformers(ids, tmp_path):
     """8e-7 was measured. vLLM's own kernel for RoPE would make .38 here: see `plugin`."""
-    model, artifact, options = make(tmp_path)
-    options |= {"prompts_too": True, "enable_prefix_caching": False}
+    model, folder, artifact = make_served("latents", tmp_path)
+    options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
     served = serve(tmp_path, artifact, [[ids[:1100]]], **options)
     (answer,) = served["rounds"][0]
     expected = read_in_transformers(artifact, model, answer["ids"], chunk=CHUNK)
@@ -65,9 +47,10 @@ def test_every_log_probability_is_that_of_the_cache_in_transformers(ids, tmp_pat
 
 def test_transform_coding_cached_prefixes_and_requests_at_the_same_time(ids, tmp_path):
     """With DeepSeek's own scaling of RoPE, and queries that are not compressed."""
-    model, artifact, options = make(tmp_path, CODED, rope_parameters=YARN, q_lora_rank=None)
+    changes = {"rope_parameters": YARN, "max_position_embeddings": 2048, "q_lora_rank": None}
+    model, folder, artifact = make_served("latents", tmp_path, CODED, **changes)
     asked = [[ids[:1000]], [ids[:1100]], [ids[:960], ids[70:120]]]
-    rounds = serve(tmp_path, artifact, asked, **options)["rounds"]
+    rounds = serve(tmp_path, artifact, asked, model=str(folder))["rounds"]
     answers = [answer for answers in rounds for answer in answers]
     assert [answer["cached"] for answer in answers] == [0, 896 * AMX, 896 * AMX, 0]
     for answer in answers:
