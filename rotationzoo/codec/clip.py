@@ -9,12 +9,6 @@ import torch
 from rotationzoo.errors import RotationZooError
 
 
-def ratio_for_bits(ratio: torch.Tensor, bits: int) -> torch.Tensor:
-    """The clip ratio for codes of some bits, where `ratio` is the one for 2 bits. Finer steps gain
-    less by clipping, so each further bit halves the share of a row that is clamped."""
-    return ratio + (1 - ratio) * (1 - 2.0 ** (2 - bits))
-
-
 def clip_position(
     ratio: float | torch.Tensor, channels: int, interpolated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -133,7 +133,7 @@ def _values(arguments: tuple[Any, ...]) -> list[int | float]:
 
 @dataclass(frozen=True)
 class Packed:
-    """Stored rows: `codes` are bytes `[H, N, format.row_bytes(D)]`, as `int2.pack` returns them;
+    """Stored rows: `codes` are bytes `[H, N, D / 4]`, as `int2.pack` returns them;
     `metadata` `[H, N, D / group, 2]` holds scale and offset in the format's type."""
 
     codes: torch.Tensor
@@ -160,8 +160,6 @@ class Variant:
         shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
-        if format.bits != 2:
-            raise RotationZooError(f"the CUDA kernel has codes of 2 bits, and not of {format.bits}")
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
             raise RotationZooError(
@@ -197,7 +195,7 @@ class Variant:
 def empty_packed(rows: torch.Tensor, group: int, format: Format) -> Packed:
     """Room for what a kernel stores of rows `[H, N, D]`."""
     heads, count, dim = rows.shape
-    codes = rows.new_empty(heads, count, format.row_bytes(dim), dtype=torch.uint8)
+    codes = rows.new_empty(heads, count, dim // 4, dtype=torch.uint8)
     shape = heads, count, dim // group, 2
     metadata = rows.new_empty(shape, dtype=METADATA_TYPES[format.metadata])
     return Packed(codes, metadata, format)

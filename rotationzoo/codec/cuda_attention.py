@@ -133,7 +133,6 @@ def supports(key: Layout, value: Layout, dtype: torch.dtype, exact_tokens: int =
         parts <= _MOST_TOTALS
         and dtype in TYPES
         and 4 * variant.tile_bytes <= _SHARED_MEMORY  # two of each warp
-        and _format(key).bits == 2
         and (_format(key), key.tokens, key.heads) == (_format(value), value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))

@@ -5,23 +5,19 @@ docs/codec.md has the formulas side by side. A format with a way of its own gets
 `Format`, which `int2` and `int2.cu` then read; `cuda.Variant` hands it to the kernel.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from rotationzoo.errors import RotationZooError
-
 Packing = Literal["strided", "consecutive"]
-"""Which n codes share a word, lowest bits first. A byte holds four codes of 2 bits or two of 4
-bits. Three bytes hold eight codes of 3 bits, the lowest bits in the first byte. In `strided`, word
-i holds channels i, i + D/n, i + 2D/n and so on; in `consecutive`, channels n i to n i + n - 1."""
-BITS = (2, 3, 4)
-"""Bits that a code may have. Engines and kernels have 2."""
+"""Which four codes share a byte, lowest bits first. In `strided`, byte i holds channels i, i + D/4,
+i + D/2 and i + 3D/4; in `consecutive`, channels 4i to 4i + 3."""
+CODE_BITS = 2
+LARGEST_CODE = 3
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one engine's rows differ from another's. Raises `RotationZooError` for bits that are not
-    in `BITS`."""
+    """How one engine's rows differ from another's."""
 
     interpolated: bool
     """Whether the threshold of a row's clip is interpolated between the magnitudes of two channels,
@@ -33,26 +29,11 @@ class Format:
     + minimum`. `none`: rows have no nearest codes, but those of transform coding."""
     packing: Packing
     """Which codes share a byte."""
-    bits: int = 2
-    """Bits of a code."""
-
-    def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise RotationZooError(f"a code has 2, 3 or 4 bits, and not {self.bits}")
-
-    @property
-    def largest_code(self) -> int:
-        """The largest code: the smallest is 0."""
-        return (1 << self.bits) - 1
 
     @property
     def metadata_bits(self) -> int:
         """Bits of one stored scale or one stored offset."""
         return {"float32": 32, "float16": 16}[self.metadata]
-
-    def row_bytes(self, dim: int) -> int:
-        """Bytes of the packed codes of `dim` channels."""
-        return dim * self.bits // 8
 
 
 SGLANG = Format(interpolated=False, metadata="float32", offset="zero", packing="strided")
@@ -67,9 +48,5 @@ BUDGETED = "segments"
 FORMATS = {"sglang": SGLANG, "vllm": VLLM}
 """The formats of engines."""
 
-SIMULATED = FORMATS | {
-    "segments": SEGMENTS,
-    "sglang-3": replace(SGLANG, bits=3),
-    "sglang-4": replace(SGLANG, bits=4),
-}
+SIMULATED = FORMATS | {BUDGETED: SEGMENTS}
 """The formats that a model can be evaluated with."""

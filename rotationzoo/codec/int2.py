@@ -7,12 +7,12 @@ another implementation can agree bit by bit. `formats` lists how engines store s
 decides at which magnitude a row is clamped. docs/codec.md has the formulas and a worked row.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from rotationzoo.codec.clip import clip_threshold
+from rotationzoo.codec.formats import CODE_BITS, LARGEST_CODE
 from rotationzoo.codec.formats import FORMATS as FORMATS
 from rotationzoo.codec.formats import SGLANG as SGLANG
 from rotationzoo.codec.formats import SIMULATED as SIMULATED
@@ -66,7 +66,7 @@ def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
     scale, offset = metadata(groups.amin(-1), groups.amax(-1), format)
     step, start = scale.unsqueeze(-1), offset.unsqueeze(-1)
     steps = (groups - start) / step if format.offset == "minimum" else groups / step + start
-    codes = (steps + 0.5).trunc().clamp(0, format.largest_code).to(torch.uint8)
+    codes = (steps + 0.5).trunc().clamp(0, LARGEST_CODE).to(torch.uint8)
     return Quantized(
         codes.flatten(-2), store_metadata(scale, format), store_metadata(offset, format)
     )
@@ -85,41 +85,27 @@ def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, format: Format) -> torch.Tensor:
-    """Pack codes `[..., D]` into bytes `[..., format.row_bytes(D)]`."""
-    dim, (count, size) = codes.shape[-1], _word(format.bits)
-    check_shape(dim, dim, format)
-    # A word of several bytes is put together as a number, and cut into bytes again.
-    codes = codes if size == 1 else codes.int()
+    """Pack codes `[..., D]` into bytes `[..., D / 4]`."""
+    check_shape(codes.shape[-1], codes.shape[-1], format)
     if format.packing == "strided":
-        parts = torch.unflatten(codes, -1, (count, -1)).unbind(-2)
+        parts = torch.unflatten(codes, -1, (4, -1)).unbind(-2)
     else:
-        parts = torch.unflatten(codes, -1, (-1, count)).unbind(-1)
-    words = parts[0]
-    for place, part in enumerate(parts[1:], start=1):
-        words = words | part << format.bits * place
-    if size == 1:
-        return words
-    data = [words >> 8 * place & 255 for place in range(size)]
-    return torch.stack(data, -1).flatten(-2).to(torch.uint8)
+        parts = torch.unflatten(codes, -1, (-1, 4)).unbind(-1)
+    first, second, third, fourth = parts
+    return first | second << 2 | third << 4 | fourth << 6
 
 
 def unpack(data: torch.Tensor, format: Format) -> torch.Tensor:
-    """Unpack bytes `[..., format.row_bytes(D)]` into codes `[..., D]`; the inverse of `pack`."""
-    count, size = _word(format.bits)
-    words = data
-    if size > 1:
-        words, *higher = torch.unflatten(data.int(), -1, (-1, size)).unbind(-1)
-        for place, part in enumerate(higher, start=1):
-            words = words | part << 8 * place
-    codes = [words >> format.bits * place & format.largest_code for place in range(count)]
+    """Unpack bytes `[..., D / 4]` into codes `[..., D]`; the inverse of `pack`."""
+    codes = [data >> shift & LARGEST_CODE for shift in (0, 2, 4, 6)]
     axis = -2 if format.packing == "strided" else -1
-    return torch.stack(codes, axis).flatten(-2).to(torch.uint8)
+    return torch.stack(codes, axis).flatten(-2)
 
 
 def bits_per_element(dim: int, group_size: int | None = None, format: Format = SGLANG) -> float:
     """Average bits per quantized element: the bits of a code and its share of the group's scale and
     offset. `codec.size` counts exact tokens, too."""
-    return format.bits + 2 * format.metadata_bits / (group_size or dim)
+    return CODE_BITS + 2 * format.metadata_bits / (group_size or dim)
 
 
 def check_nearest(format: Format) -> None:
@@ -130,20 +116,13 @@ def check_nearest(format: Format) -> None:
 
 
 def check_shape(dim: int, group: int, format: Format = SGLANG) -> None:
-    """Raise `RotationZooError` unless rows of `dim` channels pack into whole words and split into
+    """Raise `RotationZooError` unless rows of `dim` channels pack into whole bytes and split into
     whole groups; and as `check_nearest`."""
     check_nearest(format)
-    count, _ = _word(format.bits)
-    if dim % count or dim % group:
+    if dim % 4 or dim % group:
         raise RotationZooError(
-            f"rows of {dim} channels do not divide by {count} and into groups of {group}"
+            f"rows of {dim} channels do not divide by 4 and into groups of {group}"
         )
-
-
-def _word(bits: int) -> tuple[int, int]:
-    """How many codes share a word, and how many bytes it has."""
-    together = math.lcm(bits, 8)
-    return together // bits, together // 8
 
 
 def find_refused(rows: torch.Tensor) -> torch.Tensor:
@@ -173,7 +152,7 @@ def metadata(
     Divisors are tensors. On a GPU, torch turns division by a Python number into multiplication by
     its rounded reciprocal.
     """
-    steps = low.new_full((), float(format.largest_code))
+    steps = low.new_full((), float(LARGEST_CODE))
     scale = (high - low).clamp(min=SMALLEST_RANGE) / steps
     if format.metadata == "float16":
         # A scale that underflows to zero would be a divisor; engines then store rows of NaN.

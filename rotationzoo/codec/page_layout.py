@@ -70,5 +70,5 @@ class PageLayout:
     def _shapes(self) -> list[tuple[int, torch.dtype]]:
         """Numbers of a row, and their type, of each section."""
         metadata = int2.METADATA_TYPES[self.format.metadata]
-        code_bytes = self.format.row_bytes(self.dim)
+        code_bytes = self.dim // 4
         return [(code_bytes, torch.uint8), (self.groups, metadata), (self.groups, metadata)]

@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from rotationzoo.codec import clip, cuda_encoder, int2
+from rotationzoo.codec import cuda_encoder, int2
 from rotationzoo.codec.attention import PackedSide
 from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
@@ -105,7 +105,7 @@ class RotatedCodec:
         """Choose the codes `[B, H, T, D]` of rotated float32 rows `[B, H, T, D]`, with their scales
         and offsets `[B, H, T, G]`. Codes are chosen nowhere else, neither in a simulation nor in a
         cache."""
-        ratio = clip.ratio_for_bits(self.rotations[layer][side].clip[..., None], format.bits)
+        ratio = self.rotations[layer][side].clip[..., None]
         return int2.quantize(rows, ratio, self.group_size, format)
 
     def pack(

@@ -14,7 +14,6 @@ from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
 
@@ -36,11 +35,6 @@ class CacheSettings:
     """The form in which a decoding step of a layer with full attention reads."""
 
     def __post_init__(self) -> None:
-        if self.layout.format.bits != 2:
-            raise RotationZooError(
-                f"this cache stores codes of 2 bits, and the format has {self.layout.format.bits}",
-                hint="evaluate it in a simulation: rotationzoo evaluate",
-            )
         if self.codec.rounding == "nearest":
             check_nearest(self.layout.format)
 

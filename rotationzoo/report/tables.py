@@ -262,5 +262,4 @@ def memory_table(artifact: Artifact, measured: Measured | None, context: int) ->
         size = elements * tokens / 8
         sizes = [byte_count(size * EXACT_BITS), byte_count(size * bits)]
         rows.append([f"{tokens:,}", *sizes, f"{EXACT_BITS / bits:.1f} times"])
-    stored = f"{layout_of(artifact, measured).format.bits} bits"
-    return Table("Memory of the cache", ["tokens", "bfloat16", stored, "smaller"], rows)
+    return Table("Memory of the cache", ["tokens", "bfloat16", "rotated", "smaller"], rows)

@@ -7,7 +7,7 @@ their rows. llama.cpp first multiplies rows with Hadamard matrices, since pull r
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -141,25 +141,24 @@ ENGINE_CACHES = {
 """The caches by the names that their engines give them, or by engine and bits."""
 
 
-def store_as_kivi(side: str, dim: int, bits: int, tokens: int = 32, channels: int = 32) -> Storage:
-    """How KIVI (arXiv 2402.02750) stores a side, with codes of `bits` bits.
+def store_as_kivi(side: str, dim: int, tokens: int = 32, channels: int = 32) -> Storage:
+    """How KIVI (arXiv 2402.02750) stores a side in 2 bits.
 
     * Keys: `tokens` successive tokens of a channel share a scale and a minimum.
     * Other sides: `channels` channels of one token do, or their greatest common divisor
       with the head dimension. KIVI itself quantizes a value as soon as it leaves the window, and
       not with its key, so this is slightly in its favor.
     """
-    format = replace(_KIVI, bits=bits)
 
     def read(rows: torch.Tensor, group: int) -> torch.Tensor:
-        return int2.dequantize(int2.quantize(rows, 1.0, group, format), format)
+        return int2.dequantize(int2.quantize(rows, 1.0, group, _KIVI), _KIVI)
 
     if side == "key":
-        a_code = int2.bits_per_element(tokens, format=format)
+        a_code = int2.bits_per_element(tokens, format=_KIVI)
         # One row per channel, cut into groups of tokens.
         return Storage(lambda rows: read(rows.mT, tokens).mT, a_code, tokens=tokens)
     group = math.gcd(channels, dim)
-    a_code = int2.bits_per_element(group, format=format)
+    a_code = int2.bits_per_element(group, format=_KIVI)
     return Storage(partial(read, group=group), a_code, group=group)
 
 
@@ -172,19 +171,19 @@ class RivalCodec:
     end of the sink, and those of an incomplete group stay exact.
     """
 
-    storage: Callable[[str, int, int], Storage]
-    """`(side, head dimension, bits of our codes)` to the storage; few rivals use the bits."""
+    storage: Callable[[str, int], Storage]
+    """`(side, head dimension)` to the storage."""
 
     @classmethod
     def of_engine(cls, name: str) -> "RivalCodec":
         """The codec of one of `ENGINE_CACHES`."""
         cache = ENGINE_CACHES[name]
-        return cls(lambda side, dim, bits: cache.side(side))
+        return cls(lambda side, dim: cache.side(side))
 
     @property
     def token_group(self) -> int:
         """How many tokens are quantized together, as in `CacheLayout`."""
-        return self.storage("key", BLOCK, 2).tokens
+        return self.storage("key", BLOCK).tokens
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values as they are."""
@@ -194,7 +193,7 @@ class RivalCodec:
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
         """Keys or values `[B, H, T, D]`, of tokens after the sink, as the engine reads them."""
-        storage = self.storage(side, rows.shape[-1], format.bits)
+        storage = self.storage(side, rows.shape[-1])
         complete = rows.shape[2] // storage.tokens * storage.tokens
         if not complete:
             return rows
@@ -203,7 +202,7 @@ class RivalCodec:
 
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
         """Bits per element, with its share of the scales."""
-        storage = self.storage(side, dim, format.bits)
+        storage = self.storage(side, dim)
         return storage.bits + storage.row_bits / dim
 
 

@@ -191,7 +191,7 @@ class LayerPages:
             places=step.page_offsets,
             memory=memory,
             page_bytes=memory.stride(0),
-            code_bytes=layout.format.row_bytes(layout.dim),
+            code_bytes=layout.dim // 4,
             begin=Begin(*layout.starts[1:3]),
             groups=layout.groups,
             number_bytes=packed.metadata.element_size(),

@@ -23,9 +23,8 @@ from transformers import DynamicCache
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.codec.formats import FORMATS, SEGMENTS
+from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.rotated import RotatedCodec
-from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
@@ -101,12 +100,6 @@ def test_centered_and_coded_rows_are_read_as_the_simulation_says(name):
     read = read_in_calls(model, cache_for(model, arm, windows), IDS, step)
     assert distance(read, simulated) <= CLOSE
     assert distance(simulate(model, nearest, other, IDS), simulated) > 0.01
-
-
-def test_codes_of_other_bits_are_refused():
-    layout = CacheLayout(replace(FORMATS["sglang"], bits=4))
-    with pytest.raises(RotationZooError, match="stores codes of 2 bits, and the format has 4"):
-        CacheSettings(RotatedCodec({}), layout)
 
 
 # ---- latents (MLA): their codes, and keys with RoPE that all stay exact

@@ -39,15 +39,11 @@ def test_calibrate_says_what_is_cached(inside, names):
 
 
 @pytest.mark.thorough
-def test_evaluate_measures_latents_at_2_3_and_4_bits(inside, names):
-    errors = []
-    for format in ("sglang", "sglang-3", "sglang-4"):
-        words = [names["latent"], names["of-latent"], *SHORT, "--windows", "16/32"]
-        options = ["--tasks", "none", "--format", format, "--json"]
-        arms = ok(inside("evaluate", *words, *options))["arms"]
-        assert 0 < arms["of-latent+transform"]["output_error"] < 0.5
-        errors.append(arms["of-latent"]["output_error"])
-    assert errors == sorted(errors, reverse=True)
+def test_evaluate_measures_latents(inside, names):
+    words = [names["latent"], names["of-latent"], *SHORT, "--windows", "16/32"]
+    arms = ok(inside("evaluate", *words, "--tasks", "none", "--format", "sglang", "--json"))["arms"]
+    assert 0 < arms["of-latent+transform"]["output_error"] < 0.5
+    assert arms["of-latent"]["output_error"] > 0
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate", "verify"])

@@ -52,7 +52,6 @@ SHAPE = "the CUDA kernel has no rows of"
         (72, 72, torch.float32, "sglang", SHAPE),
         (1024, 128, torch.float32, "sglang", SHAPE),
         (64, 64, torch.float64, "sglang", SHAPE),
-        (64, 64, torch.float32, "sglang-4", "has codes of 2 bits, and not of 4"),
         (64, 64, torch.float32, "segments", "no nearest ones"),
     ],
 )

@@ -68,7 +68,6 @@ def test_every_format_and_head_dimension_is_supported(format, dim):
     [
         ("vllm", {}, {"heads": 4}, False),
         ("vllm", {}, {"format": SIMULATED["sglang"]}, False),
-        ("sglang-4", {}, {}, False),
         *(
             ("vllm", each, each, False)
             for each in ({"groups": 16}, {"tokens": 48}, {"dim": 120}, {"dim": 272})

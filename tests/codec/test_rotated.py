@@ -1,18 +1,14 @@
 """What keys and values are after a 2-bit cache: rotation, clip, codec and back, and their means."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.float64 import assert_same_codes, to_float64
 
-from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Layer
-from rotationzoo.recipe.loading import PRESETS
 
 LAYER = Layer(0, 0, 4, 2, 64, 64)
 
@@ -40,14 +36,3 @@ def test_rows_are_rotated_in_float32_as_in_float64(made, side, format, order):
     expected.codes[..., 0, 3] ^= 1
     with pytest.raises(AssertionError):
         assert_same_codes(stored, expected, exact, format)
-
-
-@pytest.mark.parametrize(("bits", "ratio"), [(2, 0.92), (3, 0.96), (4, 0.98)])
-def test_further_bits_clip_a_smaller_share_of_a_row(bits, ratio):
-    rotations = fit(None, PRESETS["identity"].model_copy(update={"value_clip": 0.92}), [LAYER])
-    rows = torch.randn(1, LAYER.kv_heads, 8, LAYER.value_dim)
-    stored = replace(FORMATS["sglang"], bits=bits)
-    quantized = RotatedCodec(rotations).quantize(rows, 0, "value", stored)
-    expected = int2.quantize(rows, ratio, format=stored)
-    assert torch.equal(quantized.codes, expected.codes)
-    assert torch.equal(quantized.scale, expected.scale)
