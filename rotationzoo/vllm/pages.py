@@ -111,6 +111,7 @@ class LayerPages:
         self.counted = rows_of(self.codec.rotations[layer].sides).names
         self.bad = torch.zeros(2, 2, dtype=torch.int64, device=cache.device) if bad is None else bad
         memory = cache.view(torch.uint8).flatten(1)
+        self.page_bytes = memory.stride(0)  # from one page to the next
         self.layouts: dict[str, PageLayout | SegmentLayout] = {}
         self.memory: dict[str, torch.Tensor] = {}
         self.copies: dict[str, torch.Tensor] = {}
@@ -190,7 +191,7 @@ class LayerPages:
             pages=step.pages,
             places=step.page_offsets,
             memory=memory,
-            page_bytes=memory.stride(0),
+            page_bytes=self.page_bytes,
             code_bytes=layout.dim // 4,
             begin=Begin(*layout.starts[1:3]),
             groups=layout.groups,
@@ -234,7 +235,7 @@ class LayerPages:
         """Write rows to pages by transform coding: few in one launch, or many that torch has
         multiplied."""
         device, (tokens, heads, dim) = rows["key"].device, rows["key"].shape
-        pages = step.pages, step.page_offsets, self.memory["key"].stride(0)
+        pages = step.pages, step.page_offsets, self.page_bytes
         kernel = self.segment_kernel
         if self.is_few(rows):
             both = []
@@ -292,7 +293,7 @@ class LayerPages:
         memory, table = self.memory[side], decode.page_table
         blocks = PageBlocks(memory, table, room)
         packed = self.codec.packed_side(self.layer, side, self.layouts[side], blocks)
-        return replace(packed, table=table, base=memory.data_ptr(), unit=memory.stride(0))
+        return replace(packed, table=table, base=memory.data_ptr(), unit=self.page_bytes)
 
     def _window(self, window: CopiedTokens) -> ExactWindow:
         copies = self.copies["key"], self.copies["value"]

@@ -303,7 +303,7 @@ class LayerReader:
         ]
         if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
             begin, tokens = Begin(*layout.starts[1:3]), _tokens(segment, table)
-            arguments = RestoreRows(tokens, len(into[0]), self._page_bytes, begin, *both)
+            arguments = RestoreRows(tokens, len(into[0]), self.pages.page_bytes, begin, *both)
             self._launch("restore_rows", segment, arguments)
             return
         pages, at = self._places(table, *segment.positions())
@@ -320,7 +320,7 @@ class LayerReader:
         )
         scales = list_scales(table.device)
         tokens = _tokens(segment, table)
-        arguments = RestoreSegments(tokens, len(into[0]), self._page_bytes, scales, *both)
+        arguments = RestoreSegments(tokens, len(into[0]), self.pages.page_bytes, scales, *both)
         self._launch("restore_segments", segment, arguments)
 
     def _places(
@@ -330,10 +330,6 @@ class LayerReader:
         tokens = self.pages.tokens
         number = (position // tokens).clamp(max=table.shape[1] - 1)  # of new tokens: any
         return table[prompt, number], position % tokens
-
-    @property
-    def _page_bytes(self) -> int:
-        return self.pages.memory["key"].stride(0)
 
     def _launch(
         self, name: str, of: Segment, arguments: Gather | RestoreRows | RestoreSegments
