@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import combinations
@@ -365,37 +365,37 @@ class Found:
         return f"{self.word}: {self.why}"
 
 
-def measure(cells: list[Cell], work: Path, jobs: int) -> dict[Cell, Found]:
-    """How far the answers of cells are from those to the same requests alone."""
+def measure(cells: list[Cell], work: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:
+    """How far the answers of cells are from those to the same requests alone, as soon as it is
+    known."""
     asked = {cell: make_job(cell, work, alone=False) for cell in cells}
-    served = run_all(asked, work, jobs, "cell")
+    served = dict(run_all(asked, work, jobs, "cell"))
     failed = [cell for cell, result in served.items() if _word_of(result) == "FAILED"]
     own = {cell: make_job(cell, work, alone=False, exact=True) for cell in failed}
-    for cell, result in run_all(own, work, jobs, "exact").items():
+    for cell, result in run_all(own, work, jobs, "exact"):
         if "error" in result:
             served[cell]["error"] += " (so does vLLM with its own cache)"
-    groups: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    groups: dict[str, list[Cell]] = {}
+    alone: dict[str, dict[str, Any]] = {}
+    wanted: dict[str, dict[str, dict[str, Any]]] = {}
     for cell, result in served.items():
+        if word := _word_of(result):
+            yield cell, Found(word, result["error"].splitlines()[-1][-300:])
+            continue
         job = make_job(cell, work, alone=True) | {"chunk": 3}
-        wanted = groups.setdefault(json.dumps(job), (job, {}))[1]
-        wanted.update((key_of(answer), answer) for answer in result.get("answers", []))
-    alone = {}
-    for name, (job, wanted) in groups.items():
-        if wanted:
-            alone[name] = job | {"requests": [*wanted.values()]}
-    references = run_all(alone, work, jobs, "alone")
-    found = {}
-    for cell, result in served.items():
-        group = json.dumps(make_job(cell, work, alone=True) | {"chunk": 3})
-        found[cell] = judge(cell, result, references.get(group, {}), groups[group][1])
-    return found
+        name = json.dumps(job)
+        groups.setdefault(name, []).append(cell)
+        answers = wanted.setdefault(name, {})
+        answers.update((key_of(answer), answer) for answer in result["answers"])
+        alone[name] = job | {"requests": [*answers.values()]}
+    for name, reference in run_all(alone, work, jobs, "alone"):
+        for cell in groups[name]:
+            yield cell, judge(cell, served[cell], reference, wanted[name])
 
 
 def judge(
     cell: Cell, result: dict[str, Any], reference: dict[str, Any], wanted: dict[str, Any]
 ) -> Found:
-    if word := _word_of(result):
-        return Found(word, result["error"].splitlines()[-1][-300:])
     if "answers" not in reference:
         return Found("NOT COMPARED", why=reference.get("error", "no reference")[:300])
     alone, beside = (reference["answers"][at::2] for at in (0, 1))
@@ -413,19 +413,19 @@ def _word_of(result: dict[str, Any]) -> str:
     return "refused" if result["error"].startswith("UnsupportedModel") else "FAILED"
 
 
-def run_all(jobs: dict[Any, dict[str, Any]], work: Path, at_once: int, name: str) -> dict[Any, Any]:
+def run_all(
+    jobs: dict[Any, dict[str, Any]], work: Path, at_once: int, name: str
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The results of jobs, shared out among processes."""
     keys = [*jobs]
     shares = [keys[at::at_once] for at in range(at_once) if keys[at::at_once]]
     with ThreadPoolExecutor(at_once) as pool:
-        parts = pool.map(
-            lambda pair: run_worker([jobs[key] for key in pair[1]], work, f"{name}-{pair[0]}"),
-            enumerate(shares),
-        )
-        results = {}
-        for share, part in zip(shares, parts, strict=True):
-            results |= zip(share, part, strict=True)
-    return results
+        parts = {
+            pool.submit(run_worker, [jobs[key] for key in share], work, f"{name}-{number}"): share
+            for number, share in enumerate(shares)
+        }
+        for part in as_completed(parts):
+            yield from zip(parts[part], part.result(), strict=True)
 
 
 def list_cells(rows: list[str]) -> Iterator[Cell]:
@@ -460,11 +460,12 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for ready in [pool.submit(calibrate, work, family, row) for row, family in wanted]:
             ready.result()
-    found = measure(cells, work, args.jobs)
-    for cell, its in found.items():
-        print(f"{cell.row:7} {'+'.join(cell.names):20} {its}")
+    words = set()
+    for cell, its in measure(cells, work, args.jobs):
+        print(f"{cell.row:7} {'+'.join(cell.names):20} {its}", flush=True)
+        words.add(its.word)
     print(f"{date.today()}, {time.monotonic() - begun:.0f} s, {os.uname().machine}")
-    sys.exit(any(its.word.isupper() for its in found.values()))
+    sys.exit(any(word.isupper() for word in words))
 
 
 if __name__ == "__main__":
