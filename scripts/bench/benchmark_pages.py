@@ -2,7 +2,7 @@
 ("On a GPU" in docs/vllm.md).
 
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
-        [--format vllm] [--few 4] [--bits 2.5]
+        [--format vllm] [--few 4] [--bits 2.5] [--fall 4]
 
 The classes of the backend run with metadata made by hand, without a server: a `Planner` plans a
 step of requests whose pages lie in no order, and a `LayerPages` stores new tokens and reads. Caches
@@ -109,16 +109,17 @@ def random_pages(layout: PageLayout | SegmentLayout, count: int, device: str) ->
 
 
 def settings_of(
-    shape: Shape, format: str, bits: float = 2.5, device: str = "cuda"
+    shape: Shape, format: str, bits: float = 2.5, fall: float = 4, device: str = "cuda"
 ) -> CacheSettings:
-    """Random rotations; with transform coding in so many bits in the format `segments`."""
+    """Random rotations; with transform coding in so many bits in the format `segments`, of channels
+    whose deviations fall from 1 to e^-fall: 0 is what random weights have."""
     geometry = [Layer(0, 0, shape.heads, shape.kv_heads, shape.dim, shape.dim)]
     generator = torch.Generator().manual_seed(0)
 
     def complete(_: int, __: str, rotation: Rotation) -> Rotation:
-        # Of variances as a real model's, which fall by some powers of ten, and differ by head.
+        # Variances of a trained model fall by some powers of ten, and differ by head.
         heads = 0.2 + torch.rand(shape.kv_heads, 1, generator=generator)
-        deviations = heads * torch.linspace(0, -4, shape.dim).exp()
+        deviations = heads * torch.linspace(0, -fall, shape.dim).exp()
         costs = deviations.double().square()
         mean = torch.randn(shape.kv_heads, shape.dim, generator=generator)
         return replace(
@@ -316,6 +317,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="1x102400,8x102400,64x32768")
     parser.add_argument("--format", default="vllm")
     parser.add_argument("--bits", type=float, default=2.5, help="an element in segments")
+    parser.add_argument("--fall", type=float, default=4, help="of deviations, in powers of e")
     parser.add_argument("--few", type=int, nargs="*", default=[4], help="new tokens of a request")
     args = parser.parse_args()
     require_gpu()
@@ -324,7 +326,7 @@ def main() -> None:
     with torch.inference_mode():
         for name in args.shapes.split(","):
             shape = Shape(*map(int, name.split("x")))
-            settings = settings_of(shape, args.format, args.bits)
+            settings = settings_of(shape, args.format, args.bits, args.fall)
             times = time_shape(shape, settings, args.few)
             result = {way: 1e6 * seconds for way, seconds in times}
             result["bound"] = 1e6 * bound_of(shape, settings) / rate
