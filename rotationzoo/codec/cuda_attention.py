@@ -12,7 +12,7 @@ from rotationzoo.codec.cuda import TYPES, Launcher, build
 from rotationzoo.codec.formats import SEGMENTS, Format
 from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Segments, Strides, Window
 from rotationzoo.codec.page_layout import PageLayout
-from rotationzoo.codec.slots import count_slots, slot_table
+from rotationzoo.codec.slots import TOGETHER, count_slots, list_slots, slot_table
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.errors import RotationZooError
 
@@ -50,9 +50,9 @@ class AttentionVariant:
         return 4 if 8 * self.tile_bytes <= _SHARED_MEMORY else 2
 
     @property
-    def tile_bytes(self) -> float:
+    def tile_bytes(self) -> int:
         """Bytes of a tile of keys and values, of the head that has most."""
-        return _TILE * sum(_room(each) for each in (self.key, self.value))
+        return _TILE * _room(self.key, self.value)
 
     @property
     def window(self) -> int:
@@ -77,15 +77,17 @@ class AttentionVariant:
             "SOFT_CAP": self.soft_cap,
         }
         format = _format(self.key)
+        segments = isinstance(self.key, SegmentLayout)
         values |= {
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
             "STRIDED": format.packing == "strided",
-            "SEGMENTS": isinstance(self.key, SegmentLayout),
+            "SEGMENTS": segments,
+            "BOTH_ROOM": segments and _room(self.key, self.value),
+            "EVEN": _are_even(self.key) and _are_even(self.value),
         }
         for side, layout in (("KEY", self.key), ("VALUE", self.value)):
             values |= {f"{side}_DIM": layout.dim, f"{side}_GROUP": layout.dim // _groups(layout)}
-            segments = isinstance(layout, SegmentLayout)
             values |= {f"{side}_SLOTS": _slots(layout), f"{side}_ROOM": segments and _room(layout)}
         return tuple((name, str(int(value))) for name, value in values.items())
 
@@ -104,15 +106,24 @@ class Kernels:
     """Blocks of `attend` that the GPU holds at once."""
 
 
-def _room(layout: Layout) -> float:
+@cache
+def _room(*layouts: Layout) -> int:
     """Bytes of a token in the head that has most."""
-    if isinstance(layout, PageLayout):
-        return layout.bytes / layout.heads / layout.tokens
-    return max(16, -(-max(layout.row_bytes) // 16) * 16)  # few sizes are few variants
+    most = max(map(sum, zip(*(layout.row_bytes for layout in layouts), strict=False)))
+    if isinstance(layouts[0], PageLayout):
+        return most
+    return max(16, -(-most // 16) * 16)  # few sizes are few variants
 
 
 def _slots(layout: Layout) -> int:
     return count_slots(layout) if isinstance(layout, SegmentLayout) else 0
+
+
+def _are_even(layout: Layout) -> bool:
+    """Whether the heads of a layer need equally many reads of slots."""
+    if isinstance(layout, PageLayout):
+        return True
+    return min(map(len, list_slots(layout))) > count_slots(layout) - TOGETHER
 
 
 def _groups(layout: Layout) -> int:
@@ -162,11 +173,11 @@ def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
     """Into how many ranges the `tokens` packed tokens of a head are cut. `heads` counts those of
     all rows and tiles of columns. A GPU holds `blocks` thread blocks at once, and the exact tokens
     of each head need `windows` more."""
-    # Half of a wave keeps the GPU as busy as a whole one, and leaves room for another kernel. Where
-    # exact tokens take most of it, blocks of several waves take turns.
-    half = blocks // (2 * heads)
-    most, fewest = half, min(half, tokens // _SHORTEST_SPLIT)
-    if (windows + half) * heads > blocks:
+    # One wave of blocks, with those of exact tokens, most of which end early. Where these take most
+    # of it, blocks of several waves take turns.
+    wave = blocks // heads
+    most, fewest = max(wave - windows, 3 * wave // 4), min(wave // 2, tokens // _SHORTEST_SPLIT)
+    if 2 * windows > wave:
         most = -(-_WAVES * blocks // heads)
     return max(1, min(most, max(fewest, tokens // _LONGEST_SPLIT)))
 

@@ -14,7 +14,8 @@ import torch
 from rotationzoo.codec.transform import SegmentLayout, arrange
 from rotationzoo.linalg.transform_coding import SEGMENT
 
-_TOGETHER = 8  # slots that a warp reads together
+TOGETHER = 8
+"""Slots that a warp reads together."""
 Slot = tuple[int, int, int]
 """The byte of the word, and both pieces, 0 where there is none."""
 
@@ -46,7 +47,7 @@ def _slots_of(widths: tuple[int, ...]) -> list[Slot]:
 def count_slots(layout: SegmentLayout) -> int:
     """How many slots each head has in the table."""
     most = max(map(len, list_slots(layout)))
-    return max(1, -(-most // _TOGETHER)) * _TOGETHER
+    return max(1, -(-most // TOGETHER)) * TOGETHER
 
 
 @cache

@@ -19,8 +19,8 @@
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
 // PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
 // float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM (offset as in `formats`)
-// and STRIDED (packing). And SEGMENTS: rows have codes of any width, KEY_ROOM and VALUE_ROOM bytes at most, which KEY_SLOTS and
-// VALUE_SLOTS slots (multiples of 8) read as if they had 4 bits and no offset.
+// and STRIDED (packing). And SEGMENTS: rows have codes of any width, at most KEY_ROOM and VALUE_ROOM bytes, and BOTH_ROOM together,
+// which KEY_SLOTS and VALUE_SLOTS slots (multiples of 8) read as if they had 4 bits and no offset. EVEN: all heads need as many.
 // Needs sm_80 or newer. No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 #include "attention_tiles.cu"
@@ -175,7 +175,7 @@ __device__ void attend_packed(
   const HeadTable values(tables.value_segments, VALUE_WORDS, job.head, VALUE_ROW);
   // The compiler learns that all lanes have the same: it then adds what only depends on it once.
   const int warp = SEGMENTS ? __shfl_sync(ALL, threadIdx.x / 32, 0) : threadIdx.x / 32, row = place.row, part = place.part;
-  const unsigned begins = __cvta_generic_to_shared(shared) + warp * RING, ring = SEGMENTS ? begins : kept(begins);
+  const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
   const int each = (end - begin + WARPS - 1) / WARPS;
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 

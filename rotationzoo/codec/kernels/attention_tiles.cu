@@ -39,7 +39,7 @@ constexpr int NUMBER = SEGMENTS ? 0 : sizeof(Metadata);  // with segments, a row
 constexpr int KEY_NUMBERS = KEY_GROUPS * NUMBER, VALUE_NUMBERS = VALUE_GROUPS * NUMBER;  // of a token's scales
 constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW;
 constexpr int VALUE_SCALE = KEY_SCALE + 2 * TILE * KEY_NUMBERS;  // offsets follow scales
-constexpr int STAGE = VALUE_SCALE + 2 * TILE * VALUE_NUMBERS;
+constexpr int STAGE = SEGMENTS ? TILE * BOTH_ROOM : VALUE_SCALE + 2 * TILE * VALUE_NUMBERS;
 // A row that does not fill its chunk is read a little beyond its end, where a query of zeros or no output belongs.
 constexpr int MARGIN = 64;
 constexpr int ROOM = 48 * 1024 - MARGIN;  // what a block gets without asking for more
@@ -50,7 +50,7 @@ constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * size
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
 constexpr bool NARROW = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1;
-constexpr int OF_SEGMENTS = SETS == 1 && VALUE_CHUNKS < 5 ? 3 + (VALUE_CHUNKS < 3) : 2;
+constexpr int OF_SEGMENTS = VALUE_CHUNKS < 3 ? 5 - SETS : SETS == 1 && VALUE_CHUNKS < 5 ? 3 : 2;
 constexpr int BLOCKS = SEGMENTS ? OF_SEGMENTS : NARROW ? (SETS == 1 ? 4 : 3) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
@@ -317,7 +317,7 @@ struct Cursor {
     if (!left) turn(tile);
     left--;
     copy_rows<KEY_ROW>(stage, key, key_row);
-    copy_rows<VALUE_ROW>(stage + VALUE, value, value_row);
+    copy_rows<VALUE_ROW>(stage + TILE * key_row, value, value_row);
     key += TILE * key_row, value += TILE * value_row;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
@@ -360,7 +360,7 @@ struct Place {
 
   __device__ void read(const HeadTable& keys, const HeadTable& values, const float* scales) {
     key_row = key_numbers = keys.row, value_row = value_numbers = values.row;
-    key_number = kept(token * key_row), value_number = kept(VALUE + token * value_row);
+    key_number = kept(token * key_row), value_number = kept(TILE * key_row + token * value_row);
     key_used = keys.used, value_used = values.used;
     key_scale = keys.row ? EACH_BYTE : 0, value_scale = values.row ? EACH_BYTE : 0, scale = scales[lane % 16];
     #pragma unroll
@@ -372,7 +372,7 @@ struct Place {
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
       const int4 slot = values.slots[8 * chunk + row];
-      value_words[chunk] = kept(VALUE + part * value_row + slot.x);
+      value_words[chunk] = kept(TILE * key_row + part * value_row + slot.x);
       value_masks[chunk][0] = kept(0x00010001 * (slot.y >> 16)), value_masks[chunk][FIELDS - 1] = kept(0x00010001 * (slot.z >> 16));
     }
   }
@@ -389,8 +389,7 @@ struct Place {
 __device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from, const Place& place) {
   if constexpr (SEGMENTS) {
     #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
-      if (4 * chunk < place.key_used) words[chunk] = read_word(place.key_words[chunk] + from);
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(place.key_words[chunk] + from);
   } else if constexpr (KEY_WORDS == 8 && (KEY_GROUPS == 1 || STRIDED)) {
     const uint2 two = read_two(place.key + from);
     words[0] = two.x, words[1] = two.y;
@@ -426,7 +425,7 @@ __device__ void compare(
     int products[SETS][4][4] = {};  // by field
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk += 2) {
-      if (SEGMENTS && 4 * chunk >= place.key_used) break;
+      if (!EVEN && 4 * chunk >= place.key_used) break;
       #pragma unroll
       for (int field = 0; field < FIELDS; field++) {
         constexpr bool ODD = KEY_CHUNKS % 2;
@@ -552,7 +551,7 @@ __device__ void accumulate(
   }
   #pragma unroll
   for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
-    if (SEGMENTS && 8 * chunk >= place.value_used) break;
+    if (!EVEN && 8 * chunk >= place.value_used) break;
     unsigned words[4];
     const unsigned at = SEGMENTS ? place.value_words[chunk] : place.value + 32 * chunk;
     #pragma unroll
