@@ -98,7 +98,7 @@ def test_a_release_follows_a_tag_and_its_publisher_runs_no_code_of_the_checkout(
     ]
     assert set(publish["needs"]) == {"build", "test"}
     build, add_up = scripts("release", "build")[-2:]
-    assert build.endswith("python scripts/tools/build_package.py dist")
+    assert build.strip().endswith("--wheel-dir dist dist/*.tar.gz")
     assert add_up.startswith("sha256sum dist/*")
 
 
