@@ -15,7 +15,7 @@ are cold, and medians are those of CUDA graph replays. In the same run:
 * `N tokens`: the same of N new tokens of each request, which the decode kernel reads;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
-Then planning a step. Prompts are measured in a whole vLLM, by serve_engine.py.
+Prompts are measured in a whole vLLM, by serve_engine.py.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measuring import describe_error, describe_machine, make_parser, require_gpu, seconds_of
+from measuring import DEVICE, make_parser
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -208,9 +208,6 @@ def time_shape(
         yield f"pages, {name}", timed(way, server.layers)
     for new in few:
         yield f"{new} tokens", timed(ways_of(server, new)["whole step"], server.layers)
-    numbers = server.numbers([1] * shape.batch, [shape.context] * shape.batch, 1)
-    planner = server.planner
-    yield "planning", clocked(lambda: planner.plan(*numbers))
     del server
     torch.cuda.empty_cache()
     yield "bf16", time_bfloat16(shape)
@@ -225,7 +222,7 @@ def time_bfloat16(shape: Shape) -> float:
         try:
             times.append(timed(lambda cache, way=way: way(query, cache), caches))
         except RuntimeError as problem:  # a kernel that this GPU or version lacks
-            print(f"{name}: {describe_error(problem)}", flush=True)
+            print(f"{name}: {problem}", flush=True)
     return min(times)
 
 
@@ -248,13 +245,6 @@ def read_whole(shape: Shape) -> Iterator[tuple[str, Read]]:
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         for way in (in_groups, in_groups_of_tokens, in_heads):
             yield f"{backend.name}, {way.__name__}", sdpa_kernel(backend)(way)
-
-
-def clocked(work: Launch) -> float:
-    """Seconds of work that the CPU launches each time."""
-    for _ in range(5):
-        work()
-    return seconds_of(lambda: [work() for _ in range(20)]) / 20
 
 
 def copies_of(size: int) -> int:
@@ -318,9 +308,10 @@ def main() -> None:
     parser.add_argument("--bits", type=float, default=2.5, help="an element in segments")
     parser.add_argument("--few", type=int, nargs="*", default=[4], help="new tokens of a request")
     args = parser.parse_args()
-    require_gpu()
-    rate = bandwidth()
-    print(f"{describe_machine()}, {rate / 1e12:.2f} TB/s", flush=True)
+    if DEVICE != "cuda":
+        parser.error("there is no NVIDIA GPU")
+    rate, device = bandwidth(), torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}, {rate / 1e12:.2f} TB/s", flush=True)
     with torch.inference_mode():
         for name in args.shapes.split(","):
             shape = Shape(*map(int, name.split("x")))

@@ -1,16 +1,14 @@
-"""What the benchmarks share: their options, the device's name and clock, and engines of a vLLM."""
+"""What the benchmarks share: their options, the device, and engines of a vLLM."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,36 +18,6 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def require_gpu() -> None:
-    if DEVICE != "cuda":
-        sys.exit("this benchmark needs an NVIDIA GPU")
-
-
-def describe_machine() -> dict[str, Any]:
-    """What figures hold for."""
-    return {
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def describe_error(error: Exception) -> str:
-    """The error's type and the first line of its message."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def seconds_of(job: Callable[[], Any]) -> float:
-    """How long a job takes on the device."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    job()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def start_engine(model: str, stored: str, artifact: str | None, **options: Any) -> Any:

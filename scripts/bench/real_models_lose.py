@@ -45,7 +45,7 @@ from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
-from real_questions import CHAT, LENGTHS, SPLITS, TASKS
+from real_questions import LENGTHS, SPLITS, TASKS
 
 OTHERS = (
     "kvarn-k2v2", "exl3-2", KIVI, "turboquant_3bit_nc", "kvarn-k4v2", "exl3-3", "q4_0", "fp8",
@@ -202,7 +202,7 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[*LENGTHS]
     )
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, CHAT), default=TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--rows", type=int, default=8, help="texts for the KL")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--recent", type=int, default=256)
