@@ -58,7 +58,6 @@ class Question:
     """vLLM's of each sample, as far as they are there."""
     names: list[str] = field(default_factory=list)
     """Of the samples, in the engine."""
-    aborted: bool = False
     done: bool = False
 
 
@@ -120,7 +119,6 @@ class Traffic:
         scheduler.max_num_scheduled_tokens = self.chunk
         scheduler.scheduler_config.long_prefill_token_threshold = self.threshold
         held = watch.pool.get_new_blocks(watch.pool.get_num_free_blocks() - self.blocks)
-        idle = 0
         while self.asked < self.args.round or self.engine.has_unfinished_requests():
             while self.asked < self.args.round and self.running < self.active:
                 if self.running and (self.calm or self.draw.random() < 0.5):
@@ -130,16 +128,11 @@ class Traffic:
             if live and self.draw.random() < 0.008:
                 name = self.draw.choice(live)
                 self.engine.abort_request([name])
-                self.questions[name].aborted = self.questions[name].done = True
-            stays = len(watch.stays)
-            outputs = self.engine.step()
-            for output in outputs:
+                self.questions[name].done = True
+            for output in self.engine.step():
                 question = self.questions[output.request_id]
                 question.answers.update((each.index, each) for each in output.outputs)
                 question.done = output.finished
-            idle = 0 if outputs or len(watch.stays) > stays else idle + 1
-            if idle > 2000:
-                raise RuntimeError(f"{self.name}: vLLM answers nobody")
         watch.pool.free_blocks(held)
         watch.close_all()
 
@@ -221,7 +214,6 @@ class Comparison:
         stays, answers = watch.stays, {}
         for name, question in traffic.questions.items():
             counts["requests"] += question.samples
-            counts["aborted"] += question.aborted * question.samples
             for index, inner in enumerate(question.names):
                 answers[inner] = question, index, f"{traffic.name}, {name} sample {index}"
         counts["preempted"] += len(stays) - len({stay.request.request_id for stay in stays})
@@ -229,7 +221,6 @@ class Comparison:
         alone = Alone(watch)
         for stay in stays:
             question, index, name = answers[stay.request.request_id]
-            counts["cached"] += stay.cached > 0
             counts["in the same step"] += stay.met > 0
             beside = self.args.stranger * (draw.random() < BESIDE)
             told = read_likeliest(stay, question, index)
@@ -261,7 +252,7 @@ class Comparison:
 
     def result(self, dtype: str) -> dict[str, Any]:
         """All numbers, and what is off."""
-        limit = max([FLOOR[dtype], *(2 * distance for distance in self.beside)])
+        limit = max(FLOOR[dtype], 2 * max(self.beside, default=0.0))
         off = [f"{distance:.4f}: {where}" for distance, where in self.stays if distance > limit]
         largest = max((distance for distance, _ in self.stays), default=0.0)
         compared = {"compared": len(self.stays), "beside": len(self.beside)}
@@ -277,7 +268,7 @@ def measure(one: torch.Tensor, other: torch.Tensor) -> float:
 def read_likeliest(stay: Stay, question: Question, index: int) -> Likeliest | None:
     """The likeliest tokens of the first one that a stay answered, if it answered."""
     answer, place = question.answers.get(index), stay.given - len(question.prompt)
-    if answer is None or not place < len(answer.logprobs) or stay.given >= len(stay.tokens):
+    if answer is None or place >= len(answer.logprobs) or stay.given >= len(stay.tokens):
         return None
     chances = answer.logprobs[place]
     ranked = {token: each.logprob for token, each in chances.items() if each.rank <= 20}
@@ -299,10 +290,6 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     return comparison.result(args.dtype)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.set_defaults(**(SIZES if DEVICE == "cuda" else SMALL))
@@ -316,7 +303,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=FLOOR)
     parser.add_argument("--prefix", type=int, help="tokens, at most")
     parser.add_argument("--answer", type=int, help="tokens, at most")
-    parser.add_argument("--chunks", type=numbers)
+    parser.add_argument("--chunks", type=int, nargs="+", help="tokens of a step, one is drawn")
     parser.add_argument("--cache", type=float, help="GiB of it, for engines that share a GPU")
     args = parser.parse_args()
     if "," not in args.arms:

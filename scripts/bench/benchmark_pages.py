@@ -57,9 +57,6 @@ leave it full of lines that the next launch has to write back."""
 _SHORTEST = 2e-3  # seconds of a replay; shorter ones would be timed with the gaps between them
 _REPLAYS, _SECONDS = (9, 200), 0.15  # how many, in about how many seconds
 PAGE = 64
-Read = Callable[[torch.Tensor, torch.Tensor], None]
-"""Attention of queries `[B, H_q, 1, D]` to random keys and values `[2, B * T * H * D]`: each way of
-reading lays out the last dimension as it likes."""
 SINK, RECENT = 64, 256
 
 
@@ -226,9 +223,10 @@ def time_bfloat16(shape: Shape) -> float:
     return min(times)
 
 
-def read_whole(shape: Shape) -> Iterator[tuple[str, Read]]:
-    """`scaled_dot_product_attention` by two kernels, with keys and values `[B, H, T, D]` and
-    `[B, T, H, D]` in memory, and the query heads of a group as queries or as heads."""
+def read_whole(shape: Shape) -> Iterator[tuple[str, Callable[..., None]]]:
+    """`scaled_dot_product_attention` of queries `[B, H_q, 1, D]` by two kernels, with keys and
+    values `[B, H, T, D]` and `[B, T, H, D]` in memory, and the query heads of a group as queries or
+    as heads."""
     heads_first = shape.batch, shape.kv_heads, -1, shape.dim
     tokens_first = shape.batch, -1, shape.kv_heads, shape.dim
 

@@ -52,6 +52,7 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decoder
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
+from rotationzoo.recall.prompts import Prompt
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
@@ -77,11 +78,10 @@ class Study:
         self.geometry = geometry_of(self.model)
         self.cache = CacheLayout(SGLANG, options.sink, options.recent)
         split, asked = SPLITS[options.split], range(options.questions)
-        self.prompts = {
-            (length, task): split.prompts(tokenizer, task, length, asked, self.cache)
-            for length in options.lengths
-            for task in options.tasks
-        }
+        self.prompts: dict[int, dict[str, list[Prompt]]] = {}
+        for length, task in itertools.product(sorted(options.lengths), options.tasks):
+            prompts = split.prompts(tokenizer, task, length, asked, self.cache)
+            self.prompts.setdefault(length, {})[task] = prompts
         rows = split.rows(tokenizer, min(TEXT_LENGTH, max(options.lengths)))
         self.texts = torch.tensor(rows)[: options.rows]
 
@@ -95,8 +95,7 @@ class Study:
     def ask(self) -> dict[str, Any]:
         """What was answered, by length and task. All tasks of a length share batches."""
         told: dict[str, Any] = {}
-        for length in sorted({length for length, _ in self.prompts}):
-            tasks = {task: its for (of, task), its in self.prompts.items() if of == length}
+        for length, tasks in self.prompts.items():
             rows = list(itertools.chain.from_iterable(tasks.values()))
             size = max(1, self.options.tokens // length)
             starts = range(0, len(rows), size)
@@ -108,11 +107,11 @@ class Study:
                 told[str(length)][task] = _tell(answers, part)
         return told
 
-    def predict(self, texts: torch.Tensor) -> list[HiddenStates]:
-        """Of batches of texts `[N, T]`."""
-        size = max(1, self.options.tokens // texts.shape[1])
-        with torch.no_grad():
-            return [run_decoder(self.model, ids) for ids in texts.split(size)]
+    @torch.no_grad()
+    def predict(self) -> list[HiddenStates]:
+        """Of batches of the texts."""
+        size = max(1, self.options.tokens // self.texts.shape[1])
+        return [run_decoder(self.model, ids) for ids in self.texts.split(size)]
 
     def logits(self, states: Iterable[HiddenStates]) -> Iterator[torch.Tensor]:
         """In blocks, those of the queries that read anything in few bits."""
@@ -122,14 +121,14 @@ class Study:
 
     @cached_property
     def exact_states(self) -> list[HiddenStates]:
-        return self.predict(self.texts)
+        return self.predict()
 
     @torch.no_grad()
     def divergence(self, codec: SimulatedCodec) -> float:
         """`KL(exact || stored)`, in nats a token, of the queries that read anything in few bits."""
         exact = self.logits(self.exact_states)
         with self.reading(codec):
-            read = self.predict(self.texts)
+            read = self.predict()
         total, count = 0.0, 0
         for logits, other in zip(exact, self.logits(read), strict=True):
             total += divergence_of(logits, other).double().sum().item()
@@ -141,10 +140,6 @@ class Study:
         with self.reading(codec):
             tasks = self.ask()
         return {"kl": 0.0 if codec is None else self.divergence(codec), "tasks": tasks}
-
-    def bits(self, codec: SimulatedCodec) -> float:
-        """Bits an element of the quantized tokens, scales counted; exact sides have 16."""
-        return codec_bits(self.geometry, codec, CacheLayout(SGLANG, 0, 0))
 
 
 def _tell(answers: Answers, part: slice) -> dict[str, Any]:
@@ -234,7 +229,9 @@ def main() -> None:
     print_row("exact", exact, exact)
     for letter in (letter for letter in PARTS if letter in options.parts):
         for name, codec in PARTS[letter](artifacts, study.geometry, options.bits):
-            kept["arms"][name] = {**study.measure(codec), "bits": study.bits(codec)}
+            # Of the quantized tokens, scales counted; exact sides have 16.
+            bits = codec_bits(study.geometry, codec, CacheLayout(SGLANG, 0, 0))
+            kept["arms"][name] = {**study.measure(codec), "bits": bits}
             print_row(name, kept["arms"][name], exact)
             if options.json:
                 options.json.write_text(json.dumps(kept, default=str))

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-Block = tuple["Stay", int]
-"""Which block of whose."""
 Likeliest = tuple[torch.Tensor, torch.Tensor]
 """Tokens `[N]` and their log probabilities `[N]`."""
 
@@ -37,8 +35,8 @@ class Stay:
     """Tokens that were there."""
     given: int
     """Tokens that it began with: the prompt, and what was answered before."""
-    shared: list[Block] = field(default_factory=list)
-    """Whose blocks it found."""
+    shared: list[tuple["Stay", int]] = field(default_factory=list)
+    """Whose blocks it found, and which of these."""
     met: int = 0
     """Tokens that it found, and that the same step stored."""
     copied: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -58,10 +58,6 @@ class Split:
         size = length - len(start)
         return [start + ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
 
-    def seed(self, length: int) -> int:
-        """The seed of its prompts of this length."""
-        return (1 + self.turn) * _SEEDS + length
-
     def prompts(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -74,8 +70,9 @@ class Split:
         these prompts. Everything that is asked for lies outside the cache's exact windows."""
         each = min(recall.TASKS[task], len(questions))
         first, last = questions.start // each, -(-questions.stop // each)
+        seed = (1 + self.turn) * _SEEDS + length
         settings = PromptSettings(
-            task, last, length, each, cache.sink, cache.reach, self.seed(length), self.pool
+            task, last, length, each, cache.sink, cache.reach, seed, self.pool
         )
         return write_prompts(settings, tokenizer, self.tokens(tokenizer))[first:]
 
