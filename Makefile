@@ -95,7 +95,7 @@ lock: $(VENV)/.ready-dev  ## resolve anew what the workflows install, with hashe
 		file=.github/$${lock%%=*}.txt; \
 		PIP_CONFIG_FILE=/dev/null $(BIN)/python -m pip $(RESOLVE) --target $(VENV)/none --report $(VENV)/report.json \
 			".[$${lock#*=}]" "setuptools>=77" || exit 1; \
-		{ grep '^#' $$file; jq -r '$(PINS)' $(VENV)/report.json | LC_ALL=C sort; } > $(VENV)/lock && mv $(VENV)/lock $$file || exit 1; \
+		{ grep '^#' $$file; jq -r '$(PINS)' $(VENV)/report.json | LC_ALL=C sort -t= -k1,1; } > $(VENV)/lock && mv $(VENV)/lock $$file || exit 1; \
 	done
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
