@@ -26,7 +26,7 @@ CHECKED := $(addprefix tests/,linalg codec simulation cache generation vllm cali
 UNCHECKED := not test_memory and not spilled and not compiles \
 	and not test_tasks and not command_line
 
-.PHONY: help demo test check lint format gpu vllm coverage docs clean
+.PHONY: help demo test check lint format gpu vllm coverage docs lock clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,21 @@ docs: $(VENV)/.ready  ## write what docs/ takes from the code, and build the sit
 	$(BIN)/python scripts/tools/engines_table.py
 	$(BIN)/python -m sphinx -q -W --keep-going -n docs build/docs
 	@echo "Open build/docs/index.html"
+
+# Linux x86-64 with CPython 3.12, which the workflows run on.
+RUNNER := --python-version 3.12 --implementation cp --abi cp312 --platform manylinux2014_x86_64 --platform linux_x86_64 \
+	$(foreach minor,17 24 26 27 28,--platform manylinux_2_$(minor)_x86_64)
+RESOLVE := install --isolated --dry-run --ignore-installed --quiet --index-url https://pypi.org/simple --only-binary :all: $(RUNNER)
+PINS := .install[] | select(.is_direct | not) | [(.metadata.name | ascii_downcase | gsub("_"; "-")), .metadata.version, \
+	.download_info.archive_info.hashes.sha256] | "\(.[0])==\(.[1]) --hash=sha256:\(.[2])"
+
+lock: $(VENV)/.ready-dev  ## resolve anew what the workflows install, with hashes: .github/requirements*.txt (needs jq)
+	for lock in requirements=cuda,report,sign requirements-dev=dev; do \
+		file=.github/$${lock%%=*}.txt; \
+		PIP_CONFIG_FILE=/dev/null $(BIN)/python -m pip $(RESOLVE) --target $(VENV)/none --report $(VENV)/report.json \
+			".[$${lock#*=}]" "setuptools>=77" || exit 1; \
+		{ grep '^#' $$file; jq -r '$(PINS)' $(VENV)/report.json | LC_ALL=C sort -t= -k1,1; } > $(VENV)/lock && mv $(VENV)/lock $$file || exit 1; \
+	done
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -75,13 +75,13 @@ def built(tmp_path_factory):
     package = files_below(tree / "rotationzoo")
     # Every file of an archive has the same time.
     environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
-    words = [sys.executable, "scripts/tools/build_package.py", folder / "dist"]
-    run(*words, cwd=tree, env=environment)
-    direct = "from pathlib import Path; import build_package; build_package.build_wheel"
-    direct += f"(Path({str(tree)!r}), Path({str(folder)!r}))"
-    run(sys.executable, "-c", direct, cwd=tree / "scripts" / "tools", env=environment)
-    (direct_wheel,) = folder.glob("*.whl")
-    wheel, sdist = sorted((folder / "dist").iterdir(), key=lambda path: path.suffix != ".whl")
+    words = f"from setuptools import build_meta; build_meta.build_sdist({str(folder / 'dist')!r})"
+    run(sys.executable, "-c", words, cwd=tree, env=environment)
+    (sdist,) = (folder / "dist").iterdir()
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    for source, place in {sdist: folder / "dist", tree: folder}.items():
+        run(*pip, "--wheel-dir", place, source, env=environment)
+    (direct_wheel,), (wheel,) = folder.glob("*.whl"), (folder / "dist").glob("*.whl")
     return SimpleNamespace(package=package, wheel=wheel, sdist=sdist, direct=direct_wheel)
 
 

@@ -2,44 +2,50 @@
 docs/vllm.md).
 
     python scripts/bench/ask_traffic.py --model MODEL --rotations ROTATIONS
-        [--arms bf16,segments,...] [--minutes 10 | --requests 500] [--seed 0] [--small]
+        [--arms bf16,vllm+priority,...] [--minutes 5 | --requests 500] [--seed 0]
 
-Run it with the Python that has vLLM. Each arm is an engine in a process of its own. An arm is what
-is stored, `bf16` (vLLM's own cache), `vllm` or `segments` (our formats), and any of `+priority`,
-`+drafts`, `+offload` (to main memory) and `+slots`, with slots for exact copies of so few requests
-that they are taken from each other.
+Run it with the Python that has vLLM; its CPU engine gets smaller sizes. Each arm is an engine in a
+process of its own. An arm is what is stored, `bf16` (vLLM's own cache), `vllm` or `segments` (our
+formats), and maybe `+priority`.
 
 Traffic comes in rounds, drawn from the seed: bursts with shared prefixes, two to four samples of a
 prompt, follow-ups, aborts, in chunks of a drawn size, with many blocks or so few that requests
 preempt each other. After a round, every request is asked again, alone and in the same state
-(`traffic_alone.py` says how). The distance of two answers is that of log probabilities, on average
-over the 20 likeliest tokens; of a request, the first token of each stay counts, and the worst
-of the others apart.
+(`traffic_alone.py` says how). The distance of two answers is that of the log probabilities of the
+first token of each stay, on average over the 20 likeliest tokens.
 
 The limit is what two right runs differ by: some requests are asked once more beside a stranger, in
-the same state, and the limit is `--times` the largest of these distances, at least `--floor`.
-What is off is printed. The last line is JSON, and the exit code is 1 where anything is off.
+the same state, and the limit is twice the largest of these distances, or `FLOOR`. The last line is
+JSON, with what is off, and the exit code is 1 where anything of several arms is.
 """
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from statistics import mean
 from typing import Any
 
-ARMS = "bf16,segments,vllm+priority,segments+drafts+priority,segments+offload,segments+slots"
+import torch
+from measuring import DEVICE, make_parser, run_arms, start_engine
+from traffic_alone import Alone, Likeliest, Stay, Watch, sampling
 
-
-Places = dict[int, Any]
-"""For each place of a request, a tensor `[R, N]` of log probabilities, or `[N]`."""
-Told = dict[int, tuple[Any, Any]]
-"""For each place, tokens `[N]` and their log probabilities `[N]`."""
+FLOOR = {"float32": 0.003, "bfloat16": 0.03}
+"""Nats by which right answers may differ."""
+BESIDE = 0.2
+"""The part of requests that are asked beside a stranger, too."""
+SIZES = {
+    "prefix": 20_000, "own": 4000, "answer": 40, "chunks": [512, 1024, 2048, 4096, 8192],
+    "active": 16, "seqs": 256, "longest": 65_536, "stranger": 700,
+}  # fmt: skip
+SMALL = {
+    "prefix": 600, "own": 100, "answer": 12, "chunks": [64, 128, 256],
+    "active": 8, "seqs": 64, "longest": 2048, "stranger": 60,
+}  # fmt: skip
+"""Sizes for the CPU engine. Tokens of a prefix, of a request after it and of an answer, at most;
+requests at a time, at most, and slots for copies of so many; tokens of the stranger."""
 
 
 @dataclass
@@ -52,54 +58,30 @@ class Question:
     """vLLM's of each sample, as far as they are there."""
     names: list[str] = field(default_factory=list)
     """Of the samples, in the engine."""
-    aborted: bool = False
     done: bool = False
-
-
-def sampling(tokens: int, chances: int | None, **others: Any) -> Any:
-    """So many tokens, whatever they are."""
-    from vllm import SamplingParams
-
-    fixed = {"ignore_eos": True, "detokenize": False, "logprobs": chances}
-    return SamplingParams(max_tokens=tokens, **{"temperature": 0} | fixed | others)
 
 
 def start(arm: str, args: argparse.Namespace) -> Any:
     """The engine of an arm."""
-    from vllm import LLM
-
-    stored, *more = arm.split("+")
-    options: dict[str, Any] = {}
-    if stored != "bf16":
-        config = {"artifact": args.rotations, "format": stored}
-        options["additional_config"] = {"rotationzoo": config}
-        if not args.small:
-            options["attention_backend"] = "CUSTOM"
-    if "priority" in more:
-        options["scheduling_policy"] = "priority"
-    if "drafts" in more:
-        ngrams = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-        options["speculative_config"] = ngrams | {"num_speculative_tokens": 3}
-    if "offload" in more:
-        options["kv_offloading_size"] = args.offload
-    if args.small:
+    stored, _, more = arm.partition("+")
+    options: dict[str, Any] = {"scheduling_policy": more} if more else {}
+    if DEVICE == "cpu":
         options["enforce_eager"] = True
     else:
-        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        options["compilation_config"] = graphs | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
-        options["gpu_memory_utilization"] = args.memory
-        if args.cache is not None:
-            memory = {"gpu_memory_utilization": 0.05}
-            options |= memory | {"kv_cache_memory_bytes": int(args.cache * 2**30)}
-    return LLM(
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
+        options["gpu_memory_utilization"] = 0.6
+    if args.cache is not None:
+        memory = {"gpu_memory_utilization": 0.05}
+        options |= memory | {"kv_cache_memory_bytes": int(args.cache * 2**30)}
+    return start_engine(
         args.model,
+        stored,
+        args.rotations,
         dtype=args.dtype,
-        skip_tokenizer_init=True,
         max_model_len=args.longest,
-        max_num_seqs=args.active if "slots" in more else args.seqs,
+        max_num_seqs=args.seqs,
         max_num_batched_tokens=max(args.chunks) + args.stranger,
         enable_prefix_caching=True,
-        disable_log_stats=True,
         seed=0,
         **options,
     )
@@ -108,11 +90,11 @@ def start(arm: str, args: argparse.Namespace) -> Any:
 class Traffic:
     """A round of an arm's requests."""
 
-    def __init__(self, watch: Any, arm: str, number: int, args: argparse.Namespace):
+    def __init__(self, watch: Watch, arm: str, number: int, args: argparse.Namespace):
         self.watch, self.args, self.engine = watch, args, watch.engine
         self.draw = random.Random(f"{args.seed} {arm} {number}")
         self.words = self.engine.vllm_config.model_config.get_vocab_size()
-        self.priorities, self.drafts = "priority" in arm, "drafts" in arm
+        self.priorities = "priority" in arm
         self.name = f"{arm} seed {args.seed} round {number}"
         self.questions: dict[str, Question] = {}
         self.prefixes: list[list[int]] = []
@@ -137,7 +119,6 @@ class Traffic:
         scheduler.max_num_scheduled_tokens = self.chunk
         scheduler.scheduler_config.long_prefill_token_threshold = self.threshold
         held = watch.pool.get_new_blocks(watch.pool.get_num_free_blocks() - self.blocks)
-        idle = 0
         while self.asked < self.args.round or self.engine.has_unfinished_requests():
             while self.asked < self.args.round and self.running < self.active:
                 if self.running and (self.calm or self.draw.random() < 0.5):
@@ -147,16 +128,11 @@ class Traffic:
             if live and self.draw.random() < 0.008:
                 name = self.draw.choice(live)
                 self.engine.abort_request([name])
-                self.questions[name].aborted = self.questions[name].done = True
-            stays = len(watch.stays)
-            outputs = self.engine.step()
-            for output in outputs:
+                self.questions[name].done = True
+            for output in self.engine.step():
                 question = self.questions[output.request_id]
                 question.answers.update((each.index, each) for each in output.outputs)
                 question.done = output.finished
-            idle = 0 if outputs or len(watch.stays) > stays else idle + 1
-            if idle > 2000:
-                raise RuntimeError(f"{self.name}: vLLM answers nobody")
         watch.pool.free_blocks(held)
         watch.close_all()
 
@@ -169,10 +145,7 @@ class Traffic:
         return sum(each.samples for each in self.questions.values() if not each.done)
 
     def random_tokens(self, count: int) -> list[int]:
-        """Drawn ones; for drafts, with repetitions."""
-        period = self.draw.randint(8, 64) if self.drafts else count
-        drawn = [self.draw.randrange(5, self.words) for _ in range(min(period, count))]
-        return (drawn * (count // max(1, len(drawn)) + 1))[:count]
+        return [self.draw.randrange(5, self.words) for _ in range(count)]
 
     def some(self, most: int) -> int:
         """A number up to this one, of any magnitude."""
@@ -218,72 +191,47 @@ class Traffic:
         if not prompt or len(prompt) + answer > self.longest:
             return
         warm = samples > 1 or draw.random() < 0.3
-        options: dict[str, Any] = {"temperature": float(warm), "n": samples}
-        if self.drafts:
-            options["allowed_token_ids"] = sorted({*prompt[-6:]})
+        asked = sampling(answer, logprobs=20, temperature=float(warm), n=samples)
         name = f"q{len(self.questions)}"
         given = {"priority": draw.randrange(4)} if self.priorities else {}
-        asked = sampling(answer, 20, **options)
         inner = self.engine.add_request(name, {"prompt_token_ids": prompt}, asked, **given)
         names = [inner] if samples == 1 else [f"{index}_{inner}" for index in range(samples)]
         self.questions[name] = Question(prompt, samples, names=names)
 
 
-@dataclass
-class Apart:
-    """How far log probabilities are apart, each on average over the likeliest tokens."""
-
-    first: float
-    """Of a stay's first token."""
-    others: list[float]
-    """Of each of its other tokens."""
-    where: str = ""
-
-    @classmethod
-    def measure(cls, one: Places, other: Places, first: int, where: str = "") -> "Apart":
-        """Of those in the same places. Where there are several rows, the nearest is the stay's."""
-        values = {place: float((one[place] - other[place]).abs().mean(-1).min()) for place in other}
-        return cls(values.pop(first, 0.0), [*values.values()], where)
-
-
 class Comparison:
     """What an arm's traffic and its requests alone differ by."""
 
-    def __init__(self, watch: Any, args: argparse.Namespace):
+    def __init__(self, watch: Watch, args: argparse.Namespace):
         self.watch, self.args = watch, args
         self.counts: Counter[str] = Counter()
-        self.beside: list[Apart] = []
-        self.stays: list[Apart] = []
+        self.beside: list[float] = []
+        self.stays: list[tuple[float, str]] = []
 
     def add(self, traffic: Traffic) -> None:
         """Ask each request of a round again."""
-        from traffic_alone import Alone
-
         watch, counts, draw = self.watch, self.counts, traffic.draw
         stays, answers = watch.stays, {}
         for name, question in traffic.questions.items():
             counts["requests"] += question.samples
-            counts["aborted"] += question.aborted * question.samples
-            counts["samples"] += question.samples * (question.samples > 1)
             for index, inner in enumerate(question.names):
                 answers[inner] = question, index, f"{traffic.name}, {name} sample {index}"
         counts["preempted"] += len(stays) - len({stay.request.request_id for stay in stays})
         watch.begin()
-        alone = Alone(watch, sampling)
+        alone = Alone(watch)
         for stay in stays:
             question, index, name = answers[stay.request.request_id]
-            counts["cached"] += stay.cached > 0
             counts["in the same step"] += stay.met > 0
-            counts["loaded"] += stay.loaded > 0
-            beside = self.args.stranger * (draw.random() < self.args.controls)
-            told = read_chances(stay, question, index)
+            beside = self.args.stranger * (draw.random() < BESIDE)
+            told = read_likeliest(stay, question, index)
             self._ask(alone, stay, told, traffic.random_tokens(beside), name)
             if stay.unknown:
                 counts[f"not compared: {stay.unknown}"] += 1
-        counts["rounds in which slots ran out"] += not watch.slots_left()
         alone.release()
 
-    def _ask(self, alone: Any, stay: Any, told: Told, stranger: list[int], name: str) -> None:
+    def _ask(
+        self, alone: Alone, stay: Stay, told: Likeliest | None, stranger: list[int], name: str
+    ) -> None:
         """Ask a stay again, and once more beside a stranger, if there is one."""
         if any(wrote.unknown for wrote, _ in stay.shared):
             stay.unknown = stay.unknown or "it found blocks of such requests"
@@ -291,164 +239,78 @@ class Comparison:
             stay.unknown = stay.unknown or "no memory is left"
         if stay.unknown:
             return
-        wanted = {place: tokens for place, (tokens, _) in told.items()}
-        seen = alone.ask(stay, wanted)
-        if stay.unknown or not seen:
+        tokens, values = told or (None, None)
+        seen = alone.ask(stay, tokens)
+        if stay.unknown or seen is None or values is None:
             return
         where = f"{name}: {stay.given} tokens, {stay.cached} cached, {stay.met} of the same step"
-        where += f", {stay.loaded} loaded, chunks up to {stay.ends[:40]}"
-        values = {place: told[place][1] for place in seen}
-        self.stays.append(Apart.measure(seen, values, stay.given, where))
+        self.stays.append((measure(seen, values), f"{where}, chunks up to {stay.ends[:40]}"))
         if stranger:
-            beside = alone.ask(stay, wanted, stranger)
-            self.beside.append(Apart.measure(beside, seen, stay.given))
+            beside = alone.ask(stay, tokens, stranger)
+            if beside is not None:
+                self.beside.append(measure(beside, seen))
 
-    def result(self) -> dict[str, Any]:
-        """All numbers; what is off is printed."""
-        limit, limit_of_others = (
-            max(self.args.floor, self.args.times * max(values, default=0.0))
-            for values in (first_of(self.beside), means_of(self.beside))
-        )
-        off = [
-            each
-            for each in self.stays
-            if each.first > limit or mean(each.others or [0.0]) > limit_of_others
-        ]
-        for each in off[:20]:
-            others = ", ".join(f"{value:.4f}" for value in each.others)
-            print(f"off by {each.first:.4f}, then {others}: {each.where}", flush=True)
-        return {
-            **self.counts,
-            "compared": len(self.stays),
-            "off": len({each.where.split(":")[0] for each in off}),
-            "largest": max(first_of(self.stays), default=0.0),
-            "limits": [limit, limit_of_others],
-            "first": spread(first_of(self.stays)),
-            "first beside": spread(first_of(self.beside)),
-            "others": spread(means_of(self.stays)),
-            "others beside": spread(means_of(self.beside)),
-        }
+    def result(self, dtype: str) -> dict[str, Any]:
+        """All numbers, and what is off."""
+        limit = max(FLOOR[dtype], 2 * max(self.beside, default=0.0))
+        off = [f"{distance:.4f}: {where}" for distance, where in self.stays if distance > limit]
+        largest = max((distance for distance, _ in self.stays), default=0.0)
+        compared = {"compared": len(self.stays), "beside": len(self.beside)}
+        return {**self.counts, **compared, "off": off, "largest": largest, "limit": limit}
 
 
-def first_of(several: list[Apart]) -> list[float]:
-    return [each.first for each in several]
+def measure(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How far log probabilities `[R, N]` or `[N]` are apart. Of several rows, the nearest is the
+    stay's."""
+    return float((one - other).abs().mean(-1).min())
 
 
-def means_of(several: list[Apart]) -> list[float]:
-    return [mean(each.others) for each in several if each.others]
-
-
-def read_chances(stay: Any, question: Question, index: int) -> Told:
-    """The likeliest tokens and their log probabilities in each place that a stay answered."""
-    import torch
-
-    answer, told = question.answers.get(index), {}
-    for place, chances in enumerate(answer.logprobs if answer else [], len(question.prompt)):
-        if stay.given <= place < len(stay.tokens):
-            ranked = {token: each.logprob for token, each in chances.items() if each.rank <= 20}
-            told[place] = torch.tensor([*ranked]), torch.tensor([*ranked.values()])
-    return told
+def read_likeliest(stay: Stay, question: Question, index: int) -> Likeliest | None:
+    """The likeliest tokens of the first one that a stay answered, if it answered."""
+    answer, place = question.answers.get(index), stay.given - len(question.prompt)
+    if answer is None or place >= len(answer.logprobs) or stay.given >= len(stay.tokens):
+        return None
+    chances = answer.logprobs[place]
+    ranked = {token: each.logprob for token, each in chances.items() if each.rank <= 20}
+    return torch.tensor([*ranked]), torch.tensor([*ranked.values()])
 
 
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     """What an arm found, after so many minutes and requests."""
-    from traffic_alone import Watch
-
-    begun = time.perf_counter()
     watch = Watch(start(arm, args))
-    comparison, ready, rounds, asking = Comparison(watch, args), time.perf_counter(), 0, 0.0
+    comparison, ready, rounds = Comparison(watch, args), time.perf_counter(), 0
     while (
         comparison.counts["requests"] < max(1, args.requests)
         or time.perf_counter() - ready < 60 * args.minutes
     ):
-        since = time.perf_counter()
         traffic = Traffic(watch, arm, rounds, args)
         traffic.run()
-        asking += time.perf_counter() - since
         comparison.add(traffic)
         rounds += 1
-        largest = max(first_of(comparison.stays), default=0.0)  # of a run that is stopped, too
-        print(f"{rounds} rounds, {len(comparison.stays)} compared: {largest:.4f}", flush=True)
-    times = ready - begun, asking, time.perf_counter() - ready - asking
-    seconds = dict(zip(("start", "traffic", "alone"), map(round, times), strict=True))
-    return {**comparison.result(), "rounds": rounds, "seconds": seconds}
-
-
-def spread(values: list[float]) -> list[float]:
-    """How many there are, their median, and the largest of 90 %, 99 % and all."""
-    ranked = sorted(values)
-    at = [ranked[int(part * (len(ranked) - 1))] for part in (0.5, 0.9, 0.99, 1) if ranked]
-    return [len(ranked), *(round(value, 5) for value in at)]
-
-
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+    return comparison.result(args.dtype)
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = make_parser(__doc__)
+    parser.set_defaults(**(SIZES if DEVICE == "cuda" else SMALL))
     parser.add_argument("--model", required=True)
     parser.add_argument("--rotations", help="with transform coding, for segments")
-    parser.add_argument("--arms", default=ARMS)
-    parser.add_argument(
-        "--minutes", type=float, default=0, help="of all arms, without their starts"
-    )
+    parser.add_argument("--arms", default="bf16,vllm+priority")
+    parser.add_argument("--minutes", type=float, default=0, help="of each arm, without its start")
     parser.add_argument("--requests", type=int, default=0, help="of each arm, at least")
     parser.add_argument("--round", type=int, default=32, help="requests of a round")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--small", action="store_true", help="sizes for the CPU engine")
+    parser.add_argument("--dtype", default="bfloat16", choices=FLOOR)
     parser.add_argument("--prefix", type=int, help="tokens, at most")
-    parser.add_argument("--own", type=int, help="tokens of a request after its prefix, at most")
     parser.add_argument("--answer", type=int, help="tokens, at most")
-    parser.add_argument("--chunks", type=numbers)
-    parser.add_argument("--active", type=int, help="requests at a time, at most")
-    parser.add_argument("--seqs", type=int, help="--max-num-seqs: slots for so many requests")
-    parser.add_argument("--longest", type=int, help="--max-model-len")
-    parser.add_argument("--stranger", type=int, help="tokens of the request beside")
-    parser.add_argument("--memory", type=float, default=0.6, help="--gpu-memory-utilization")
+    parser.add_argument("--chunks", type=int, nargs="+", help="tokens of a step, one is drawn")
     parser.add_argument("--cache", type=float, help="GiB of it, for engines that share a GPU")
-    parser.add_argument("--offload", type=float, default=8, help="GB, --kv-offloading-size")
-    parser.add_argument("--controls", type=float, default=0.2, help="part of requests asked beside")
-    parser.add_argument("--times", type=float, default=2)
-    parser.add_argument("--floor", type=float, help="of the limit; default: .003, in 16 bits .03")
     args = parser.parse_args()
-    large = {
-        "prefix": 20_000, "own": 4000, "answer": 40, "chunks": [512, 1024, 2048, 4096, 8192],
-        "active": 16, "seqs": 256, "longest": 65_536, "stranger": 700,
-    }  # fmt: skip
-    small = {
-        "prefix": 600, "own": 100, "answer": 12, "chunks": [64, 128, 256],
-        "active": 8, "seqs": 64, "longest": 2048, "stranger": 60,
-    }  # fmt: skip
-    for name, value in (small if args.small else large).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.floor is None:
-        args.floor = 0.003 if args.dtype == "float32" else 0.03
-    arms = args.arms.split(",")
-    if len(arms) == 1:
-        result = run_arm(arms[0], args)
-        print(json.dumps(result), flush=True)
-        sys.exit(bool(result["off"]))
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    measured, failed = {}, []
-    for arm in arms:
-        part = ["--arms", arm, "--minutes", str(args.minutes / len(arms))]
-        command = [sys.executable, *sys.argv, *part]
-        done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE)
-        lines = [line for line in done.stdout.splitlines() if line.startswith(("off by", '{"'))]
-        print(arm, *lines, sep="\n", flush=True)
-        if not lines or lines[-1][0] != "{":
-            failed.append(arm)
-            continue
-        measured[arm] = json.loads(lines[-1])
-    names = "requests", "compared", "off"
-    total = {name: sum(each[name] for each in measured.values()) for name in names}
-    total["largest"] = max((each["largest"] for each in measured.values()), default=0.0)
-    print(json.dumps({**total, "failed": failed, "arms": measured}), flush=True)
-    sys.exit(bool(total["off"] or failed))
+    if "," not in args.arms:
+        print(json.dumps(run_arm(args.arms, args)), flush=True)
+        return
+    measured = dict(run_arms(args.arms.split(",")))
+    sys.exit(any(result["off"] for result in measured.values()))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ are cold, and medians are those of CUDA graph replays. In the same run:
 * `N tokens`: the same of N new tokens of each request, which the decode kernel reads;
 * `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
-Then planning a step. Prompts are measured in a whole vLLM, by serve_engine.py.
+Prompts are measured in a whole vLLM, by serve_engine.py.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measuring import describe_error, describe_machine, make_parser, require_gpu, seconds_of
+from measuring import DEVICE, make_parser
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -57,9 +57,6 @@ leave it full of lines that the next launch has to write back."""
 _SHORTEST = 2e-3  # seconds of a replay; shorter ones would be timed with the gaps between them
 _REPLAYS, _SECONDS = (9, 200), 0.15  # how many, in about how many seconds
 PAGE = 64
-Read = Callable[[torch.Tensor, torch.Tensor], None]
-"""Attention of queries `[B, H_q, 1, D]` to random keys and values `[2, B * T * H * D]`: each way of
-reading lays out the last dimension as it likes."""
 SINK, RECENT = 64, 256
 
 
@@ -209,9 +206,6 @@ def time_shape(
         yield f"pages, {name}", timed(way, server.layers)
     for new in few:
         yield f"{new} tokens", timed(ways_of(server, new)["whole step"], server.layers)
-    numbers = server.numbers([1] * shape.batch, [shape.context] * shape.batch, 1)
-    planner = server.planner
-    yield "planning", clocked(lambda: planner.plan(*numbers))
     del server
     torch.cuda.empty_cache()
     yield "bf16", time_bfloat16(shape)
@@ -226,13 +220,14 @@ def time_bfloat16(shape: Shape) -> float:
         try:
             times.append(timed(lambda cache, way=way: way(query, cache), caches))
         except RuntimeError as problem:  # a kernel that this GPU or version lacks
-            print(f"{name}: {describe_error(problem)}", flush=True)
+            print(f"{name}: {problem}", flush=True)
     return min(times)
 
 
-def read_whole(shape: Shape) -> Iterator[tuple[str, Read]]:
-    """`scaled_dot_product_attention` by two kernels, with keys and values `[B, H, T, D]` and
-    `[B, T, H, D]` in memory, and the query heads of a group as queries or as heads."""
+def read_whole(shape: Shape) -> Iterator[tuple[str, Callable[..., None]]]:
+    """`scaled_dot_product_attention` of queries `[B, H_q, 1, D]` by two kernels, with keys and
+    values `[B, H, T, D]` and `[B, T, H, D]` in memory, and the query heads of a group as queries or
+    as heads."""
     heads_first = shape.batch, shape.kv_heads, -1, shape.dim
     tokens_first = shape.batch, -1, shape.kv_heads, shape.dim
 
@@ -249,13 +244,6 @@ def read_whole(shape: Shape) -> Iterator[tuple[str, Read]]:
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         for way in (in_groups, in_groups_of_tokens, in_heads):
             yield f"{backend.name}, {way.__name__}", sdpa_kernel(backend)(way)
-
-
-def clocked(work: Launch) -> float:
-    """Seconds of work that the CPU launches each time."""
-    for _ in range(5):
-        work()
-    return seconds_of(lambda: [work() for _ in range(20)]) / 20
 
 
 def copies_of(size: int) -> int:
@@ -320,9 +308,10 @@ def main() -> None:
     parser.add_argument("--fall", type=float, default=4, help="of deviations, in powers of e")
     parser.add_argument("--few", type=int, nargs="*", default=[4], help="new tokens of a request")
     args = parser.parse_args()
-    require_gpu()
-    rate = bandwidth()
-    print(f"{describe_machine()}, {rate / 1e12:.2f} TB/s", flush=True)
+    if DEVICE != "cuda":
+        parser.error("there is no NVIDIA GPU")
+    rate, device = bandwidth(), torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}, {rate / 1e12:.2f} TB/s", flush=True)
     with torch.inference_mode():
         for name in args.shapes.split(","):
             shape = Shape(*map(int, name.split("x")))

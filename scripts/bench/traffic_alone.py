@@ -7,15 +7,22 @@ answer is given, token by token. So what it reads is the same as it was in traff
 left are sums of another order, and mistakes.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-Block = tuple["Stay", int]
-"""Which block of whose."""
+Likeliest = tuple[torch.Tensor, torch.Tensor]
+"""Tokens `[N]` and their log probabilities `[N]`."""
+
+
+def sampling(tokens: int, **others: Any) -> Any:
+    """So many tokens, whatever they are."""
+    from vllm import SamplingParams
+
+    fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(max_tokens=tokens, **fixed | others)
 
 
 @dataclass(eq=False)
@@ -28,10 +35,8 @@ class Stay:
     """Tokens that were there."""
     given: int
     """Tokens that it began with: the prompt, and what was answered before."""
-    loaded: int = 0
-    """Of the cached tokens, the last ones came from a connector."""
-    shared: list[Block] = field(default_factory=list)
-    """Whose blocks it found."""
+    shared: list[tuple["Stay", int]] = field(default_factory=list)
+    """Whose blocks it found, and which of these."""
     met: int = 0
     """Tokens that it found, and that the same step stored."""
     copied: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -65,21 +70,16 @@ class Watch:
         builders = [builder for group in groups for builder in group.metadata_builders]
         self.builders = [builder for builder in builders if hasattr(builder, "planner")]
         self.stays: list[Stay] = []
-        self.loads: dict[str, int] = {}
         self.alone: Alone | None = None
         self._open: dict[str, Stay] = {}
         self._written: dict[int, tuple[Stay, int, int]] = {}  # and from which token on
         self._stored: set[int] = set()  # blocks of this step
         self._planned: list[tuple[Stay, int, list[int]]] = []
-        self._of_hash: dict[Any, set[Block]] = {}
         self._replace(self.scheduler, "schedule", self._schedule)
         self._replace(self.manager, "get_computed_blocks", self._find_blocks)
         self._replace(worker.model_runner.get_model(), "compute_logits", self._compute_logits)
         for builder in self.builders[:1]:
             self._replace(builder, "build", self._build)
-        if connector := self.scheduler.connector:
-            self._replace(connector, "get_num_new_matched_tokens", self._match)
-            self._replace(connector, "update_state_after_alloc", self._load)
 
     def _replace(self, owner: Any, name: str, mine: Any) -> None:
         own = getattr(owner, name)
@@ -87,21 +87,15 @@ class Watch:
 
     def begin(self) -> None:
         """Forget all that was cached and copied."""
-        for _ in range(500):  # until a connector has stored what it has to
-            if self.engine.reset_prefix_cache():
-                break
+        steps = 0  # of what was scheduled before the last answer was known
+        while not self.engine.reset_prefix_cache():
             self.engine.step()
-            time.sleep(0.01)
-        else:
-            raise RuntimeError("vLLM does not give its cache back")
+            steps += 1
+            if steps > 500:
+                raise RuntimeError("vLLM does not give its cache back")
         for builder in self.builders[:1]:
             self.forget(torch.arange(len(builder.planner.slot_of)))
-        self.stays, self._open, self._written, self._of_hash = [], {}, {}, {}
-
-    def slots_left(self) -> bool:
-        """Whether there are slots for copies that no page took since the beginning."""
-        planners = [builder.planner for builder in self.builders]
-        return all(int((each.slot_of > 0).sum()) < each.slots - 1 for each in planners)
+        self.stays, self._open, self._written = [], {}, {}
 
     @torch.inference_mode()  # as a worker makes these tensors
     def copies(self, blocks: list[int], start: int) -> torch.Tensor:
@@ -158,7 +152,7 @@ class Watch:
             blocks[name] = self.manager.get_block_ids(name)[0]
             if name in begins:
                 self.close(name, request.num_tokens)
-                stay = Stay(request, start, request.num_tokens, self.loads.pop(name, 0))
+                stay = Stay(request, start, request.num_tokens)
                 self._open[name] = stay
                 self.stays.append(stay)
             stay = self._open[name]
@@ -167,9 +161,6 @@ class Watch:
                 block = blocks[name][number]
                 self._written[block] = stay, number, max(start, number * self.size)
                 self._stored.add(block)
-                if number < len(request.block_hashes):
-                    wrote = self._of_hash.setdefault(request.block_hashes[number], set())
-                    wrote.add((stay, number))
         for name in output.num_scheduled_tokens:
             stay = self._open[name]
             if name in begins:
@@ -189,24 +180,16 @@ class Watch:
             self.close(name, stay.request.num_tokens)
 
     def _find_shared(self, stay: Stay, blocks: list[int]) -> None:
-        count, own = stay.cached // self.size, (stay.cached - stay.loaded) // self.size
         if stay.cached % self.size:
             stay.unknown = "a block is there in part"
-        for number, block in enumerate(blocks[:count]):
+        for number, block in enumerate(blocks[: stay.cached // self.size]):
             wrote, at, start = self._written.get(block, (None, 0, 0))
-            if number >= own:  # by a connector, which knows no stays
-                candidates = self._of_hash.get(stay.request.block_hashes[number], set())
-                if len(candidates) != 1:
-                    stay.unknown = f"{len(candidates)} stays wrote what was loaded"
-                    return
-                ((wrote, at),) = candidates
-                self._written[block] = stay, number, 0
             if wrote is None or at != number or wrote.ends[-1] < (number + 1) * self.size:
                 stay.unknown = "it found a block that nobody wrote"
                 return
             stay.unknown = stay.unknown or wrote.unknown
             stay.shared.append((wrote, at))
-            if block in self._stored and number < own:
+            if block in self._stored:
                 stay.met += (number + 1) * self.size - start
 
     def _build(self, own: Any, *given: Any, **named: Any) -> Any:
@@ -230,82 +213,52 @@ class Watch:
             self.alone.see(logits)
         return logits
 
-    def _match(self, own: Any, *given: Any) -> Any:
-        found = own(*given)
-        return found if self.alone is None else (0, False)
-
-    def _load(self, own: Any, request: Any, blocks: Any, count: int) -> None:
-        if count and self.alone is None:
-            self.loads[request.request_id] = count
-        own(request, blocks, count)
-
 
 class Alone:
     """Asks the stays of a `Watch` again, one after another."""
 
-    def __init__(self, watch: Watch, sampling: Any):
-        self.watch, self.sampling = watch, sampling
+    def __init__(self, watch: Watch):
+        self.watch = watch
         self._kept: list[Any] = []
-        self._twins: dict[Stay, list[Any]] = {}
         self._stay: Stay | None = None
         self._asked, self._beside, self._name = 0, 0, ""
         self._found: list[Any] = []
         self._blocks: list[Any] = []
         self._places: Iterator[int] = iter(())
-        self._wanted: dict[int, torch.Tensor] = {}
-        self._seen: dict[int, torch.Tensor] = {}
+        self._wanted: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None
 
     def ask(
-        self, stay: Stay, wanted: dict[int, torch.Tensor], stranger: list[int] | None = None
-    ) -> dict[int, torch.Tensor]:
-        """The log probabilities `[R, N]` of the N wanted tokens in each of the wanted places. With
-        a stranger, a request that shares nothing, there are R rows, of which one is the stay's.
+        self, stay: Stay, wanted: torch.Tensor | None, stranger: list[int] | None = None
+    ) -> torch.Tensor | None:
+        """The log probabilities `[R, N]` of the N wanted tokens as the first one of the answer.
+        With a stranger, a request that shares nothing, there are R rows, of which one is the
+        stay's.
 
         A stay is unknown where a copy is missing that was there in traffic.
         """
-        blocks = self._run(stay, self._blocks_of(stay), wanted, stranger)
+        answered = len(stay.tokens) - stay.given if stay.stored == stay.given else 0
+        ends = [end for end in stay.ends if end < stay.stored]
+        # One more is asked for: so the last token of the answer is stored.
+        self._places = iter([*ends, *range(stay.stored, stay.stored + answered + 2)])
+        self._wanted, self._seen = wanted, None
+        self._found = [wrote.blocks[at] for wrote, at in stay.shared]
+        self._stay, self._blocks = stay, []
+        self._name = self._add(stay.tokens[: stay.stored], answered + 1)
+        self._beside = len(stranger or ())
+        self._finish(self._add(stranger, 1000) if stranger else "")
         if not stranger:
-            stay.blocks = blocks
-        return {place: values.cpu() for place, values in self._seen.items()}
+            stay.blocks = self._blocks
+        return None if self._seen is None else self._seen.cpu()
 
     def release(self) -> None:
         """Give all blocks back."""
         self.watch.pool.free_blocks(self._kept)
-        self._kept, self._twins = [], {}
-
-    def _blocks_of(self, stay: Stay) -> list[Any]:
-        """The blocks that a stay finds, of stays that were asked again."""
-        own = (stay.cached - stay.loaded) // self.watch.size
-        found = [wrote.blocks[at] for wrote, at in stay.shared[:own]]
-        for wrote, at in stay.shared[own:]:
-            # What a connector loads loses its copies, and these blocks keep theirs: it is others.
-            if wrote not in self._twins:
-                self._twins[wrote] = self._run(wrote, self._blocks_of(wrote), {})
-            found.append(self._twins[wrote][at])
-        return found
-
-    def _run(
-        self,
-        stay: Stay,
-        found: list[Any],
-        wanted: dict[int, torch.Tensor],
-        stranger: list[int] | None = None,
-    ) -> list[Any]:
-        answered = len(stay.tokens) - stay.given if stay.stored == stay.given else 0
-        ends = [end for end in stay.ends if end < stay.stored]
-        # One more is asked for: so the last token of the answer is stored.
-        places = [*ends, *range(stay.stored, stay.stored + answered + 2)]
-        self._places, self._wanted, self._seen = iter(places), wanted, {}
-        self._stay, self._found, self._blocks = stay, found, []
-        self._name = self._add(stay.tokens[: stay.stored], answered + 1)
-        self._beside = len(stranger or ())
-        self._finish(self._add(stranger, 1000) if stranger else "")
-        return self._blocks
 
     def _add(self, tokens: list[int], answer: int) -> str:
         self._asked += 1
         name, prompt = f"alone {self._asked}", {"prompt_token_ids": tokens}
-        added: str = self.watch.engine.add_request(name, prompt, self.sampling(answer, None))
+        added: str = self.watch.engine.add_request(name, prompt, sampling(answer))
         return added
 
     def _finish(self, stranger: str) -> None:
@@ -364,8 +317,8 @@ class Alone:
         stay = self._stay
         if place is None or stay is None:
             return
-        if place in self._wanted:
-            wanted = self._wanted[place].to(logits.device)
-            self._seen[place] = logits.float().log_softmax(-1)[:, wanted]
+        if place == stay.given and self._wanted is not None:
+            wanted = self._wanted.to(logits.device)
+            self._seen = logits.float().log_softmax(-1)[:, wanted]
         if stay.given <= place < len(stay.tokens):
             logits[:, stay.tokens[place]] = 2e4  # whatever the stranger answers

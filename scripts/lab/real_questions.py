@@ -1,39 +1,30 @@
-"""DEV and TEST for real models: what is chosen is measured on DEV, and judged once on TEST.
+"""DEV and TEST for real models: what is chosen is measured on DEV, and judged once on TEST
+("Real models" in docs/history.md and "Judged" in docs/results.md).
 
 * Text: the documents of the bundled evaluation text take turns. DEV has the first, the third and so
   on; TEST has the others. Calibration reads the other bundled text, which is in neither.
 * Questions: DEV asks for words of the pool `choose` and TEST for those of `judge`, so that no key
   is in both; their seeds differ, too. Quotes are of each half's own text.
 * Tasks and lengths: `TASKS` at `LENGTHS`. A task with more questions begins with the same ones.
-  `CHAT` asks for the needles of a text in turns of a chat, in the model's own template.
 
 This file is the only place that says so. Take a `Split` from `SPLITS`; nothing else is needed.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from itertools import chain
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.recall import questions as recall
-from rotationzoo.recall.prompts import (
-    Prompt,
-    PromptSettings,
-    Question,
-    common_length,
-    write_prompts,
-)
+from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import HELD_OUT, Sample
 from rotationzoo.text.rows import start_tokens, tokenize
 
 TASKS = ("needles", "key-value", recall.QUOTE)
-CHAT = "chat"
 LENGTHS = (1024, 2048, 4096, 6144)
 """Tokens of a prompt."""
 _SEEDS = 100_000  # a half's own: more than the longest prompt, which is added
@@ -67,10 +58,6 @@ class Split:
         size = length - len(start)
         return [start + ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
 
-    def seed(self, length: int) -> int:
-        """The seed of its prompts of this length."""
-        return (1 + self.turn) * _SEEDS + length
-
     def prompts(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -81,46 +68,13 @@ class Split:
     ) -> list[Prompt]:
         """The prompts of a task that hold these of its questions, and with them all questions of
         these prompts. Everything that is asked for lies outside the cache's exact windows."""
-        # The turns of a chat take the place of the last tokens of a text.
-        asked, reach = ("needles", cache.reach + 256) if task == CHAT else (task, cache.reach)
-        each = min(recall.TASKS[asked], len(questions))
+        each = min(recall.TASKS[task], len(questions))
         first, last = questions.start // each, -(-questions.stop // each)
+        seed = (1 + self.turn) * _SEEDS + length
         settings = PromptSettings(
-            asked, last, length, each, cache.sink, reach, self.seed(length), self.pool
+            task, last, length, each, cache.sink, cache.reach, seed, self.pool
         )
-        prompts = write_prompts(settings, tokenizer, self.tokens(tokenizer))[first:]
-        return prompts if task != CHAT else [ask_in_turns(each, tokenizer) for each in prompts]
-
-
-def ask_in_turns(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The needles of a prompt, asked for in as many tokens by a user whose first message has the
-    text, and told by the assistant. The last tokens of the text make room for the template."""
-    roles = [("user", "<0>"), ("assistant", "<1>"), ("user", "<2>"), ("assistant", "<3>")]
-    chat = [{"role": role, "content": content} for role, content in roles]
-    shown = str(tokenizer.apply_chat_template(chat, tokenize=False))
-    opening, to_answer, to_question, _ = re.split("<[0-2]>", shown)
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-
-    start, end, told = encode(opening), prompt.questions[0].answer.start, prompt.ids.tolist()
-    asked = re.findall(r"the code of (\w+) is (\d+)", tokenizer.decode(told[end - 32 :]))
-    asked = asked[-len(prompt.questions) :]
-    body = told[len(start_tokens(tokenizer)) : end - len(encode(f"# the code of {asked[0][0]} is"))]
-    turns, answers, before = list[int](), [], "\n\n"
-    for word, number in asked:
-        before += f"What is the code of {word}?{to_answer}The code of {word} is"
-        whole = encode(f"{before} {number}")
-        answers.append((len(turns) + common_length(whole, encode(before)), len(turns) + len(whole)))
-        turns, before = turns + whole, to_question
-    room = len(told) - len(start) - len(turns)
-    moved, begin = len(start) - len(start_tokens(tokenizer)), len(start) + room
-    questions = tuple(
-        Question(CHAT, slice(begin + first, begin + last), each.source + moved)
-        for each, (first, last) in zip(prompt.questions, answers, strict=True)
-    )
-    return Prompt(torch.tensor([*start, *body[:room], *turns]), questions)
+        return write_prompts(settings, tokenizer, self.tokens(tokenizer))[first:]
 
 
 DEV = Split("dev", 0, "choose")

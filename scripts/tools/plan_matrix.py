@@ -21,11 +21,8 @@ BESIDE = 4_000_000_000  # bytes; the statistics of Qwen3-8B took 2.1 GB beside i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("plan", type=Path)
     parser.add_argument("only", nargs="?", default="", metavar="MODEL")
     parser.add_argument("--runners", default="")

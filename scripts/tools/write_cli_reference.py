@@ -132,12 +132,8 @@ class Parameter:
     @property
     def limits(self) -> list[str]:
         """Sentences about what an option accepts."""
-        sentences = []
-        if self.info.min is not None:
-            sentences.append(f"At least {self.info.min}.")
-        if self.info.max is not None:
-            sentences.append(f"At most {self.info.max}.")
-        return sentences
+        bounds = {"At least": self.info.min, "At most": self.info.max}
+        return [f"{words} {bound}." for words, bound in bounds.items() if bound is not None]
 
     @property
     def default_sentence(self) -> list[str]:

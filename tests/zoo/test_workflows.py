@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import yaml
-from lock_requirements import FOLDER, LOCKS
 from plan_matrix import smallest_runner
 from support.cases import quick_first
 from support.hubs import huggingface, modelscope
@@ -98,8 +97,31 @@ def test_a_release_follows_a_tag_and_its_publisher_runs_no_code_of_the_checkout(
     ]
     assert set(publish["needs"]) == {"build", "test"}
     build, add_up = scripts("release", "build")[-2:]
-    assert build.endswith("python scripts/tools/build_package.py dist")
+    assert build.strip().endswith("--wheel-dir dist dist/*.tar.gz")
     assert add_up.startswith("sha256sum dist/*")
+
+
+CHANGELOG = "# Changelog\n\n## [0.2.0] - DAY\n\n### Added\n\n## [0.1.0] - 2026-10-01\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "version", "day", "fails"),
+    [
+        ("v0.2.0", "0.2.0", "2026-11-30", False),
+        ("v0.2.1", "0.2.0", "2026-11-30", True),
+        ("v0.2.0", "0.2.0", "unreleased", True),
+        ("v0.3.0", "0.3.0", "2026-11-30", True),
+        ("v0.1.0", "0.1.0", "2026-11-30", True),
+    ],
+    ids=["newest", "another tag", "no date", "no heading", "not the newest"],
+)
+def test_only_the_newest_version_with_a_date_is_released(tmp_path, tag, version, day, fails):
+    package = tmp_path / "rotationzoo"
+    package.mkdir()
+    (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    (tmp_path / "CHANGELOG.md").write_text(CHANGELOG.replace("DAY", day))
+    check = scripts("release", "build")[0]
+    run_script(tmp_path, dict(os.environ), check, fails=fails, GITHUB_REF_NAME=tag)
 
 
 def test_the_publisher_attests_what_was_checked():
@@ -128,13 +150,16 @@ def test_everything_is_installed_by_its_hash(name):
             assert by_hash or nothing_else, line
 
 
+# Name -> the extras that it holds beside what the package needs.
+LOCKS = {"requirements.txt": ("cuda", "report", "sign"), "requirements-dev.txt": ("dev",)}
+
+
 @pytest.mark.parametrize("name", LOCKS)
 def test_the_lock_holds_what_the_package_needs(name):
-    """Every requirement in a version that it allows, with a hash.
-    scripts/tools/lock_requirements.py makes it anew."""
+    """Every requirement in a version that it allows, with a hash. `make lock` makes it anew."""
     from packaging.requirements import Requirement
 
-    lock = (FOLDER / name).read_text()
+    lock = (ROOT / ".github" / name).read_text()
     rows = [line.split() for line in lock.splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for _, digest in rows)
     locked = dict(pinned.split("==") for pinned, _ in rows)
