@@ -217,7 +217,7 @@ def _forget_kernels() -> None:
 
 
 @on_cpu
-@pytest.mark.usefixtures("source_on_cpu")
+@pytest.mark.usefixtures("programs_on_cpu")
 @pytest.mark.parametrize(("dim", "group", "_", "format"), quick_first(SHAPES))  # compiled anew
 def test_nearest_codes_and_values_are_those_of_the_definition(dim, group, _, format):
     """In float32: of 16-bit types, the source has instructions of a GPU."""
@@ -230,7 +230,7 @@ def test_nearest_codes_and_values_are_those_of_the_definition(dim, group, _, for
 
 
 @on_cpu
-@pytest.mark.usefixtures("source_on_cpu")
+@pytest.mark.usefixtures("programs_on_cpu")
 def test_an_encoder_of_a_cache_says_later_that_a_row_has_no_codes():
     heads, format = sample(128, torch.float32)[:2, ::4], FORMATS["sglang"]
     rows = torch.stack([heads, heads.flip(1)])

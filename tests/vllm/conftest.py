@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.codec import compile_encoder, source_on_cpu  # noqa: F401
+from support.codec import compile_program, programs_on_cpu  # noqa: F401
 from support.jobs import calibrate_short
 from support.recipes import CODED
 from support.vllm import TEXT

@@ -6,7 +6,7 @@ from dataclasses import replace
 import benchmark_pages
 import pytest
 import torch
-from support.codec import CpuLauncher, compile_for_cpu, on_cpu, on_gpu
+from support.codec import on_cpu, on_gpu
 from support.server_pages import (
     DIM,
     GEOMETRY,
@@ -22,7 +22,6 @@ from support.server_pages import (
 )
 
 from rotationzoo.cache.layer import Padding, RotatedLayer
-from rotationzoo.codec import kernels
 from rotationzoo.codec.attention import attend_rows
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.settings import CacheSettings
@@ -267,26 +266,16 @@ def test_a_process_holds_the_segments_of_its_heads():
 
 @on_gpu
 def test_the_kernel_plans_what_torch_plans(device, monkeypatch):
-    assert_kernel_plans(monkeypatch, lambda server: None, device)
+    assert_kernel_plans(monkeypatch, device)
 
 
 @on_cpu
-def test_the_plan_of_a_kernel_run_on_a_cpu_is_that_of_torch(monkeypatch, tmp_path):
-    monkeypatch.setattr(steps, "Launcher", CpuLauncher)
-
-    def compile(server):
-        planner = server.planner
-        macros = {"TOKENS": TOKENS, "SINK": planner.sink, "RECENT": planner.recent}
-        macros |= {"SINK_PAGES": planner.sink_pages, "RECENT_PAGES": planner.recent_pages}
-        macros |= {"SHARED": 0}
-        named = [(name, str(number)) for name, number in macros.items()]
-        library = compile_for_cpu(tmp_path, kernels.read("plan.cu"), ["plan"], named)
-        planner.__dict__["_kernel"] = library.launch_plan
-
-    assert_kernel_plans(monkeypatch, compile, "cpu")
+@pytest.mark.usefixtures("programs_on_cpu")
+def test_the_plan_of_a_kernel_run_on_a_cpu_is_that_of_torch(monkeypatch):
+    assert_kernel_plans(monkeypatch, "cpu")
 
 
-def assert_kernel_plans(monkeypatch, compile, device) -> None:
+def assert_kernel_plans(monkeypatch, device) -> None:
     """Requests that begin, grow and end, some by whole chunks beside others, with more pages in
     windows than there are slots."""
     settings = settings_of(kernel=True)
@@ -294,8 +283,6 @@ def assert_kernel_plans(monkeypatch, compile, device) -> None:
     for way in ("kernel", "torch"):
         monkeypatch.setattr(steps, "kernels_run_on", lambda device, way=way: way == "kernel")
         server, plans[way] = Server(settings, 3, 160, device=device, segment=16), []
-        if way == "kernel":
-            compile(server)
         for request in range(6):
             server.begin(request)
             plans[way].append(describe(server, server.plan({request: 5 * request + 1})))

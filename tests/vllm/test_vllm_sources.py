@@ -4,38 +4,24 @@ operations do."""
 import pytest
 import torch
 from support.cases import quick_first
-from support.codec import CpuLauncher, compile_for_cpu, on_cpu
+from support.codec import on_cpu
 from support.server_pages import DIM, HEADS, WIDTH, Server, draw, settings_of
 
-from rotationzoo.codec import cuda_encoder, kernels
-from rotationzoo.codec.cuda import Kernel, Variant
+from rotationzoo.codec import cuda_encoder
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import pages, prompts
+from rotationzoo.vllm import prompts
 from rotationzoo.vllm.segments import Known
 
-pytestmark = on_cpu
+pytestmark = [on_cpu, pytest.mark.usefixtures("programs_on_cpu")]
 FORMATS = quick_first(["vllm", "sglang"])  # each is compiled anew
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_prompts_read_rows_that_torch_restores(format, monkeypatch, tmp_path):
+def test_prompts_read_rows_that_torch_restores(format, monkeypatch):
     """Three requests, of which one begins, in windows and segments that end inside others. Two have
     a value that is not finite, in codes and among new rows: kernels hand on a key of NaN in its
     place, and values that are finite, also behind the last token."""
-    server, made = Server(settings_of(format, kernel=True), segment=7), {}
-
-    def compile(name, layout, dtype, device):
-        variant = Variant(layout.dim, layout.dim // layout.groups, dtype, layout.format)
-        if name not in made:
-            text = kernels.read("restore.cu").replace("1.0f / 0.0f", "HUGE_VALF")
-            macros = [*variant.macros(), ("TOKENS", str(layout.tokens)), ("SHARED", "0")]
-            (folder := tmp_path / name).mkdir()
-            library = compile_for_cpu(folder, text, [name], macros, "-ffp-contract=off")
-            made[name] = getattr(library, f"launch_{name}")
-        return Kernel(made[name], variant.block_rows)
-
-    monkeypatch.setattr(prompts, "Launcher", CpuLauncher)
-    monkeypatch.setattr(prompts, "_restore_kernel", compile)
+    server = Server(settings_of(format, kernel=True), segment=7)
     for request in range(3):
         server.begin(request)
     before = {request: draw(13 + 9 * request, seed=request) for request in range(2)}
@@ -47,16 +33,13 @@ def test_prompts_read_rows_that_torch_restores(format, monkeypatch, tmp_path):
     ways = []
     for has_kernel in (False, True):
         monkeypatch.setattr(prompts, "kernels_run_on", lambda device, has=has_kernel: has)
-        parts = []
-        for group in step.prompts.exact:
-            into = empty(has_kernel)
+        exact, codes = step.prompts.exact, step.prompts.codes
+        parts = [empty(has_kernel) for _ in (*exact, *codes)]
+        for group, into in zip(exact, parts, strict=False):
             server.reader._gather(step, group, rows, into)
-            parts.append(into if has_kernel else with_finite_values(into))
-        for segment in step.prompts.codes:
-            into = empty(has_kernel)
+        for segment, into in zip(codes, parts[len(exact) :], strict=True):
             server.reader._restore(step.prompts.page_table, segment, into)
-            parts.append(into if has_kernel else with_finite_values(into))
-        ways.append(torch.stack(parts))
+        ways.append(torch.stack(parts if has_kernel else [*map(with_finite_values, parts)]))
     assert len(step.prompts.exact) == 3
     assert len(step.prompts.codes) > 2
     torch.testing.assert_close(*ways, rtol=0, atol=0, equal_nan=True)
@@ -77,20 +60,14 @@ def with_finite_values(into: torch.Tensor) -> torch.Tensor:
     return torch.stack([keys.masked_fill(is_bad, torch.nan), values.masked_fill(is_bad, 0)])
 
 
-@pytest.mark.usefixtures("source_on_cpu")
 @pytest.mark.parametrize("format", FORMATS)
-def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch, tmp_path):
+def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch):
     """One value is too large, and padding is infinite."""
-    monkeypatch.setattr(pages, "Launcher", CpuLauncher)
     settings, rows, kept = settings_of(format, kernel=True), draw(13), []
     rows["value"][9, 1, 3] = 1e30
     for has_kernel in (False, True):
         monkeypatch.setattr(cuda_encoder, "kernels_run_on", lambda device, has=has_kernel: has)
         server = Server(settings)
-        if has_kernel:
-            macros = ("TOKENS", str(server.tokens)), ("SHARED", "0")
-            library = compile_for_cpu(tmp_path, kernels.read("store.cu"), ["store"], macros)
-            monkeypatch.setattr(server.layer, "_kernel", lambda name, of=library: of.launch_store)
         server.begin(0)
         server.layer.store(server.plan({0: 13}), rows)
         server.layer.store(padding(server), INFINITE)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.cases import quick_first
-from support.codec import CpuLauncher, compile_for_cpu, gpu, on_cpu
+from support.codec import gpu, on_cpu
 from support.server_pages import Server, draw, settings_of
 
-from rotationzoo.codec import cuda_segments, kernels
-from rotationzoo.codec.cuda import TYPES, Kernel, Variant
+from rotationzoo.codec import cuda_segments
+from rotationzoo.codec.cuda import TYPES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.rotations import SIDES
@@ -25,40 +25,11 @@ PLACES += [pytest.param("cuda", dtype, marks=gpu, id=f"cuda {dtype}") for dtype 
 ON_EACH = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    """The source, compiled for the CPU, by dimension and tokens of a page."""
-    made, names = {}, kernels.PROGRAMS["segments.cu"]
-
-    def compile(dim, tokens):
-        if (dim, tokens) not in made:
-            text = kernels.read("segments.cu").replace("1.0f / 0.0f", "HUGE_VALF")
-            macros = Variant(dim, dim, torch.float32).macros()
-            macros += [("TOKENS", str(tokens)), ("SHARED", "0")]
-            folder = tmp_path_factory.mktemp("segments")
-            made[dim, tokens] = compile_for_cpu(folder, text, names, macros, "-ffp-contract=off")
-        return made[dim, tokens]
-
-    return compile
-
-
 @pytest.fixture
-def has_kernels(monkeypatch, libraries, device):
+def has_kernels(monkeypatch, request, device):
     """Says whether kernels run, which are those of the CPU where there is no GPU."""
-
-    def store(name, dim, tokens, dtype, device):
-        return getattr(libraries(dim, tokens), f"launch_{name}")
-
-    def restore(name, layout, dtype, device):
-        variant = Variant(layout.dim, layout.dim, dtype)
-        kernel = store(name, layout.dim, layout.tokens, dtype, device)
-        return Kernel(kernel, variant.block_rows)
-
     if device == "cpu":
-        for module in (pages, prompts, cuda_segments):
-            monkeypatch.setattr(module, "Launcher", CpuLauncher)
-        monkeypatch.setattr(cuda_segments, "compiled", store)
-        monkeypatch.setattr(prompts, "_restore_kernel", restore)
+        request.getfixturevalue("programs_on_cpu")
 
     def choose(has):
         for module in (pages, prompts, cuda_segments):
