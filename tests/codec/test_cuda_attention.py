@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.cases import quick_first
 from support.codec import (
+    ON_GPU,
     ONLY_COMPILE,
     CpuLauncher,
     compile_kernels,
@@ -265,19 +266,9 @@ def test_a_row_of_padding_gets_zeros(attend_on_cpu):
     assert output[0].any()
 
 
-@on_cpu
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=on_cpu), *ON_GPU])
 @pytest.mark.parametrize("format", quick_first(["vllm", SEGMENTS]))
-def test_a_row_that_is_no_number_reaches_its_readers_alone_on_a_cpu(format, attend_on_cpu):
-    assert_readers_alone(partial(attend_on_cpu, splits=2), "cpu", format)
-
-
-@on_gpu
-@pytest.mark.parametrize("format", ["vllm", SEGMENTS])
-def test_a_row_that_is_no_number_reaches_its_readers_alone(format, device):
-    assert_readers_alone(cuda_attention.attend, device, format)
-
-
-def assert_readers_alone(attend, device, format):
+def test_a_row_that_is_no_number_reaches_its_readers_alone(format, device, request):
     """A key in codes, a value in codes and a key in a window, each of one request of four."""
     case = replace(SMALL, format=format, dim=64, lengths=(35, 40, 0, 96), head=2, tail=5)
     inputs = Drawing(case, device).inputs()
@@ -290,6 +281,9 @@ def assert_readers_alone(attend, device, format):
             sections.scale[row, :, 7] = math.nan
     inputs.tail.key[2, :, 3, 9] = math.nan
     inputs.tail.value[2, :, 3, 9] = math.nan
+    attend = cuda_attention.attend
+    if device == "cpu":
+        attend = partial(request.getfixturevalue("attend_on_cpu"), splits=2)
     for output in (attend(*inputs.arguments()), attention.attend(*inputs.arguments())):
         assert output[:3].isnan().all()
         assert error_of(output[3:], expected[3:]).row < 2e-4

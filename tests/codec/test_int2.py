@@ -54,14 +54,6 @@ def test_every_shape_survives_packing_and_unpacking(packing, shape, seed):
     assert torch.equal(int2.unpack(packed, format), codes)
 
 
-def test_segments_have_no_nearest_codes():
-    with pytest.raises(
-        RotationZooError, match="codes of transform coding, and no nearest"
-    ) as error:
-        int2.quantize(torch.zeros(1, 16), format=int2.SIMULATED["segments"])
-    assert error.value.hint == "--format sglang"
-
-
 @FORMATS
 @given(
     shape=shapes(), seed=st.integers(0, 999), exponent=st.integers(-6, 9), zero=st.integers(-24, 24)
@@ -160,6 +152,7 @@ REFUSED = [
     *(((ONES.index_put(PLACE, number),), "not finite or exceeds") for number in OUTSIDE),
     *(((torch.ones(d), 1.0, group), "do not divide") for d, group in ((6, 6), (16, 5), (18, 9))),
     *(((ONES, ratio), "clip ratio") for ratio in (0.0, -0.5, 1.5, math.nan)),
+    ((ONES, 1.0, None, int2.SIMULATED["segments"]), "codes of transform coding, and no nearest"),
 ]
 
 

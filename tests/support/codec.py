@@ -30,7 +30,8 @@ gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+ON_GPU = [pytest.param("cuda", marks=gpu)]
+on_gpu = pytest.mark.parametrize("device", ON_GPU)
 on_cpu = pytest.mark.skipif(
     platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("g++"),
     reason="needs GNU's compiler on Linux and x86",
