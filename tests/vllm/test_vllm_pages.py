@@ -243,21 +243,18 @@ def test_padding_writes_to_nobodys_page():
     assert step.slots.tolist() == [0, 0]
 
 
-def test_a_process_holds_its_heads():
-    settings = settings_of()
-    chosen = select_heads(settings, slice(1, 2)).codec.rotations[0].key
-    whole = settings.codec.rotations[0].key
-    assert torch.equal(chosen.mean, whole.mean[1:])
-    assert torch.equal(chosen.matrix, whole.matrix[1:])
-    assert len(chosen.clip) == 1
-
-
-def test_a_process_holds_the_segments_of_its_heads():
-    whole = settings_of("segments")
+@pytest.mark.parametrize("format", ["vllm", "segments"])
+def test_a_process_holds_its_heads(format):
+    whole = settings_of(format)
     part = select_heads(whole, slice(1, 2))
+    rotations = [each.codec.rotations[0].key for each in (whole, part)]
+    assert torch.equal(rotations[1].matrix, rotations[0].matrix[1:])
+    if format == "vllm":
+        assert torch.equal(rotations[1].mean, rotations[0].mean[1:])
+        assert len(rotations[1].clip) == 1
+        return
     for side in SIDES:
-        layouts = (each.codec.segments(0, side, TOKENS) for each in (whole, part))
-        both, second = (layout.row_bytes for layout in layouts)
+        both, second = (each.codec.segments(0, side, TOKENS).row_bytes for each in (whole, part))
         assert both[1:] == second
         for way in ("forward", "inverse", "steps"):
             both, second = (getattr(each.codec, way)(0, side) for each in (whole, part))
