@@ -6,13 +6,9 @@ import pytest
 from support.engine_artifacts import CENTERED, OSCAR, exported
 from support.oscar_files import refused
 from support.recipes import CODED
-from support.tensors import stored_rotations
 
-from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.reductions import Request
-from rotationzoo.calibration.soundness import Verification
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.engines import export as exporting
 from rotationzoo.engines.export import export, launch_line
 from rotationzoo.writer import write_artifact
 
@@ -27,6 +23,7 @@ LEFT_OUT = [
         "one rotation per layer instead of one per KV head", f"keys and {VALUES}",
         "clip ratios 0.96/0.96 instead of the artifact's own", NEAREST]),
     ("sglang", SHORT, {}, [VALUES, NEAREST]),
+    ("sglang", OSCAR, {"clip": (1.0, 0.92)}, ["clip ratios 1/0.92 instead of the artifact's own"]),
     ("sglang", BOTH, {}, [VALUES]),
     ("sglang", BOTH, {"uncentered": True}, [f"keys and {VALUES}"]),
 ]  # fmt: skip
@@ -37,7 +34,10 @@ def test_what_an_engine_does_not_take_is_left_out_and_said(
     engine, recipe, changes, reduced, made, tmp_path
 ):
     artifact = made(recipe=recipe, head_dim=32)
-    assert exported(engine, artifact, tmp_path, **changes).reduced == reduced
+    done = exported(engine, artifact, tmp_path, **changes)
+    assert done.reduced == reduced
+    if changes.get("clip"):
+        assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
@@ -49,22 +49,6 @@ def test_an_engine_that_reads_artifacts_needs_no_files(made, tmp_path, monkeypat
     assert shlex.split(launch_line(done.launch)) == [*command, "--rotations", str(artifact.folder)]
     assert (done.files, done.reduced, list(tmp_path.iterdir())) == ({}, [], [])
     assert "nothing is written for it" in refused(export, artifact, Request(engine, pooled=True))
-
-
-def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
-    """No recipe makes such an artifact yet, so its verification, which knows that, is left out."""
-    monkeypatch.setattr(exporting, "verify", lambda artifact: Verification([], None, []))
-    artifact = made(head_dim=32)
-    tensors = stored_rotations(artifact)
-    tensors["layers.1.key.clip"][1] = 0.9
-    changed = write_artifact(
-        tmp_path / "changed", rotations_from(tensors), artifact.statistics, dict(artifact.content)
-    )
-    done = exported("sglang", changed, tmp_path / "highest")
-    assert done.reduced == ["clip ratios 0.96/0.92 instead of the artifact's own"]
-    done = exported("sglang", changed, tmp_path / "sglang", clip=(1.0, 0.92))
-    assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
-    assert done.reduced == ["clip ratios 1/0.92 instead of the artifact's own"]
 
 
 REFUSED = [
