@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import quick_first
-from support.codec import (
-    ON_GPU,
-    ONLY_COMPILE,
-    CpuLauncher,
-    compile_kernels,
-    on_cpu,
-    on_gpu,
-)
+from support.codec import ON_GPU, ONLY_COMPILE, CpuLauncher, compile_kernels, on_cpu, on_gpu
 from support.decode_cases import DIMS, SEGMENTS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 

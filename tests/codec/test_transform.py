@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from rotationzoo.codec.transform import (
-    NO_NUMBER,
-    SCALES,
-    SegmentLayout,
-    arrange,
-    sum_in_halves,
-)
+from rotationzoo.codec.transform import NO_NUMBER, SCALES, SegmentLayout, arrange, sum_in_halves
 from rotationzoo.linalg.transform_coding import SEGMENT
 
 HEADS, DIM, TOKENS = 3, 48, 16

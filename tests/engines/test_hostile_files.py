@@ -2,7 +2,6 @@
 file's own."""
 
 import contextlib
-import json
 import os
 import zipfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine_artifacts import exported
 from support.engine_readers import write_gguf
-from support.oscar_files import KEY, VALUE, entry, model_of, refused, torch_file, v1
+from support.oscar_files import KEY, VALUE, deep, entry, refused, torch_file
 
 from rotationzoo.engines.formats.llama_cpp import read as read_gguf
 from rotationzoo.engines.formats.oscar_pt import read_pt
@@ -142,13 +141,6 @@ def test_a_file_with_bytes_changed(good, tmp_path, name, data):
         READERS[name](tmp_path / name)
 
 
-def deep(depth: int) -> dict:
-    nested: dict = {}
-    for _ in range(depth):
-        nested = {"a": nested}
-    return nested
-
-
 ODD_LAYERS = {
     "text": {0: {"rotation": "matrix"}},
     "list": [torch.eye(8)],
@@ -175,35 +167,6 @@ def test_tables_of_other_kinds(tmp_path, name):
     values = torch_file(tmp_path / VALUE, layers, objective="sst_r_h_pbr")
     refused(import_, Import([keys, values], tmp_path / "out", "demo"))
     assert not (tmp_path / "out").exists()
-
-
-ODD_WORDS = {
-    "objective of a list": {"objective": [1]},
-    "objective of lines": {"objective": "qqt_r_h_pbr\n\x1b[2J"},
-    "nested calibration": {"calibration": deep(200)},
-    "calibration of a tensor": {
-        "calibration": {"model": torch.ones(3), "generation_id": torch.ones(2)}
-    },
-    "huge number": {
-        "calibration": {"tokens": 10**60, "key_clip": float("nan"), "value_clip": float("inf")}
-    },
-    "half a character": {"calibration": {"model": "\ud800"}},
-    "groups": {"calibration": {"group_size": -64}},
-    "version": {"format_version": [3]},
-}
-
-
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize("name", ODD_WORDS)
-def test_odd_words_around_good_matrices(tmp_path, name):
-    """They are left out, and the matrices are imported."""
-    for file, side, objective in ((KEY, "key", "qqt_r_h_pbr"), (VALUE, "value", "sst_r_h_pbr")):
-        torch.save({**v1(side, objective, range(2)), **ODD_WORDS[name]}, tmp_path / file)
-    model = model_of(tmp_path / "model", layers=2)
-    artifact = import_(Import([tmp_path / KEY, tmp_path / VALUE], tmp_path / "out", model))
-    manifest, card = (artifact.folder / name for name in ("manifest.json", "README.md"))
-    assert "\x1b" not in json.dumps(json.loads(manifest.read_bytes()), ensure_ascii=False)
-    assert manifest.stat().st_size + card.stat().st_size < 200_000
 
 
 @pytest.mark.hostile("malformed")

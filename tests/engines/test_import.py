@@ -10,25 +10,14 @@ from scipy.linalg import hadamard as sylvester
 from support import engine_artifacts
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported
+from support.jobs import calibrate_short
 from support.models import save_tiny
-from support.oscar_files import (
-    DIM,
-    KEY,
-    LAYERS,
-    VALUE,
-    model_of,
-    moments,
-    published,
-    refused,
-    v1,
-)
+from support.oscar_files import DIM, KEY, LAYERS, VALUE, model_of, moments, published, refused, v1
 from support.published import ok
 from support.reports import evaluate
 from support.tensors import stored_rotations, stored_statistics
 
 from rotationzoo.artifact.reductions import Request
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.oscar_pt import read_pt
@@ -284,8 +273,7 @@ TEXT = Data(tokens=1024, length=512)
 @pytest.fixture
 def of_tiny(tiny, tmp_path):
     """A pair that fits the tiny model, and its artifact."""
-    recipe = Recipe(data=Data(tokens=512, length=256), pooling="layer")
-    artifact = calibrate(Job(str(tiny), recipe, tmp_path / "own", device="cpu"))
+    artifact = calibrate_short(tiny, tmp_path / "own", Recipe(pooling="layer"), tokens=1024)
     return export(artifact, Request("sglang", tmp_path / "files")).path, artifact
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from support import architectures
-from support.engine_artifacts import OSCAR, WRITTEN, made  # noqa: F401
+from support.engine_artifacts import OSCAR, WRITTEN
 from support.models import randomize, save_family
 from support.oscar_files import refused
 from support.recipes import CODED, QUICK
@@ -173,7 +173,7 @@ def test_a_file_that_is_no_rotation_is_refused(write, models, words):
     assert words in refused(read, folder, models)
 
 
-def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):  # noqa: F811
+def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):
     latents, heads = made("deepseek_v3", QUICK), made("qwen3", OSCAR)
     for engine in WRITTEN:
         with pytest.raises(UsageError, match=f"{re.escape(engine)} reads rotations of keys and"):
@@ -182,7 +182,7 @@ def test_engines_of_heads_refuse_latents_and_the_other_way_round(made):  # noqa:
         export(heads, Request("sglang-mla"))
 
 
-def test_what_sglang_does_not_take_is_said(made, tmp_path):  # noqa: F811
+def test_what_sglang_does_not_take_is_said(made, tmp_path):
     artifact = made("deepseek_v3", CODED.model_copy(update={"sink": 8, "recent": 16}))
     done = export(artifact, Request("sglang-mla", tmp_path / "out"))
     lost = "; ".join(done.reduced)
@@ -199,6 +199,6 @@ def test_what_sglang_does_not_take_is_said(made, tmp_path):  # noqa: F811
 @pytest.mark.parametrize(
     ("family", "engine"), [("kimi_linear", "sglang-mla"), ("qwen3_5", "sglang")]
 )
-def test_hybrids_get_the_buffer_that_their_prefix_cache_needs(family, engine, made, tmp_path):  # noqa: F811
+def test_hybrids_get_the_buffer_that_their_prefix_cache_needs(family, engine, made, tmp_path):
     done = export(made(family, QUICK), Request(engine, tmp_path / "out"))
     assert done.launch.command[0].endswith("--mamba-radix-cache-strategy extra_buffer")

@@ -15,7 +15,7 @@ from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
 from rotationzoo.settings import Import
 
-LAYERS, DIM = 9, 64
+LAYERS, DIM = 6, 64
 KEY, VALUE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
 
 
@@ -125,6 +125,14 @@ def refused(function, *arguments, **options) -> str:
     assert "\n" not in words
     assert len(words) < 400
     return words
+
+
+def deep(depth: int) -> dict:
+    """Tables in tables."""
+    nested: dict = {}
+    for _ in range(depth):
+        nested = {"a": nested}
+    return nested
 
 
 def entry(**changes) -> dict:

@@ -13,28 +13,6 @@ from support.places import ROOT
 from support.server_pages import Server, draw, part_of, settings_of
 
 
-def test_copies_are_counted_and_requests_that_lack_some():
-    """The slots are those of one request: 1 page of the sink, and 2 of the recent tokens, 6 in
-    pages of 8."""
-    server = Server(settings_of(), most_requests=1, pages=80)
-    server.begin("first")
-    server.run({"first": draw(42)})
-    slots = server.planner.slots - 1
-    used, forgotten, sink, recent = server.planner.count().tolist()
-    assert 0 < used <= slots
-    assert (forgotten, sink, recent) == (0, 0, 0)
-    server.run({"first": draw(1)})
-    assert server.planner.count().tolist()[1:] == [0, 0, 0]
-    for request in range(3):
-        server.begin(request)
-        server.run({request: draw(40, seed=request + 1)})
-    used, forgotten, *_ = server.planner.count().tolist()
-    assert used == slots
-    assert forgotten >= 3, "those of the first request, which would still read them"
-    server.run({"first": draw(1), 2: draw(1)})
-    assert server.planner.count().tolist()[2:] == [1, 1]
-
-
 def test_a_page_that_is_stored_anew_was_not_forgotten():
     server = Server(settings_of(), most_requests=2, pages=8)
     for request in range(12):

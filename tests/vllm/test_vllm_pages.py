@@ -6,7 +6,7 @@ from dataclasses import replace
 import benchmark_pages
 import pytest
 import torch
-from support.codec import on_cpu, on_gpu
+from support.codec import ON_GPU, on_cpu, on_gpu
 from support.server_pages import (
     DIM,
     GEOMETRY,
@@ -163,21 +163,33 @@ def test_pages_that_others_write_are_read_from_codes():
 
 
 def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read_from_codes():
+    """The slots are those of one request: 1 page of the sink, and 2 of the recent tokens, 6 in
+    pages of 8. What a worker counts of its copies says so."""
     server = Server(settings_of(), most_requests=1, pages=80)
-    rows = draw(42)
     server.begin("first")
-    server.run({"first": part_of(rows, 0, 42)})
+    server.run({"first": draw(42)})
+    slots = server.planner.slots - 1
+    used, *lacking = server.planner.count().tolist()
+    assert 0 < used <= slots
+    assert lacking == [0, 0, 0]
+    server.run({"first": draw(1)})
+    assert server.planner.count().tolist()[1:] == [0, 0, 0]
     for request in range(3):
         server.begin(request)
         server.run({request: draw(40, seed=request + 1)})
+    used, forgotten, *_ = server.planner.count().tolist()
+    assert used == slots
+    assert forgotten >= 3, "those of the first request, which would still read them"
     for _ in range(2):  # in the middle of a page
         step = server.plan({"first": 1})
         assert step.decode.starts.tolist() == [0], "the sink, too"
-        assert step.decode.ends.tolist() == [42], "the new tokens alone are exact"
-    assert int((server.planner.slot_of > 0).sum()) <= server.planner.slots - 1
+        assert step.decode.ends.tolist() == [43], "the new tokens alone are exact"
+    assert int((server.planner.slot_of > 0).sum()) <= slots
     fresh = server.plan({2: 1})
     assert fresh.decode.starts.tolist() == [3]
     assert fresh.decode.ends.tolist() == [41 - 6]
+    server.run({"first": draw(1), 2: draw(1)})
+    assert server.planner.count().tolist()[2:] == [1, 1]
 
 
 @pytest.mark.parametrize("padding", [0, 160])
@@ -254,38 +266,30 @@ def test_a_process_holds_its_heads(format):
             assert (both[1:] - second).abs().max() < 1e-12
 
 
-@on_gpu
-def test_the_kernel_plans_what_torch_plans(device, monkeypatch):
-    assert_kernel_plans(monkeypatch, device)
-
-
-@on_cpu
-@pytest.mark.usefixtures("programs_on_cpu")
-def test_the_plan_of_a_kernel_run_on_a_cpu_is_that_of_torch(monkeypatch):
-    assert_kernel_plans(monkeypatch, "cpu")
-
-
-def assert_kernel_plans(monkeypatch, device) -> None:
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=on_cpu), *ON_GPU])
+def test_the_kernel_plans_what_torch_plans(device, monkeypatch, request):
     """Requests that begin, grow and end, some by whole chunks beside others, with more pages in
     windows than there are slots."""
+    if device == "cpu":
+        request.getfixturevalue("programs_on_cpu")
     settings = settings_of(kernel=True)
     plans = {}
     for way in ("kernel", "torch"):
         monkeypatch.setattr(steps, "kernels_run_on", lambda device, way=way: way == "kernel")
         server, plans[way] = Server(settings, 3, 160, device=device, segment=16), []
-        for request in range(6):
-            server.begin(request)
-            plans[way].append(describe(server, server.plan({request: 5 * request + 1})))
+        for newest in range(6):
+            server.begin(newest)
+            plans[way].append(describe(server, server.plan({newest: 5 * newest + 1})))
             for number in range(9):
                 # One waits meanwhile, and others take its copies.
-                busy = [each for each in server.tables if each != number % 3 or not request]
+                busy = [each for each in server.tables if each != number % 3 or not newest]
                 counts = {each: 1 + (number + each) % 4 * (number > 4) for each in busy}
                 if number % 4 == 3:  # the last ones read and write a chunk
-                    counts |= dict.fromkeys(busy[-2:], 11 + request)
+                    counts |= dict.fromkeys(busy[-2:], 11 + newest)
                 step = server.plan(counts)
                 plans[way].append(describe(server, step))
-            if request % 3 == 2:
-                server.end(request - 1)
+            if newest % 3 == 2:
+                server.end(newest - 1)
     assert plans["kernel"] == plans["torch"]
     assert any(len(plan) > 20 for plan in plans["torch"]), "some steps have segments"
 

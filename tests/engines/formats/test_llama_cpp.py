@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
+from support.jobs import calibrate_short
 from support.models import edit_config, save_tiny
 from support.oscar_files import refused
 
 from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.engines import formats
 from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import Data
 from rotationzoo.settings import Import
 
 
@@ -105,8 +103,7 @@ def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
     """A model of head dimension 32, and an artifact that was made for it."""
     folder = tmp_path_factory.mktemp("model")
     model = save_tiny(folder / "tiny", head_dim=32, hidden_size=64, rope_theta=5e5)
-    recipe = OSCAR.model_copy(update={"data": Data(tokens=512, length=256)})
-    return model, calibrate(Job(str(model), recipe, folder / "artifact", device="cpu"))
+    return model, calibrate_short(model, folder / "artifact", OSCAR, tokens=1024)
 
 
 CHANGES = {
