@@ -239,12 +239,14 @@ def test_a_worker_notices_before_the_first_request_that_it_is_broken(made, tmp_p
 def test_vllm_alone_refuses_before_it_starts_anything_and_is_itself_without(made, tmp_path):
     named = {"additional_config": {"rotationzoo": {"artifact": str(made)}}}
     scaled = {"hf_overrides": {"rope_parameters": SCALED}}
+    another_model = edit_config(shutil.copytree(DEMO, tmp_path / "other"), rms_norm_eps=1e-3)
     asked = [
         {},
         scaled | {"load_format": "dummy"},
         named,
         named | scaled,
         named | {"load_format": "dummy"},
+        named | {"model": str(another_model)},
         {"additional_config": {"rotation_zoo": {}}, "worker_cls": WORKER},
         {"additional_config": {"rotationzoo": {"artefact": str(made)}}},
     ]
@@ -254,7 +256,8 @@ def test_vllm_alone_refuses_before_it_starts_anything_and_is_itself_without(made
     assert plain["worker"] == other["worker"] == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert ours["worker"] == WORKER
     assert {each["backend"] for each in (plain, ours)} == {EXACT}, "the worker puts ours there"
-    said = ("rope_parameters", "random weights", "no artifact is named", "artifact: Field required")
+    said = ["rope_parameters", "random weights", "was made for demo, and not for"]
+    said += ["no artifact is named", "artifact: Field required"]
     for config, words in zip(refused, said, strict=True):
         assert words in config["worker"]
         assert config["worker"].startswith(("RotationZooError", "UnsupportedModel"))
