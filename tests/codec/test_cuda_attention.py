@@ -21,9 +21,7 @@ from rotationzoo.codec.attention import ExactWindow, PackedTokens
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
 from rotationzoo.codec.formats import FORMATS, SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
-from rotationzoo.codec.slots import list_slots
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.transform_coding import SEGMENT
 
 FLOAT = torch.float32
 # Requests that end in a tile, at its end, and before the first; queries that do not fill their
@@ -84,33 +82,10 @@ def test_rows_of_segments_that_are_too_long_are_not_supported():
         assert supports(wide, narrow, FLOAT) == supported
 
 
-def test_slots_have_every_bit_of_a_row_once():
-    for layout in layouts(SEGMENTS, 96):
-        for head, slots in enumerate(list_slots(layout)):
-            read = [0] * layout.dim
-            for byte, lower, upper in slots:
-                assert byte % 4 == 0
-                assert byte + 4 <= layout.row_bytes[head]
-                assert not lower >> 16 & upper >> 16
-                for piece in filter(None, (lower, upper)):
-                    # The largest code is all bits of all its pieces.
-                    for channel in range(piece & 511, (piece & 511) + SEGMENT):
-                        read[channel] += (piece >> 16) * 2.0 ** ((piece >> 9 & 31) - 8)
-            widths = torch.tensor(layout.widths[head]).repeat_interleave(SEGMENT)
-            assert read == ((1 << widths) - 1).tolist()
-
-
 def test_what_is_not_supported_is_refused():
     inputs = Drawing(replace(SMALL, dim=24, head=1, tail=1), "cpu").inputs()
     with pytest.raises(RotationZooError, match="does not read pages"):
         cuda_attention.attend(*inputs.arguments())
-
-
-def test_the_memory_of_a_block_holds_two_tiles_of_each_warp():
-    # A tile of 256 channels is 6 KiB: 2 KiB of keys and of values, and 1 KiB of numbers of each.
-    assert [variant("vllm", dim, groups=8).warps for dim in (128, 256)] == [4, 2]
-    # A prepared query: two bytes for each channel of two chunks of 64.
-    assert variant("vllm", 80).column_bytes == 256
 
 
 def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:

@@ -74,13 +74,16 @@ STORED = "sglang", "vllm", "segments"
 )
 def test_requests_in_one_step_read_what_the_cache_of_transformers_reads(format, segment):
     """Chunks and single tokens of three requests together, in steps that do not line up, and
-    segments that end within a request."""
+    segments that end within a request. A prompt of the second one goes on inside the sink, and one
+    of the third inside the window behind it."""
     settings = settings_of(format)
     server = Server(settings, segment=segment)
-    rows = {request: draw(sum(CALLS), seed=request) for request in range(3)}
-    alone = {request: read_in_transformers(settings, each) for request, each in rows.items()}
-    calls = {request: list(calls_of(each)) for request, each in rows.items()}
-    for request in rows:
+    counts = {0: CALLS, 1: [1, 1, 9, 1, 1, 14, 1, 9, 1, 1], 2: [1] * 7 + [9, 12, 1]}
+    rows = {request: draw(sum(each), seed=request) for request, each in counts.items()}
+    alone, calls = {}, {}
+    for request, each in rows.items():
+        alone[request] = read_in_transformers(settings, each, counts[request])
+        calls[request] = list(calls_of(each, counts[request]))
         server.begin(request)
     for step in range(len(CALLS) + 2):
         # Each request is a step behind the one before it.
