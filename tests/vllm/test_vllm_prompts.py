@@ -1,4 +1,4 @@
-"""Which earlier tokens prompts read together, and vLLM's attention over them on a GPU."""
+"""What prompts read in parts and merge: torch's attention, and vLLM's on a GPU."""
 
 import pytest
 import torch
