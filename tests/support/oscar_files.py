@@ -15,7 +15,7 @@ from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
 from rotationzoo.settings import Import
 
-LAYERS, DIM = 6, 64
+LAYERS, DIM = 4, 64
 KEY, VALUE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
 
 
