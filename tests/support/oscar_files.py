@@ -64,10 +64,10 @@ def moments(side: str) -> list[torch.Tensor]:
     return [value_moment(DIM, 100 + layer) for layer in range(LAYERS)]
 
 
-def model_of(folder: Path, layers: int = LAYERS, dim: int = DIM, heads: int = 1) -> str:
+def model_of(folder: Path, heads: int = 1) -> str:
     """A folder with the config of a model that has these layers and KV heads."""
     config = Qwen3Config(
-        num_hidden_layers=layers, head_dim=dim, num_attention_heads=heads,
+        num_hidden_layers=LAYERS, head_dim=DIM, num_attention_heads=heads,
         num_key_value_heads=heads, hidden_size=64, intermediate_size=64, vocab_size=64,
     )  # fmt: skip
     config.save_pretrained(folder)
