@@ -21,14 +21,11 @@ from support.cases import quick_first
 from support.float64 import CLOSE
 from transformers import DynamicCache
 
-from rotationzoo.artifact.fit import fit
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe.loading import PRESETS
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 # How many tokens a call brings, and what it reads. All windows are smaller than the sliding windows
@@ -74,14 +71,22 @@ def test_a_cache_of_a_model_s_own_class_is_of_that_class():
     assert len(cache.layers) == 0, "the model counts them as its states"
 
 
-def test_rotations_of_other_layers_are_refused():
-    hybrid = architectures.build("qwen3_next", torch.float64)
-    four = random_arm(architectures.build("llama", torch.float64))
-    with pytest.raises(RotationZooError, match="layer 0 of Qwen3NextForCausalLM stores no keys"):
-        cache_for(hybrid, four, CacheLayout())
-    two = architectures.build("llama", torch.float64, num_hidden_layers=2)
-    with pytest.raises(RotationZooError, match="for layer 2, and LlamaForCausalLM caches 2"):
-        cache_for(two, four, CacheLayout())
+FEW = {"num_hidden_layers": 2}
+OTHERS = [
+    ("qwen3_next", {}, "llama", "layer 0 of Qwen3NextForCausalLM stores no keys"),
+    ("llama", FEW, "llama", "for layer 2, and LlamaForCausalLM caches 2"),
+    ("deepseek_v3", {}, "llama", "layer 0 has 1 KV heads of 20 channels"),
+    ("llama", {}, "deepseek_v3", "layer 0 has 2 KV heads of 16 channels"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "others", "says"), OTHERS)
+def test_rotations_of_another_model_are_refused(name, changes, others, says):
+    """Some by the layers that a model caches, and some by the first rows."""
+    rotations = random_arm(architectures.build(others)).rotations
+    model = architectures.build(name, **changes)
+    with pytest.raises(RotationZooError, match=says):
+        read_in_calls(model, RotatedCache(rotations, model), IDS, 24)
 
 
 def test_layers_that_keep_more_than_keys_and_values_are_refused():
@@ -105,35 +110,18 @@ def test_centered_and_coded_rows_are_read_as_the_simulation_says(name):
 # ---- latents (MLA): their codes, and keys with RoPE that all stay exact
 
 
-@torch.no_grad()
-def fill(model, rotations_of) -> RotatedCache:
-    """A cache of 48 tokens of a model, with rotations for another one."""
-    ids = torch.randint(3, 59, (3, 48), generator=torch.Generator().manual_seed(1))
-    rotations = fit(None, PRESETS["random"], geometry_of(rotations_of))
-    cache = RotatedCache(rotations, model, sink=4, recent=8)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return cache
-
-
 def test_it_holds_codes_of_latents_and_exact_keys():
     """A latent has 20 elements and a key 8. The exact windows hold both; between them a latent
     takes 20 / 4 bytes and a float32 scale and offset."""
     model = architectures.build("deepseek_v3")
-    cache = fill(model, model)
+    cache = RotatedCache(random_arm(model).rotations, model, sink=4, recent=8)
+    read_in_calls(model, cache, IDS.repeat(1, 2), 48)
     stream = cache.layers[0].streams[0]
     assert list(stream.blocks) == ["latent"]
     assert stream.blocks["latent"].length == 48 - 4 - 8
-    assert stream.tail["latent"].shape == (3, 1, 8, 20)
-    assert stream.head["latent"].shape == (3, 1, 4, 20)
-    assert stream.head["rope"].shape == (3, 1, 40, 8)
+    assert stream.tail["latent"].shape == (2, 1, 8, 20)
+    assert stream.head["latent"].shape == (2, 1, 4, 20)
+    assert stream.head["rope"].shape == (2, 1, 40, 8)
     page = stream.blocks["latent"].layout
     assert page.bytes == page.tokens * (5 + 8)
-    assert cache.bytes_in_bf16 == 2 * architectures.LAYERS * 3 * 48 * (20 + 8)
-
-
-def test_rotations_of_heads_are_refused():
-    latents, heads = (architectures.build(name) for name in ("deepseek_v3", "llama"))
-    with pytest.raises(RotationZooError, match="layer 0 has 1 KV heads of 20 channels"):
-        fill(latents, heads)
-    with pytest.raises(RotationZooError, match="layer 0 has 2 KV heads of 16 channels"):
-        fill(heads, latents)
+    assert cache.bytes_in_bf16 == 2 * architectures.LAYERS * 2 * 48 * (20 + 8)

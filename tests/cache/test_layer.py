@@ -66,28 +66,23 @@ def assert_same(reads, expected):
 
 @pytest.mark.parametrize("layout", ["server", "window"])
 @pytest.mark.parametrize(
-    ("name", "sink", "recent"),
-    [*[(name, 3, 6) for name in ARMS], *product(["one group"], [0, 4], [0, 5])],
+    ("name", "format", "sink", "recent", "dtype"),
+    [
+        *[(name, SGLANG, 3, 6, torch.float32) for name in ARMS],
+        *product(["one group"], [SGLANG], [0, 4], [0, 5], [torch.float32]),
+        *product(["groups"], FORMATS.values(), [2], [3], [torch.float32, torch.bfloat16]),
+    ],
 )
-def test_every_call_reads_what_the_windows_say(name, layout, sink, recent):
-    arm, windows = ARMS[name], CacheLayout(sink=sink, recent=recent, prefill_layout=layout)
+def test_every_call_reads_what_the_windows_say(name, format, sink, recent, dtype, layout):
+    arm, windows = ARMS[name], CacheLayout(format, sink, recent, prefill_layout=layout)
     layer = layer_of(arm, windows)
-    rows = draw(2, sum(CALLS))
+    rows = [side.to(dtype) for side in draw(2, sum(CALLS))]
     reads = feed(layer, rows, CALLS)
+    assert reads[-1][0].dtype == dtype
     assert_same(reads, feed(NaiveLayer(arm, windows), rows, CALLS))
     assert layer.get_seq_length() == sum(CALLS)
     exact = arm.keep_exact(rows[0], 0, "key")
     assert (reads[-1][0] - exact).abs().max() > 0.1, "something is quantized"
-
-
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_format_and_type(format, dtype):
-    arm, windows = ARMS["groups"], CacheLayout(format, sink=2, recent=3)
-    rows = [side.to(dtype) for side in draw(2, sum(CALLS))]
-    reads = feed(layer_of(arm, windows), rows, CALLS)
-    assert reads[-1][0].dtype == dtype
-    assert_same(reads, feed(NaiveLayer(arm, windows), rows, CALLS))
 
 
 def test_a_window_shows_what_full_attention_would_show_of_it():

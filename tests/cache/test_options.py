@@ -10,14 +10,8 @@ from rotationzoo import Artifact, RotatedCache
 from rotationzoo.cache import rotated
 from rotationzoo.codec.formats import SEGMENTS, SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.model.source import DEMO
 
 PROMPT = torch.randint(20, 2000, (1, 90), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
 
 def test_all_ways_to_name_rotations(demo, made):

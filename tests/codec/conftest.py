@@ -1,1 +1,1 @@
-from support.codec import compile_encoder, source_on_cpu  # noqa: F401
+from support.codec import compile_program, programs_on_cpu  # noqa: F401

@@ -12,9 +12,8 @@ from support.codec import on_gpu
 from support.decode_cases import DIMS, SEGMENTS, Case, Drawing, error_of, reference
 
 from rotationzoo.codec import cuda_attention
-from rotationzoo.codec.attention import PackedSide, attend
+from rotationzoo.codec.attention import attend
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.codec.page_layout import PageLayout
 
 RATIOS = (1, 2, 4, 5, 7, 8, 12, 16)
 LONG = 100_000
@@ -226,27 +225,3 @@ def test_the_kernel_passes_every_case(case, device):
     assert error.row <= 2e-3
     assert error.head <= 4e-3
     assert torch.equal(*(output.nan_to_num(1e4) for output in outputs))
-
-
-def test_a_page_is_where_its_layout_says():
-    """Read with nothing but an address, as a kernel does."""
-    dim = 16
-    layout = PageLayout(3, dim, 2, 8, FORMATS["vllm"])
-    codes, numbers = 3 * 8 * dim // 4, 3 * 8 * 2
-    aligned = -(-2 * numbers // 16) * 16
-    assert layout.starts == [0, codes, codes + aligned, codes + 2 * aligned]
-    assert layout.bytes == layout.starts[-1]
-    block = layout.empty(2)
-    sections = layout.view(block)
-    sections.codes[:] = torch.arange(codes).reshape(3, 8, -1) % 251
-    sections.scale[:] = torch.arange(float(numbers)).reshape(3, 8, -1)
-    sections.offset[:] = -sections.scale
-    side = PackedSide([block, block], layout, torch.eye(dim).expand(3, -1, -1))
-    start = block.data_ptr()
-    addresses = [[start, start], [start + layout.bytes, start + layout.bytes]]
-    assert side.addresses().tolist() == addresses
-    page = block[1].numpy().tobytes()
-    assert list(page[:codes]) == [number % 251 for number in range(codes)]
-    half = torch.frombuffer(bytearray(page), dtype=torch.float16)
-    assert half[codes // 2 :][:numbers].tolist() == list(range(numbers))
-    assert half[(codes + aligned) // 2 :][:numbers].tolist() == [-n for n in range(numbers)]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.cases import quick_first
 from support.codec import assert_stored, on_cpu, on_gpu, spilled_registers
-from support.encoders import FORMATS, SHAPES, sample
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.kernel import draw_rows, validate_kernel
+from rotationzoo.checks.kernel import draw_rows, rows_of_each_type, validate_kernel
 from rotationzoo.codec import cuda, cuda_encoder, cuda_rows, int2, kernels
+from rotationzoo.codec.int2 import FORMATS
 from rotationzoo.errors import RotationZooError
 
 # Every type, format, and way to split a row among lanes at least once, clipped, with and without a
@@ -43,6 +43,28 @@ def test_no_register_is_spilled(variant, tmp_path):
     assert all(", 0 bytes spill stores, 0 bytes spill loads" in line for line in spills), spills
 
 
+# Every type and format. Groups are the row, hold blocks of 16 channels, and split them.
+SHAPES = [
+    (80, 20, torch.float32, FORMATS["vllm"]), (128, 128, torch.bfloat16, FORMATS["sglang"]),
+    (64, 4, torch.float16, FORMATS["sglang"]), (96, 32, torch.bfloat16, FORMATS["vllm"]),
+    (320, 64, torch.float32, FORMATS["vllm"]),
+]  # fmt: skip
+
+
+def sample(dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `[5, N, D]` of this type behind edge rows: heavy tails, ties, magnitudes of all
+    exponents, subnormal numbers, and a small range on a large offset."""
+    generator = torch.Generator().manual_seed(dim)
+    shape = 5, 16, dim
+    normal = torch.randn(shape, generator=generator)
+    ties = torch.randint(-6, 7, shape, generator=generator) / 2
+    exponents = torch.randint(-120, 60, shape, generator=generator).float()
+    subnormal = torch.randint(-50, 51, shape, generator=generator) * 2.0**-149
+    heavy = draw_rows(None, 5, 16, dim, seed=dim)
+    rows = torch.cat([heavy, ties, normal * exponents.exp2(), subnormal, 300 + normal], dim=1)
+    return {typed.dtype: typed for typed in rows_of_each_type(rows)}[dtype]
+
+
 SHAPE = "the CUDA kernel has no rows of"
 
 
@@ -60,11 +82,6 @@ def test_what_the_kernel_does_not_take_is_refused(dim, group, dtype, format, pro
     assert not cuda_encoder.supports(cuda.Variant(dim, group, dtype, format))
     with pytest.raises(RotationZooError, match=problem):
         cuda_rows.quantize(rows, 0.9, group, format)
-
-
-def test_where_the_kernel_runs():
-    assert cuda_encoder.supports(cuda.Variant(128, 128, torch.float32))
-    assert not cuda_encoder.kernels_run_on(torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without cuda.core")
@@ -217,7 +234,7 @@ def _forget_kernels() -> None:
 
 
 @on_cpu
-@pytest.mark.usefixtures("source_on_cpu")
+@pytest.mark.usefixtures("programs_on_cpu")
 @pytest.mark.parametrize(("dim", "group", "_", "format"), quick_first(SHAPES))  # compiled anew
 def test_nearest_codes_and_values_are_those_of_the_definition(dim, group, _, format):
     """In float32: of 16-bit types, the source has instructions of a GPU."""
@@ -230,7 +247,7 @@ def test_nearest_codes_and_values_are_those_of_the_definition(dim, group, _, for
 
 
 @on_cpu
-@pytest.mark.usefixtures("source_on_cpu")
+@pytest.mark.usefixtures("programs_on_cpu")
 def test_an_encoder_of_a_cache_says_later_that_a_row_has_no_codes():
     heads, format = sample(128, torch.float32)[:2, ::4], FORMATS["sglang"]
     rows = torch.stack([heads, heads.flip(1)])

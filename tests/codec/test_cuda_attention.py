@@ -4,22 +4,15 @@ GPU."""
 import ctypes
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.cases import quick_first
-from support.codec import (
-    ONLY_COMPILE,
-    CpuLauncher,
-    compile_for_cpu,
-    compile_kernels,
-    on_cpu,
-    on_gpu,
-)
+from support.codec import ON_GPU, ONLY_COMPILE, CpuLauncher, compile_kernels, on_cpu, on_gpu
 from support.decode_cases import DIMS, SEGMENTS, Case, Drawing, Inputs, error_of, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,9 +21,7 @@ from rotationzoo.codec.attention import ExactWindow, PackedTokens
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
 from rotationzoo.codec.formats import FORMATS, SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
-from rotationzoo.codec.slots import list_slots
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.transform_coding import SEGMENT
 
 FLOAT = torch.float32
 # Requests that end in a tile, at its end, and before the first; queries that do not fill their
@@ -63,63 +54,38 @@ def test_every_format_and_head_dimension_is_supported(format, dim):
     assert not supports(*layouts(format, dim), torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("format", "key", "value", "supported"),
-    [
-        ("vllm", {}, {"heads": 4}, False),
-        ("vllm", {}, {"format": SIMULATED["sglang"]}, False),
-        *(
-            ("vllm", each, each, False)
-            for each in ({"groups": 16}, {"tokens": 48}, {"dim": 120}, {"dim": 272})
-        ),
-    ],
-)
-def test_what_else_is_supported(format, key, value, supported):
-    of_both = zip(layouts(format, 128), (key, value), strict=True)
-    assert (
-        supports(*(replace(layout, **changes) for layout, changes in of_both), FLOAT) == supported
-    )
+KEY, VALUE = layouts(SEGMENTS, 128)
+PLAIN, _ = layouts("vllm", 128)
+UNSUPPORTED = {
+    "heads": (PLAIN, replace(PLAIN, heads=4)),
+    "formats": (PLAIN, replace(PLAIN, format=SIMULATED["sglang"])),
+    "groups": (replace(PLAIN, groups=16),) * 2,
+    "tokens": (replace(PLAIN, tokens=48),) * 2,
+    "odd channels": (replace(PLAIN, dim=120),) * 2,
+    "many channels": (replace(PLAIN, dim=272),) * 2,
+    "keys of segments": (KEY, PLAIN),
+    "heads of segments": (KEY, replace(VALUE, widths=VALUE.widths[:1])),
+    "tokens of segments": (replace(KEY, tokens=48), replace(VALUE, tokens=48)),
+}
 
 
-def test_what_is_supported_of_segments():
-    key, value = layouts(SEGMENTS, 128)
-    assert not supports(key, layouts("vllm", 128)[1], FLOAT)
-    assert not supports(key, replace(value, widths=value.widths[:1]), FLOAT)
-    assert not supports(*(replace(each, tokens=48) for each in (key, value)), FLOAT)
-    # Two tiles for each of two warps: 192 bytes of keys and 176 of values, and one word more.
+@pytest.mark.parametrize("pair", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_what_is_not_supported(pair):
+    assert not supports(*pair, FLOAT)
+
+
+def test_rows_of_segments_that_are_too_long_are_not_supported():
+    """Two tiles for each of two warps: 192 bytes of keys and 176 of values, and one word more."""
+    narrow = replace(KEY, widths=((8,) * 43 + (0,) * 21,) * 2)
     for words, supported in ((47, True), (48, False)):
-        wide = replace(key, widths=((8,) * words + (0,) * (64 - words),) * 2)
-        narrow = replace(key, widths=((8,) * 43 + (0,) * 21,) * 2)
+        wide = replace(KEY, widths=((8,) * words + (0,) * (64 - words),) * 2)
         assert supports(wide, narrow, FLOAT) == supported
-
-
-def test_slots_have_every_bit_of_a_row_once():
-    for layout in layouts(SEGMENTS, 96):
-        for head, slots in enumerate(list_slots(layout)):
-            read = [0] * layout.dim
-            for byte, lower, upper in slots:
-                assert byte % 4 == 0
-                assert byte + 4 <= layout.row_bytes[head]
-                assert not lower >> 16 & upper >> 16
-                for piece in filter(None, (lower, upper)):
-                    # The largest code is all bits of all its pieces.
-                    for channel in range(piece & 511, (piece & 511) + SEGMENT):
-                        read[channel] += (piece >> 16) * 2.0 ** ((piece >> 9 & 31) - 8)
-            widths = torch.tensor(layout.widths[head]).repeat_interleave(SEGMENT)
-            assert read == ((1 << widths) - 1).tolist()
 
 
 def test_what_is_not_supported_is_refused():
     inputs = Drawing(replace(SMALL, dim=24, head=1, tail=1), "cpu").inputs()
     with pytest.raises(RotationZooError, match="does not read pages"):
         cuda_attention.attend(*inputs.arguments())
-
-
-def test_the_memory_of_a_block_holds_two_tiles_of_each_warp():
-    # A tile of 256 channels is 6 KiB: 2 KiB of keys and of values, and 1 KiB of numbers of each.
-    assert [variant("vllm", dim, groups=8).warps for dim in (128, 256)] == [4, 2]
-    # A prepared query: two bytes for each channel of two chunks of 64.
-    assert variant("vllm", 80).column_bytes == 256
 
 
 def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:
@@ -204,118 +170,78 @@ def test_grids_that_are_empty_or_too_large():
             cuda_attention.attend(query, *inputs.arguments()[1:])
 
 
-IN_PTX = (
-    "from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
-    "|read_word|read_two|read_four|read_number|end_group|wait_groups"
-)
-KERNELS = "prepare", "attend", "finish", "finish_many"
-PAGES = """
-extern "C" void set_pages(const unsigned long long* ends, int count) {
-  pages.clear();
-  for (int i = 0; i < count; i++) pages.push_back({ends[2 * i], ends[2 * i + 1]});
-}
-"""
+@pytest.fixture
+def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
+    """`cuda_attention.attend` on a CPU. The queries and windows must be float32. What the kernels
+    do not write is NaN."""
+
+    def compiled(blocks: list, variant: AttentionVariant, device: torch.device) -> Kernels:
+        functions = compile_program("attention.cu", variant.macros())
+        starts = [(block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks]
+        ends = [end for pair in starts for end in pair]
+        functions.set_pages((ctypes.c_ulonglong * len(ends))(*ends), len(blocks))
+        made = [getattr(functions, f"launch_{name}") for name in kernels.PROGRAMS["attention.cu"]]
+        return Kernels(*made, threads=32 * variant.warps, blocks=8)
+
+    def attend(query, packed, *others, splits: int | None = None) -> torch.Tensor:
+        own = partial(compiled, [*packed.key.blocks, *packed.value.blocks])
+        monkeypatch.setattr(cuda_attention, "compiled", own)
+        monkeypatch.setattr(cuda_attention, "Launcher", CpuLauncher)
+        torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
+        try:
+            return cuda_attention.attend(query, packed, *others, splits=splits)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return attend
 
 
-def attend_on_cpu(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments, splits: int | None = None
-) -> torch.Tensor:
-    """What `cuda_attention.attend` returns. The queries and windows must be float32. What the
-    kernels do not write is NaN."""
-    packed = arguments[1]
-    monkeypatch.setattr(cuda_attention, "compiled", partial(_compiled, folder, packed))
-    monkeypatch.setattr(cuda_attention, "Launcher", CpuLauncher)
-    torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
-    try:
-        return cuda_attention.attend(*arguments, splits=splits)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def _compiled(
-    folder: Path,
-    packed: PackedTokens,
-    variant: cuda_attention.AttentionVariant,
-    device: torch.device,
-) -> cuda_attention.Kernels:
-    text = kernels.read("attention.cu")
-    text = text.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
-    functions = compile_for_cpu(folder, text + PAGES, KERNELS, variant.macros(), in_ptx=IN_PTX)
-    blocks = [*packed.key.blocks, *packed.value.blocks]
-    starts = [(block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks]
-    ends = [end for pair in starts for end in pair]
-    functions.set_pages((ctypes.c_ulonglong * len(ends))(*ends), len(blocks))
-    made = [getattr(functions, f"launch_{name}") for name in KERNELS]
-    return cuda_attention.Kernels(*made, threads=32 * variant.warps, blocks=8)
-
-
-# Each is compiled anew; the first ones tell most.
+COMPILED = {"dim": 64, "group": 7}
+"""What the first case below has, and other tests."""
+MOVED = {"pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4}
+# Each is compiled anew; the first ones tell most. The first ones of segments have a head without
+# keys, and one without values.
 RUN_ON_CPU = [
-    ("sglang", {"dim": 64, "group": 7}),
+    ("sglang", COMPILED),
     ("vllm", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
-    (
-        "vllm",
-        {"dim": 64, "pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4, "tail": (12, 7, 9)},
-    ),
+    (SEGMENTS, {"dim": 64, "bits": (5, 4), "kv_heads": 2, "group": 3, "new": 2, "soft_cap": 20}),
+    ("vllm", {"dim": 64, "tail": (12, 7, 9), **MOVED}),
     ("vllm", {"dim": 80, "group": 5, "sinks": True}),
     ("vllm", {"dim": 64, "head": (3, 0, 40), "tail": (70, 3, 9), "pooled": (0, 0, 50)}),
     ("sglang", {"dim": 96, "group_size": 32, "soft_cap": 20, "means": True}),
+    (SEGMENTS, {"dim": 128, "bits": (8, 8), "group": 4}),
+    (SEGMENTS, {"dim": 80, "bits": (8, 1), "kv_heads": 2, "sinks": True}),
+    (SEGMENTS, {"dim": 96, "bits": (3, 8), "tail": 9, **MOVED}),
+    (SEGMENTS, {"dim": 256, "bits": (4, 4), "group": 7}),
+    (SEGMENTS, {"dim": 128, "value_dim": 64, "bits": (6, 2), "kv_heads": 3, "group": 8}),
 ]
 
 
 @on_cpu
-@pytest.mark.parametrize(("format", "changes"), quick_first(RUN_ON_CPU, 2))
-def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("format", "changes"), quick_first(RUN_ON_CPU, 3))
+def test_the_source_run_on_a_cpu_is_the_definition(format, changes, attend_on_cpu):
     inputs = scattered(Drawing(replace(SMALL, format=format, **changes), "cpu").inputs())
-    output = attend_on_cpu(monkeypatch, tmp_path, *inputs.arguments(), splits=2)
-    assert_right(output, inputs, 2e-4)  # measured: at most 8e-5
-
-
-# The first ones have a head without keys, and one without values.
-SEGMENTS_ON_CPU = [
-    {"dim": 64, "bits": (5, 4), "kv_heads": 2, "group": 3, "new": 2, "soft_cap": 20},
-    {"dim": 128, "bits": (8, 8), "group": 4},
-    {"dim": 80, "bits": (8, 1), "kv_heads": 2, "sinks": True},
-    {"dim": 96, "bits": (3, 8), "pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4, "tail": 9},
-    {"dim": 256, "bits": (4, 4), "group": 7},
-    {"dim": 128, "value_dim": 64, "bits": (6, 2), "kv_heads": 3, "group": 8},
-]
-
-
-@on_cpu
-@pytest.mark.parametrize("changes", quick_first(SEGMENTS_ON_CPU, 1))
-def test_segments_on_a_cpu_are_the_definition(changes, monkeypatch, tmp_path):
-    inputs = scattered(Drawing(replace(SMALL, format=SEGMENTS, **changes), "cpu").inputs())
-    output = attend_on_cpu(monkeypatch, tmp_path, *inputs.arguments(), splits=2)
+    output = attend_on_cpu(*inputs.arguments(), splits=2)
     assert_right(output, inputs, 2e-4)  # measured: at most 9e-5
 
 
 @on_cpu
-def test_a_row_of_padding_gets_zeros(monkeypatch, tmp_path):
-    inputs = Drawing(replace(SMALL, format="vllm", dim=64), "cpu").inputs()
+def test_a_row_of_padding_gets_zeros(attend_on_cpu):
+    inputs = Drawing(replace(SMALL, **COMPILED), "cpu").inputs()
     inputs.tail.lengths[1] = 0
     assert inputs.packed.lengths[1] == inputs.head.lengths[1] == 0
-    output = attend_on_cpu(monkeypatch, tmp_path, *inputs.arguments())
+    output = attend_on_cpu(*inputs.arguments())
     assert not output[1].any()
     assert not attention.attend(*inputs.arguments())[1].any()
     assert output[0].any()
 
 
-@on_cpu
-@pytest.mark.parametrize("format", quick_first(["vllm", SEGMENTS]))
-def test_a_row_that_is_no_number_reaches_its_readers_alone_on_a_cpu(format, monkeypatch, tmp_path):
-    assert_readers_alone(partial(attend_on_cpu, monkeypatch, tmp_path, splits=2), "cpu", format)
-
-
-@on_gpu
-@pytest.mark.parametrize("format", ["vllm", SEGMENTS])
-def test_a_row_that_is_no_number_reaches_its_readers_alone(format, device):
-    assert_readers_alone(cuda_attention.attend, device, format)
-
-
-def assert_readers_alone(attend, device, format):
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=on_cpu), *ON_GPU])
+@pytest.mark.parametrize("format", quick_first(["sglang", SEGMENTS]))
+def test_a_row_that_is_no_number_reaches_its_readers_alone(format, device, request):
     """A key in codes, a value in codes and a key in a window, each of one request of four."""
-    case = replace(SMALL, format=format, dim=64, lengths=(35, 40, 0, 96), head=2, tail=5)
+    case = replace(SMALL, **COMPILED, lengths=(35, 40, 0, 96), head=2, tail=5)
+    case = replace(case, format=format)
     inputs = Drawing(case, device).inputs()
     expected = reference(inputs)
     for row, side in enumerate(inputs.packed.sides):
@@ -326,6 +252,9 @@ def assert_readers_alone(attend, device, format):
             sections.scale[row, :, 7] = math.nan
     inputs.tail.key[2, :, 3, 9] = math.nan
     inputs.tail.value[2, :, 3, 9] = math.nan
+    attend = cuda_attention.attend
+    if device == "cpu":
+        attend = partial(request.getfixturevalue("attend_on_cpu"), splits=2)
     for output in (attend(*inputs.arguments()), attention.attend(*inputs.arguments())):
         assert output[:3].isnan().all()
         assert error_of(output[3:], expected[3:]).row < 2e-4

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from rotationzoo.codec.transform import (
-    NO_NUMBER,
-    SCALES,
-    SegmentLayout,
-    arrange,
-    sum_in_halves,
-)
+from rotationzoo.codec.transform import NO_NUMBER, SCALES, SegmentLayout, arrange, sum_in_halves
 from rotationzoo.linalg.transform_coding import SEGMENT
 
 HEADS, DIM, TOKENS = 3, 48, 16
@@ -28,15 +22,15 @@ def widths_of(layout):
     return torch.tensor(layout.widths).repeat_interleave(SEGMENT, -1)
 
 
-def random_channels(layout, seed=1, tokens=5):
+def random_channels(layout, tokens=5):
     """In steps: as many as codes reach, and a little more."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     channels = torch.randn(2, HEADS, tokens, DIM, generator=generator)
     return channels * 0.4 * (1 << widths_of(layout))[:, None] * (widths_of(layout) > 0)[:, None]
 
 
-def random_steps(seed=2):
-    return torch.rand(HEADS, DIM, generator=torch.Generator().manual_seed(seed)) + 0.1
+def random_steps():
+    return torch.rand(HEADS, DIM, generator=torch.Generator().manual_seed(2)) + 0.1
 
 
 @pytest.mark.parametrize(
@@ -55,17 +49,9 @@ def test_segments_fill_bytes(widths, starts):
     assert arrange(widths) == starts
 
 
-def test_segments_take_all_bits_but_the_last():
-    for seed in range(20):
-        for widths in random_layout(seed).widths:
-            taken = [0]
-            for start, width in zip(arrange(widths), widths, strict=True):
-                taken += range(start, start + width)
-            assert sorted(taken) == [*range(1 + sum(widths))]
-
-
-def test_codes_are_packed_without_gaps():
-    layout, generator = random_layout(), torch.Generator().manual_seed(3)
+@pytest.mark.parametrize("seed", range(4))
+def test_codes_are_packed_without_gaps(seed):
+    layout, generator = random_layout(seed), torch.Generator().manual_seed(3)
     widths = widths_of(layout)
     most = (1 << widths)[None, :, None]
     codes = (torch.rand(2, HEADS, 5, DIM, generator=generator) * most).to(torch.uint8)

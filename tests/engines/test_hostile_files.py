@@ -2,7 +2,6 @@
 file's own."""
 
 import contextlib
-import json
 import os
 import zipfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine_artifacts import exported
 from support.engine_readers import write_gguf
-from support.oscar_files import KEY, VALUE, entry, model_of, refused, torch_file, v1
+from support.oscar_files import KEY, VALUE, deep, entry, refused, torch_file
 
 from rotationzoo.engines.formats.llama_cpp import read as read_gguf
 from rotationzoo.engines.formats.oscar_pt import read_pt
@@ -40,16 +39,9 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
     path = torch_file(tmp_path / KEY, {i: entry(layer_id=i, rotation=matrix) for i in range(1023)})
     assert path.stat().st_size < 1 << 20
     assert read_pt(path).content.rotation[1022].shape == (256, 256), "as many as any model has"
-    path = torch_file(
-        tmp_path / KEY,
-        {
-            i: entry(layer_id=i, rotation=torch.eye(512)[None].expand(64, 512, 512))
-            for i in range(8)
-        },
-    )
+    wide = torch.eye(512).expand(64, 512, 512)
+    path = torch_file(tmp_path / KEY, {i: entry(layer_id=i, rotation=wide) for i in range(8)})
     assert "ask for" in refused(read_pt, path)
-    path = torch_file(tmp_path / KEY, {i: entry(layer_id=i, rotation=matrix) for i in range(32000)})
-    assert "has a layer 1024, and no model has" in refused(read_pt, path)
 
 
 @pytest.mark.hostile("size")
@@ -57,7 +49,9 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
     "layer", [1024, 10**9, 10**18, 10**5000], ids=["1024", "1e9", "1e18", "1e5000"]
 )
 def test_layers_that_no_model_has(tmp_path, layer):
-    refused(read_pt, torch_file(tmp_path / KEY, {layer: entry(layer_id=layer)}))
+    path = torch_file(tmp_path / KEY, {layer: entry(layer_id=layer)})
+    said = refused(read_pt, path)
+    assert "and no model has" in said or "is not a rotation file" in said
 
 
 @pytest.mark.hostile("size")
@@ -86,11 +80,11 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
         path.mkdir()
     else:
         path.symlink_to(tmp_path / "nothing")
-    words = refused(import_, Import([path, path], tmp_path / "out", "demo"))
-    assert "there is no file" in words or "is not a regular file" in words
+    said = [refused(import_, Import([path, path], tmp_path / "out", "demo"))]
     if suffix == ".gguf":
         artifact = made(head_dim=32)
-        words = refused(lambda: exported("llama.cpp", artifact, tmp_path / "x", base=path))
+        said.append(refused(exported, "llama.cpp", artifact, tmp_path / "x", base=path))
+    for words in said:
         assert "there is no file" in words or "is not a regular file" in words
 
 
@@ -98,13 +92,8 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
 def good(tmp_path_factory) -> Path:
     """One good file of each kind, a few kilobytes."""
     folder = tmp_path_factory.mktemp("good")
-    torch_file(
-        folder / KEY,
-        {
-            i: entry(layer_id=i, rotation=torch.eye(8), eigenvalues=torch.arange(8.0))
-            for i in range(2)
-        },
-    )
+    own = {"rotation": torch.eye(8), "eigenvalues": torch.arange(8.0)}
+    torch_file(folder / KEY, {i: entry(layer_id=i, **own) for i in range(2)})
     writer = gguf.GGUFWriter(folder / "x.gguf", "qwen3")
     writer.add_token_list(["a", "b"])
     writer.add_string("rotationzoo.key_objective", "qqt_r_h_pbr")
@@ -152,13 +141,6 @@ def test_a_file_with_bytes_changed(good, tmp_path, name, data):
         READERS[name](tmp_path / name)
 
 
-def deep(depth: int) -> dict:
-    nested: dict = {}
-    for _ in range(depth):
-        nested = {"a": nested}
-    return nested
-
-
 ODD_LAYERS = {
     "text": {0: {"rotation": "matrix"}},
     "list": [torch.eye(8)],
@@ -181,42 +163,10 @@ ODD_LAYERS = {
 @pytest.mark.parametrize("name", ODD_LAYERS)
 def test_tables_of_other_kinds(tmp_path, name):
     layers = ODD_LAYERS[name]
-    files = [
-        torch_file(tmp_path / KEY, layers),
-        torch_file(tmp_path / VALUE, layers, objective="sst_r_h_pbr"),
-    ]
-    refused(import_, Import(files, tmp_path / "out", "demo"))
+    keys = torch_file(tmp_path / KEY, layers)
+    values = torch_file(tmp_path / VALUE, layers, objective="sst_r_h_pbr")
+    refused(import_, Import([keys, values], tmp_path / "out", "demo"))
     assert not (tmp_path / "out").exists()
-
-
-ODD_WORDS = {
-    "objective of a list": {"objective": [1]},
-    "objective of lines": {"objective": "qqt_r_h_pbr\n\x1b[2J"},
-    "nested calibration": {"calibration": deep(200)},
-    "calibration of a tensor": {
-        "calibration": {"model": torch.ones(3), "generation_id": torch.ones(2)}
-    },
-    "huge number": {
-        "calibration": {"tokens": 10**60, "key_clip": float("nan"), "value_clip": float("inf")}
-    },
-    "half a character": {"calibration": {"model": "\ud800"}},
-    "groups": {"calibration": {"group_size": -64}},
-    "version": {"format_version": [3]},
-}
-
-
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize("name", ODD_WORDS)
-def test_odd_words_around_good_matrices(tmp_path, name):
-    """They are left out, and the matrices are imported."""
-    words = ODD_WORDS[name]
-    for file, side in ((KEY, v1("key", "qqt_r_h_pbr")), (VALUE, v1("value", "sst_r_h_pbr"))):
-        torch.save({**side, **words}, tmp_path / file)
-    model = model_of(tmp_path / "model")
-    artifact = import_(Import([tmp_path / KEY, tmp_path / VALUE], tmp_path / "out", model))
-    manifest, card = (artifact.folder / name for name in ("manifest.json", "README.md"))
-    assert "\x1b" not in json.dumps(json.loads(manifest.read_bytes()), ensure_ascii=False)
-    assert manifest.stat().st_size + card.stat().st_size < 200_000
 
 
 @pytest.mark.hostile("malformed")

@@ -6,40 +6,38 @@ import pytest
 from support.engine_artifacts import CENTERED, OSCAR, exported
 from support.oscar_files import refused
 from support.recipes import CODED
-from support.tensors import stored_rotations
 
-from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.reductions import Request
-from rotationzoo.calibration.soundness import Verification
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.engines import export as exporting
 from rotationzoo.engines.export import export, launch_line
-from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import write_artifact
 
+SHORT = CODED.model_copy(update={"sink": 8, "recent": 16})
+BOTH = CENTERED.model_copy(update={"center_values": True})
+VALUES, NEAREST = "values that keep their mean", "nearest codes instead of transform coding"
+LEFT_OUT = [
+    ("vllm-oscar", SHORT, {}, [
+        "one rotation per layer instead of one per KV head", f"keys and {VALUES}",
+        "windows 0/0 instead of 8/16", NEAREST]),
+    ("llama.cpp", SHORT, {}, [
+        "one rotation per layer instead of one per KV head", f"keys and {VALUES}",
+        "clip ratios 0.96/0.96 instead of the artifact's own", NEAREST]),
+    ("sglang", SHORT, {}, [VALUES, NEAREST]),
+    ("sglang", OSCAR, {"clip": (1.0, 0.92)}, ["clip ratios 1/0.92 instead of the artifact's own"]),
+    ("sglang", BOTH, {}, [VALUES]),
+    ("sglang", BOTH, {"uncentered": True}, [f"keys and {VALUES}"]),
+]  # fmt: skip
 
-def test_what_an_engine_does_not_take_is_left_out_and_said(made, tmp_path):
-    artifact = made(recipe=CODED.model_copy(update={"sink": 8, "recent": 16}), head_dim=32)
-    assert exported("vllm-oscar", artifact, tmp_path / "a").reduced == [
-        "one rotation per layer instead of one per KV head",
-        "keys and values that keep their mean",
-        "windows 0/0 instead of 8/16",
-        "nearest codes instead of transform coding",
-    ]
-    assert "clip ratios 0.96/0.96 instead of the artifact's own" in (
-        exported("llama.cpp", artifact, tmp_path / "b").reduced
-    )
-    assert exported("sglang", artifact, tmp_path / "c").reduced == [
-        "values that keep their mean",
-        "nearest codes instead of transform coding",
-    ]
 
-
-def test_what_a_user_asks_of_an_engine_that_has_it_not_is_refused(made, tmp_path):
-    artifact = made(head_dim=32)
-    with pytest.raises(RotationZooError, match="single clip ratio") as refused:
-        exported("llama.cpp", artifact, tmp_path, clip=(0.96, 0.92))
-    assert refused.value.hint == "--clip 0.96"
+@pytest.mark.parametrize(("engine", "recipe", "changes", "reduced"), LEFT_OUT)
+def test_what_an_engine_does_not_take_is_left_out_and_said(
+    engine, recipe, changes, reduced, made, tmp_path
+):
+    artifact = made(recipe=recipe, head_dim=32)
+    done = exported(engine, artifact, tmp_path, **changes)
+    assert done.reduced == reduced
+    if changes.get("clip"):
+        assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
@@ -53,40 +51,24 @@ def test_an_engine_that_reads_artifacts_needs_no_files(made, tmp_path, monkeypat
     assert "nothing is written for it" in refused(export, artifact, Request(engine, pooled=True))
 
 
-def test_means_that_an_engine_does_not_subtract_are_left_out(made, tmp_path):
-    artifact = made(recipe=CENTERED.model_copy(update={"center_values": True}), head_dim=32)
-    done = exported("sglang", artifact, tmp_path / "sglang")
-    assert done.reduced == ["values that keep their mean"]
-    done = exported("sglang", artifact, tmp_path / "older", uncentered=True)
-    assert done.reduced == ["keys and values that keep their mean"]
+REFUSED = [
+    ("llama.cpp", OSCAR, {"clip": (0.96, 0.92)}, "has a single clip ratio"),
+    ("sglang", OSCAR, {"windows": (60, 256)}, "multiples of 8"),
+    ("sglang", OSCAR, {"windows": (0, 0)}, "without exact tokens"),
+    ("vllm-oscar", OSCAR.model_copy(update={"group_size": 16}), {}, "one scale a head"),
+]
 
 
-def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
-    """No recipe makes such an artifact yet, so its verification, which knows that, is left out."""
-    monkeypatch.setattr(exporting, "verify", lambda artifact: Verification([], None, []))
-    artifact = made(head_dim=32)
-    tensors = stored_rotations(artifact)
-    tensors["layers.1.key.clip"][1] = 0.9
-    changed = write_artifact(
-        tmp_path / "changed", rotations_from(tensors), artifact.statistics, dict(artifact.content)
-    )
-    done = exported("sglang", changed, tmp_path / "highest")
-    assert done.reduced == ["clip ratios 0.96/0.92 instead of the artifact's own"]
-    done = exported("sglang", changed, tmp_path / "sglang", clip=(1.0, 0.92))
-    assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
-    assert done.reduced == ["clip ratios 1/0.92 instead of the artifact's own"]
+@pytest.mark.parametrize(("engine", "recipe", "changes", "says"), REFUSED)
+def test_what_a_user_asks_of_an_engine_that_has_it_not_is_refused(
+    engine, recipe, changes, says, made, tmp_path
+):
+    artifact = made(recipe=recipe, head_dim=32)
+    assert says in refused(exported, engine, artifact, tmp_path, **changes)
 
 
 def test_other_refusals(made, tmp_path):
     artifact = made(head_dim=32)
-    assert "multiples of 8" in refused(exported, "sglang", artifact, tmp_path, windows=(60, 256))
-    assert "without exact tokens" in refused(exported, "sglang", artifact, tmp_path, windows=(0, 0))
-    with pytest.raises(RotationZooError, match="one scale a head"):
-        exported(
-            "vllm-oscar",
-            made(recipe=OSCAR.model_copy(update={"group_size": 16}), head_dim=32),
-            tmp_path,
-        )
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     assert "holds other files" in refused(exported, "sglang", artifact, tmp_path)

@@ -1,48 +1,56 @@
 """What is broken or ambiguous in a pair of files is found and named."""
 
+import json
 import os
 
 import pytest
 import torch
-from support.oscar_files import DIM, KEY, LAYERS, VALUE, model_of, moments, published, refused
+from support.oscar_files import DIM, KEY, VALUE, deep, model_of, moments, published, refused
 from support.tensors import stored_rotations
 
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import import_
-from rotationzoo.errors import RotationZooError
 from rotationzoo.settings import Import
 
-# What some file in the world holds where a table of ours is.
-ODD = {
-    "transform": lambda pair: pair.key.update(transform="center"),
-    "calibration": lambda pair: calibrated(pair, ["a list"]),
-    "statistic": lambda pair: calibrated(
-        pair, {"key_statistic": "foo", "key_clip": 0.9, "group_size": "64"}
-    ),
-    "composition": lambda pair: calibrated(
-        pair, {"composition": "foo"}, "oscar2_perhead", "oscar2_v_pre_wo"
-    ),
-    "string ids": lambda pair: pair.key.update(
-        layers={str(i): {**entry, "layer_id": str(i)} for i, entry in pair.key["layers"].items()}
-    ),
+# What some file in the world holds where a table of ours is, or was put there to do harm.
+SAID = {
+    "transform": {"transform": "center"},
+    "objective of a list": {"objective": [1]},
+    "objective of lines": {"objective": "qqt_r_h_pbr\n\x1b[2J"},
+    "version": {"format_version": [3]},
 }
+CALIBRATIONS = {
+    "list": ["a list"],
+    "statistic": {"key_statistic": "foo", "key_clip": 0.9, "group_size": "64"},
+    "nested": deep(200),
+    "tensors": {"model": torch.ones(3), "generation_id": torch.ones(2)},
+    "huge numbers": {"tokens": 10**60, "key_clip": float("nan"), "value_clip": float("inf")},
+    "half a character": {"model": "\ud800"},
+    "groups": {"group_size": -64},
+}
+SAID |= {name: {"calibration": said} for name, said in CALIBRATIONS.items()}
 
 
-def calibrated(pair, said, *objectives: str) -> None:
-    """Let both files say this of their calibration, and perhaps of what they hold."""
-    pair.key["calibration"] = pair.value["calibration"] = said
-    for side, objective in zip((pair.key, pair.value), objectives, strict=False):
-        side["objective"] = objective
-
-
-@pytest.mark.parametrize("change", ODD.values(), ids=ODD)
-def test_odd_tables_do_no_harm(pair, change):
-    change(pair)
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("name", [*SAID, "composition", "string ids"])
+def test_odd_words_around_good_matrices_do_no_harm(pair, name):
+    """They are left out, and the matrices are imported."""
+    for side in (pair.key, pair.value):
+        side.update(SAID.get(name, {}))
+        if name == "string ids":
+            layers = side["layers"].items()
+            side["layers"] = {str(i): {**entry, "layer_id": str(i)} for i, entry in layers}
+    if name == "composition":
+        said = {"calibration": {"composition": "foo"}}
+        pair.key |= {"objective": "oscar2_perhead", **said}
+        pair.value |= {"objective": "oscar2_v_pre_wo", **said}
     artifact = pair.read()
     assert verify(artifact).ok
-    assert torch.equal(
-        stored_rotations(artifact)["layers.1.key.rotation"][0], published(moments("key")[1])[0]
-    )
+    read = stored_rotations(artifact)["layers.1.key.rotation"][0]
+    assert torch.equal(read, published(moments("key")[1])[0])
+    manifest, card = (artifact.folder / name for name in ("manifest.json", "README.md"))
+    assert "\x1b" not in json.dumps(json.loads(manifest.read_bytes()), ensure_ascii=False)
+    assert manifest.stat().st_size + card.stat().st_size < 200_000
 
 
 def in_layer(number: int, key: str, change):
@@ -60,7 +68,7 @@ def in_no_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def lose_on_both_sides(pair) -> None:
-    del pair.key["layers"][5], pair.value["layers"][5]
+    del pair.key["layers"][3], pair.value["layers"][3]
 
 
 def come_of_two_runs(pair) -> None:
@@ -70,8 +78,8 @@ def come_of_two_runs(pair) -> None:
 
 
 BROKEN = {
-    "v_rotation_sst_r_h_pbr.pt has no layer 5": lambda pair: pair.value["layers"].pop(5),
-    "they have no key rotation for layer 5": lose_on_both_sides,
+    "v_rotation_sst_r_h_pbr.pt has no layer 3": lambda pair: pair.value["layers"].pop(3),
+    "they have no key rotation for layer 3": lose_on_both_sides,
     f"layer 3 of {KEY} is not an orthogonal matrix": in_layer(3, "rotation", lambda m: m * 1.01),
     f"layer 3 of {KEY} is not finite": in_layer(3, "rotation", lambda m: m * float("nan")),
     "hold the same matrices": lambda pair: pair.value.update(layers=pair.key["layers"]),
@@ -126,10 +134,9 @@ def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     read(folder / KEY, folder / VALUE)
     again = (tmp_path / "imported" / "manifest.json").stat().st_ino
     assert again == before, "the same import is not done twice"
-    with pytest.raises(RotationZooError, match="holds the work of another job"):
-        read(folder / VALUE, folder / KEY, clip=(1.0, 1.0))
-    with pytest.raises(RotationZooError, match="there is no file for the values"):
-        read(folder / KEY, to="two")
+    said = refused(read, folder / VALUE, folder / KEY, clip=(1.0, 1.0))
+    assert "holds the work of another job" in said
+    assert "there is no file for the values" in refused(read, folder / KEY, to="two")
 
 
 class Dangerous:
@@ -142,12 +149,3 @@ def test_files_that_run_code_are_refused(pair, tmp_path, monkeypatch):
     pair.key["layers"][0]["note"] = Dangerous()
     assert "cannot be opened as plain tensors" in pair.refused()
     assert not (tmp_path / "pwned").exists()
-
-
-def test_honest_data_free_files(pair):
-    eye = {i: {"layer_id": i, "rotation": torch.eye(DIM)} for i in range(LAYERS)}
-    pair.key = {"format_version": "identity-v1", "objective": "identity-k", "layers": eye}
-    pair.value = {"format_version": "identity-v1", "objective": "identity-v", "layers": eye}
-    artifact = pair.read("k_rotation.pt", "v_rotation.pt")
-    assert artifact.content["recipe"]["composition"] == "identity"
-    assert verify(artifact).ok, verify(artifact).problems

@@ -24,8 +24,8 @@ FAMILIES = [name for name in EVERY_KIND if architectures.available(name)]
 NEW = 8  # tokens, with which another block of 8 is begun
 
 
-def empty(model, windows=WINDOWS, **settings):
-    return caches.cache_for(model, random_arm(model), windows, **settings)
+def empty(model, **settings):
+    return caches.cache_for(model, random_arm(model), WINDOWS, **settings)
 
 
 def generate(model, cache, ids=PROMPT, **options):
@@ -33,10 +33,10 @@ def generate(model, cache, ids=PROMPT, **options):
 
 
 @torch.no_grad()
-def search_beams(model, ids, beams, tokens=NEW):
+def search_beams(model, ids, beams):
     """The likeliest continuations that a beam search finds by forward passes over whole rows."""
     scores = torch.zeros(1)
-    for _ in range(tokens):
+    for _ in range(NEW):
         logits = model(input_ids=ids, use_cache=False).logits[:, -1].log_softmax(-1)
         if (end := model.generation_config.eos_token_id) is not None:
             logits[:, end] = -torch.inf
@@ -122,8 +122,8 @@ def test_one_cache_serves_request_after_request():
 
 
 @torch.no_grad()
-def prefix_of(model, windows=WINDOWS):
-    cache = empty(model, windows)
+def prefix_of(model):
+    cache = empty(model)
     model(input_ids=PROMPT[:, :-1], past_key_values=cache)
     return cache
 

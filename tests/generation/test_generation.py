@@ -2,6 +2,7 @@
 with the exact model's, written token by token, and ended by whoever reads it."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support.models import edit_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from rotationzoo import RotatedCache, generate
 from rotationzoo.errors import RotationZooError
@@ -24,32 +25,31 @@ TEXT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self, path):\n" *
 SMALL = {"device": "cpu", "sink": 4, "recent": 16, "max_new_tokens": 16}
 
 
-@pytest.fixture(scope="module")
-def demo():
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    return SimpleNamespace(model=model, tokenizer=AutoTokenizer.from_pretrained(DEMO))
+@pytest.fixture
+def write(demo, tokenizer) -> Callable[..., str]:
+    """Writes what the library alone does, with the cache that it is given."""
 
+    def run(cache=None, text=TEXT, **options) -> str:
+        inputs = tokenizer(text, return_tensors="pt")
+        settings = {"do_sample": False, "max_new_tokens": SMALL["max_new_tokens"], **options}
+        ids = demo.generate(**inputs, past_key_values=cache, **settings)[0]
+        return tokenizer.decode(ids[inputs["input_ids"].shape[1] :])
 
-def write(demo, cache=None, text=TEXT, **options) -> str:
-    """What the library alone writes, with the cache that it is given."""
-    inputs = demo.tokenizer(text, return_tensors="pt")
-    settings = {"do_sample": False, "max_new_tokens": SMALL["max_new_tokens"], **options}
-    ids = demo.model.generate(**inputs, past_key_values=cache, **settings)[0]
-    return demo.tokenizer.decode(ids[inputs["input_ids"].shape[1] :])
+    return run
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(2048, marks=pytest.mark.thorough), 24])
-def test_the_text_is_that_of_the_cache_and_its_bytes_are_too(demo, made, chunk):
+def test_the_text_is_that_of_the_cache_and_its_bytes_are_too(demo, tokenizer, made, write, chunk):
     report = generate("demo", TEXT, rotations=str(made), prefill_chunk=chunk, compare=True, **SMALL)
     chunks = {"prefill_chunk_size": chunk} if chunk == 24 else {}
-    cache = RotatedCache(made, demo.model, sink=4, recent=16)
-    assert report["text"] == write(demo, cache, **chunks)
-    assert report["exact_text"] == write(demo)
+    cache = RotatedCache(made, demo, sink=4, recent=16)
+    assert report["text"] == write(cache, **chunks)
+    assert report["exact_text"] == write()
     assert (report["tokens"], report["stop"]) == (16, "length")
     assert report["cache_bytes"] == cache.bytes_held
     assert report["bf16_cache_bytes"] == cache.bytes_in_bf16
     assert report["tokens_per_second"] > 0
-    assert report["prompt_tokens"] == len(demo.tokenizer(TEXT).input_ids)
+    assert report["prompt_tokens"] == len(tokenizer(TEXT).input_ids)
 
 
 def test_a_cache_that_stores_everything_exact_writes_what_the_exact_model_writes():
@@ -79,17 +79,17 @@ def test_a_reader_may_leave(made):
         generate("demo", TEXT, rotations=str(made), write=leave, **SMALL)
 
 
-def test_a_chat_ends_where_the_answer_begins(demo, made, tmp_path):
+def test_a_chat_ends_where_the_answer_begins(made, write, tmp_path):
     folder = Path(shutil.copytree(DEMO, tmp_path / "chat"))
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}<answer>{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
     exact = SMALL | {"recent": 64}
     report = generate(str(folder), "hello", rotations=str(made), chat=True, **exact)
-    assert report["text"] == write(demo, text="<user>hello\n<answer>")
+    assert report["text"] == write(text="<user>hello\n<answer>")
 
 
-def test_a_model_ends_its_text_itself(demo, made, tmp_path):
+def test_a_model_ends_its_text_itself(made, tmp_path):
     """With every token an end token, the first one ends the text."""
     folder = Path(shutil.copytree(DEMO, tmp_path / "short"))
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": {list(range(2048))}}}')
@@ -178,8 +178,7 @@ def stream(tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
     return pieces
 
 
-def test_no_character_is_cut_and_no_token_is_kept_back():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+def test_no_character_is_cut_and_no_token_is_kept_back(tokenizer):
     ids = tokenizer(CHARACTERS).input_ids
     pieces = stream(tokenizer, tokenizer("import os\n").input_ids, ids)
     assert "".join(pieces) == CHARACTERS
@@ -188,8 +187,7 @@ def test_no_character_is_cut_and_no_token_is_kept_back():
     assert pieces[0] == tokenizer.decode(ids[0]), "written before the word ends"
 
 
-def test_half_a_character_at_the_end_is_written_at_last():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+def test_half_a_character_at_the_end_is_written_at_last(tokenizer):
     whole = tokenizer("a👩").input_ids
     assert stream(tokenizer, [5], whole[:-1])[-1].endswith("\ufffd")
 

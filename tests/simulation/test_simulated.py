@@ -149,13 +149,8 @@ def visible(cache: CacheLayout, length: int) -> list[list[int]]:
 
 
 def test_decoding_keeps_the_sink_and_the_recent_tokens():
-    assert visible(CacheLayout(sink=1, recent=2), 5) == [
-        [1],
-        [1, 1],
-        [1, 1, 1],
-        [1, 0, 1, 1],
-        [1, 0, 0, 1, 1],
-    ]
+    rows = [[1], [1, 1], [1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1, 1]]
+    assert visible(CacheLayout(sink=1, recent=2), 5) == rows
 
 
 @pytest.mark.parametrize(("layout", "kept"), [("window", 1), ("server", 0)])

@@ -18,9 +18,9 @@ from rotationzoo.simulation.simulated import Simulation
 from support.float64 import to_float64
 
 
-def random_arm(model, preset: str = "random") -> RotatedCodec:
+def random_arm(model) -> RotatedCodec:
     """An arm with rotations that need no data, by which rows are rotated in float64."""
-    return RotatedCodec(to_float64(fit(None, PRESETS[preset], geometry_of(model))))
+    return RotatedCodec(to_float64(fit(None, PRESETS["random"], geometry_of(model))))
 
 
 def with_means(rotations: Rotations) -> Rotations:
@@ -34,8 +34,8 @@ def with_means(rotations: Rotations) -> Rotations:
     return rotations.replace(center)
 
 
-def with_transforms(rotations: Rotations, bits: float = 2.5) -> Rotations:
-    """The same rotations with transform coding of rows of independent channels, in so many bits an
+def with_transforms(rotations: Rotations) -> Rotations:
+    """The same rotations with transform coding of rows of independent channels, in 2.5 bits an
     element; the last head of values gets none."""
     generator, transforms = torch.Generator().manual_seed(8), {}
     for layer, side, rotation in rotations.each():
@@ -46,7 +46,7 @@ def with_transforms(rotations: Rotations, bits: float = 2.5) -> Rotations:
         if side == "value":
             metric[-1] *= 1e-9
         transforms[layer, side] = decorrelate(torch.eye(dim).expand(heads, -1, -1), metric)
-    shares = share_bits([each.costs for each in transforms.values()], bits)
+    shares = share_bits([each.costs for each in transforms.values()], 2.5)
     widths = dict(zip(transforms, shares, strict=True))
 
     def add(layer, side, rotation):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,15 +21,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rotationzoo.codec import cuda, int2, kernels
+from rotationzoo.codec import cuda, cuda_segments, int2, kernels
 from rotationzoo.codec.formats import SGLANG, Format
+from rotationzoo.vllm import pages, prompts, steps
 from support.places import TESTS
 
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+ON_GPU = [pytest.param("cuda", marks=gpu)]
+on_gpu = pytest.mark.parametrize("device", ON_GPU)
 on_cpu = pytest.mark.skipif(
     platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("g++"),
     reason="needs GNU's compiler on Linux and x86",
@@ -145,33 +148,49 @@ def _before_a_fence(memory: torch.UntypedStorage) -> Iterator[int]:
         ctypes.memmove(memory.data_ptr(), address, size)
 
 
+_PAGES = """
+extern "C" void set_pages(const unsigned long long* ends, int count) {
+  pages.clear();
+  for (int i = 0; i < count; i++) pages.push_back({ends[2 * i], ends[2 * i + 1]});
+}
+"""
+_OF_ATTENTION = (
+    "from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
+    "|read_word|read_two|read_four|read_number|end_group|wait_groups"
+)
+
+
 @pytest.fixture(scope="session")
-def compile_encoder(tmp_path_factory) -> Callable[[str, cuda.Variant], ctypes.CDLL]:
-    """Compiles the kernel of this name for the CPU, once for each variant."""
+def compile_program(tmp_path_factory) -> Callable[[str, tuple], ctypes.CDLL]:
+    """Compiles a program of `kernels.PROGRAMS` for the CPU, once with the same macros."""
 
     @cache
-    def compile(name: str, variant: cuda.Variant) -> ctypes.CDLL:
-        source = kernels.read("int2.cu").replace("1.0f / 0.0f", "HUGE_VALF")
-        macros = [*variant.macros(), ("SHARED", "0")]
-        folder = tmp_path_factory.mktemp(name)
-        return compile_for_cpu(folder, source, [name], macros, "-ffp-contract=off")
+    def compile(source: str, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+        text = kernels.read(source).replace("1.0f / 0.0f", "HUGE_VALF")
+        text = text.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
+        if source == "attention.cu":
+            text, options = text + _PAGES, {"in_ptx": _OF_ATTENTION}
+        else:
+            macros, options = (*macros, ("SHARED", "0")), {}
+        names, folder = kernels.PROGRAMS[source], tmp_path_factory.mktemp("program")
+        return compile_for_cpu(folder, text, names, macros, "-ffp-contract=off", **options)
 
     return compile
 
 
 @pytest.fixture
-def source_on_cpu(monkeypatch, compile_encoder) -> None:
-    """Kernels of the encoders are compiled for the CPU in place of a GPU, when they are called."""
+def programs_on_cpu(monkeypatch, compile_program) -> None:
+    """Programs are compiled for the CPU in place of a GPU, and launched there."""
 
-    def compiled(name: str, variant: cuda.Variant, device: torch.device) -> cuda.Kernel:
-        def run(*arguments) -> None:
-            getattr(compile_encoder(name, variant), f"launch_{name}")(*arguments)
+    def build(source: str, macros: Iterable, device: torch.device) -> SimpleNamespace:
+        library = compile_program(source, tuple(macros))
+        return SimpleNamespace(get_kernel=lambda name: getattr(library, f"launch_{name}"))
 
-        run.__name__ = name
-        return cuda.Kernel(run, variant.block_rows)
-
-    monkeypatch.setattr(cuda, "compiled", compiled)
-    monkeypatch.setattr(cuda, "Launcher", CpuLauncher)
+    for module in (cuda, cuda_segments, pages, prompts, steps):
+        monkeypatch.setattr(module, "build", build)
+        monkeypatch.setattr(module, "Launcher", CpuLauncher)
+    for module in (cuda, cuda_segments):
+        monkeypatch.setattr(module, "run_beside", lambda kernel, device: None)
 
 
 RATIOS = st.sampled_from([1.0, 0.96, 0.92, 0.5, 0.03])

@@ -50,9 +50,9 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
     return write_artifact(folder, rotations, average(statistics), manifest)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """Artifacts by family and recipe, each made once."""
+    """Artifacts by family and recipe, each made once, which no test may change."""
     known: dict[tuple, Artifact] = {}
 
     def get(family: str = "qwen3", recipe: Recipe = OSCAR, **changes) -> Artifact:

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.model.source import DEMO
 from support import process_server
 from support.browser import Browser, running_browser
 from support.cases import quick_first
@@ -81,6 +82,12 @@ def tiny(tmp_path_factory) -> Path:
 def tokenizer() -> transformers.PreTrainedTokenizerBase:
     """That of the demo model, which no test may change."""
     return demo_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def demo() -> transformers.PreTrainedModel:
+    """The demo model in float32, which no test may change."""
+    return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rotationzoo.codec.formats import Format
-from rotationzoo.codec.int2 import Quantized
 from rotationzoo.rotations import Rotations
 
 CLOSE = 64 * torch.finfo(torch.float32).eps
@@ -75,29 +73,3 @@ def float64() -> Iterator[None]:
     """The same around every test of a room whose conftest.py has this fixture."""
     with all_in_float64():
         yield
-
-
-def assert_same_codes(stored: Quantized, expected: Quantized, rows: torch.Tensor, format: Format):
-    """Check what was stored of rows that were rotated in float32, against what is stored of the
-    same `rows` `[..., D]` rotated in float64: a scale may be off by what a sum of D terms rounds,
-    or by one ulp of float16, and a code may be another one only that near to a half."""
-    groups = torch.unflatten(rows, -1, (expected.scale.shape[-1], -1))
-    scale, offset = expected.scale.double()[..., None], expected.offset.double()[..., None]
-    shift = offset if format.offset == "zero" else -offset / scale
-    summed = rows.shape[-1] * torch.finfo(torch.float32).eps
-    # Of the largest number of the group, in steps of its scale.
-    largest = (groups.abs().amax(-1, keepdim=True) / scale).clamp(min=3) + shift.abs()
-    for number, wanted in ((stored.scale, scale), (stored.offset, offset)):
-        error = (number.double()[..., None] - wanted).abs()
-        unit = torch.ones_like(wanted) if format.offset == "zero" else scale
-        unit = scale if number is stored.scale else unit
-        ulp = torch.finfo(number.dtype).eps * wanted.abs() * (number.dtype == torch.float16)
-        assert (error <= summed * largest * unit + ulp).all(), (error / unit).max()
-    # Where a float16 scale or offset is another one, the steps move with it.
-    exact = (stored.scale == expected.scale) & (stored.offset == expected.offset)
-    eps = torch.where(exact, summed, summed + torch.finfo(stored.scale.dtype).eps)[..., None]
-    steps = groups / scale + shift + 0.5
-    from_half = (steps - steps.round()).abs()
-    other = torch.unflatten(stored.codes != expected.codes, -1, (scale.shape[-2], -1))
-    assert (from_half <= 2 * eps * largest)[other].all()
-    assert other.double().mean() < 0.01

@@ -5,10 +5,8 @@ from pathlib import Path
 import transformers
 
 from rotationzoo.budget import Budget
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
-from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import with_budget
+from support.jobs import calibrate_short
 from support.models import save_random
 from support.recipes import CODED, QUICK
 
@@ -67,6 +65,5 @@ def calibrate_hybrid(name: str, folder: Path, bits: float | None = None) -> tupl
     """Such a model, its folder and its artifact."""
     model = save_hybrid(name, folder / name)
     recipe = QUICK if bits is None else with_budget(CODED, Budget(bits))
-    recipe = recipe.model_copy(update={"data": Data(tokens=1024, length=512)})
-    job = Job(str(folder / name), recipe, folder / f"{name}-artifact", device="cpu")
-    return model, folder / name, calibrate(job)
+    made = calibrate_short(folder / name, folder / f"{name}-artifact", recipe, tokens=1024)
+    return model, folder / name, made

@@ -6,6 +6,7 @@ from pathlib import Path
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.plan import Job
 from rotationzoo.recipe import Data, Recipe
+from support.recipes import QUICK
 
 SMALL = Data(tokens=2048, length=256)
 RECIPE = Recipe(data=SMALL)
@@ -16,6 +17,17 @@ def job(model, folder, recipe=RECIPE, **changes) -> Job:
     return Job(
         model=str(model), recipe=recipe, output=Path(folder) / "out", device="cpu", **changes
     )
+
+
+def calibrate_short(
+    model: Path | str, output: Path, recipe: Recipe = QUICK, tokens: int = 2048, device: str = "cpu"
+) -> Artifact:
+    """An artifact from so many tokens of the recipe's text, in rows of 512."""
+    from rotationzoo.calibration.calibrate import calibrate
+
+    data = Data(tokens=tokens, length=512)
+    changed = recipe.model_copy(update={"data": data})
+    return calibrate(Job(str(model), changed, output, device=device))
 
 
 def rotation_bytes(artifact: Artifact) -> bytes:

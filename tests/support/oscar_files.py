@@ -15,7 +15,7 @@ from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
 from rotationzoo.settings import Import
 
-LAYERS, DIM = 9, 64
+LAYERS, DIM = 4, 64
 KEY, VALUE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
 
 
@@ -64,10 +64,10 @@ def moments(side: str) -> list[torch.Tensor]:
     return [value_moment(DIM, 100 + layer) for layer in range(LAYERS)]
 
 
-def model_of(folder: Path, layers: int = LAYERS, dim: int = DIM, heads: int = 1) -> str:
+def model_of(folder: Path, heads: int = 1) -> str:
     """A folder with the config of a model that has these layers and KV heads."""
     config = Qwen3Config(
-        num_hidden_layers=layers, head_dim=dim, num_attention_heads=heads,
+        num_hidden_layers=LAYERS, head_dim=DIM, num_attention_heads=heads,
         num_key_value_heads=heads, hidden_size=64, intermediate_size=64, vocab_size=64,
     )  # fmt: skip
     config.save_pretrained(folder)
@@ -125,6 +125,14 @@ def refused(function, *arguments, **options) -> str:
     assert "\n" not in words
     assert len(words) < 400
     return words
+
+
+def deep(depth: int) -> dict:
+    """Tables in tables."""
+    nested: dict = {}
+    for _ in range(depth):
+        nested = {"a": nested}
+    return nested
 
 
 def entry(**changes) -> dict:

@@ -10,20 +10,14 @@ import torch
 
 from support.command_line import succeeded
 from support.hubs import huggingface, modelscope
-from support.recipes import QUICK
+from support.jobs import calibrate_short
 
 ZOO = "someone/zoo"
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory) -> Path:
-    from rotationzoo.calibration.calibrate import calibrate
-    from rotationzoo.calibration.plan import Job
-    from rotationzoo.recipe import Data
-
-    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512)})
-    folder = tmp_path_factory.mktemp("zoo") / "made"
-    return calibrate(Job("demo", recipe, folder, device="cpu")).folder
+    return calibrate_short("demo", tmp_path_factory.mktemp("zoo") / "made").folder
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import transformers
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Recipe
+from support.jobs import calibrate_short
 from support.models import edited_weights, save_random
 from support.recipes import QUICK
 
@@ -46,8 +45,7 @@ def make_served(
 ) -> tuple[transformers.PreTrainedModel, Path, Path]:
     """One of `SERVED`, its folder and its artifact."""
     model = save_served(name, folder / "model", **changes)
-    recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
-    made = calibrate(Job(str(folder / "model"), recipe, folder / "artifact", device="cpu"))
+    made = calibrate_short(folder / "model", folder / "artifact", recipe)
     return model, folder / "model", made.folder
 
 

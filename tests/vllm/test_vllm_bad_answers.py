@@ -3,7 +3,6 @@
 `make vllm` installs vLLM in an environment of its own; without it these tests are skipped.
 """
 
-import json
 import math
 import re
 import shutil
@@ -11,48 +10,38 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import edited_weights
-from support.recipes import QUICK
+from support.jobs import calibrate_short
+from support.models import edit_config, edited_weights
 from support.vllm import NEEDS_VLLM, engine_job, hold
 from support.vllm_answers import assert_same
-from transformers import AutoTokenizer
 
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.model.source import DEMO
-from rotationzoo.recipe import Data
 
 pytestmark = NEEDS_VLLM
 TEXT = (DEMO.parents[1] / "demo/prompt.txt").read_text()
 
 
 @pytest.fixture(scope="module")
-def bad(tmp_path_factory) -> tuple[Path, Path, int]:
+def bad(tokenizer, tmp_path_factory) -> tuple[Path, Path, int]:
     """The demo model with a token whose embedding is infinite, an artifact of it, and the token."""
     folder = tmp_path_factory.mktemp("bad")
     model = Path(shutil.copytree(DEMO, folder / "model"))
-    token = len(AutoTokenizer.from_pretrained(DEMO)) - 1
+    token = len(tokenizer) - 1
     with edited_weights(model) as weights:
         embedding = weights["model.embed_tokens.weight"]
         weights["lm_head.weight"] = embedding.clone()  # which all requests read
         embedding[token] = torch.inf
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512)})
-    made = calibrate(Job(str(model), recipe, folder / "artifact", device="cpu")).folder
-    return model, made, token
+    edit_config(model, tie_word_embeddings=False)
+    return model, calibrate_short(model, folder / "artifact").folder, token
 
 
-def test_an_infinite_key_ends_one_request_of_four_which_is_named(bad, tmp_path):
+def test_an_infinite_key_ends_one_request_of_four_which_is_named(bad, tokenizer, tmp_path):
     """In prompts of several chunks, and tokens beside others' prompts. Then others take its pages:
     with vLLM's own cache on a CPU, the answer of one of those was no number either."""
     model, made, token = bad
-    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT * 9).input_ids
+    ids = tokenizer(TEXT * 9).input_ids
     prompts = [ids[:100], ids[50:650], ids[:400], ids[30:1130]]
-    hit = [
-        [*prompts[2][:150], token, *prompts[2][151:]] if n == 2 else p
-        for n, p in enumerate(prompts)
-    ]
+    hit = [*prompts[:2], [*prompts[2][:150], token, *prompts[2][151:]], prompts[3]]
     options = {"model": str(model), "enable_prefix_caching": False}
     options |= {"sampling": {"ignore_eos": True}, "num_gpu_blocks_override": 40}
     job = engine_job(made, [prompts, hit, prompts], **options)

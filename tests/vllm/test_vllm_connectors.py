@@ -5,16 +5,15 @@ main memory: they are read from codes alone.
 skipped.
 """
 
+import copy
 import random
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from support.codec import on_gpu
-from support.recipes import CODED
-from support.vllm import NEEDS_VLLM, PYTHON, TEXT, TOKENS, drive, engine_job, environment, hold
+from support.vllm import NEEDS_VLLM, PYTHON, TOKENS, drive, engine_job, environment, hold
 from support.vllm_answers import (
     FLIPPED_EARLY,
     assert_same,
@@ -22,12 +21,9 @@ from support.vllm_answers import (
     read_in_transformers,
     read_loaded,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.model.source import DEMO
-from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import PRESETS
 
 pytestmark = NEEDS_VLLM
@@ -39,23 +35,13 @@ FEW = {"block_size": BLOCK, "max_model_len": 768, "num_gpu_blocks_override": 1 +
 
 
 @pytest.fixture(scope="module")
-def prompts() -> tuple[list[int], list[int]]:
+def prompts(ids) -> tuple[list[int], list[int]]:
     """One, and another."""
-    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
     return ids[:LENGTH], ids[LENGTH : 2 * LENGTH]
 
 
-@pytest.fixture(scope="module")
-def coded(tmp_path_factory) -> Path:
-    """An artifact whose layers take different bytes."""
-    recipe = CODED.model_copy(update={"data": Data(tokens=2048, length=512)})
-    folder = tmp_path_factory.mktemp("coded") / "coded"
-    return calibrate(Job("demo", recipe, folder, device="cpu")).folder
-
-
-def assert_loaded(artifact, answer: dict, held: int, device="cpu") -> None:
+def assert_loaded(artifact, model, answer: dict, held: int) -> None:
     """That the `held` first tokens were read from codes alone, where others are read exact."""
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).to(device)
     expected = read_loaded(artifact, model, answer["ids"], held)[-TOKENS:]
     exact = read_in_transformers(artifact, model, answer["ids"])[-TOKENS:]
     assert differences(exact, expected).mean() > 0.01
@@ -146,30 +132,30 @@ def test_nothing_is_kept_of_requests_that_end_before_they_get_blocks():
 
 
 @needs_nixl
-def test_a_server_on_the_loopback_address_hands_its_pages_over(made, prompts, tmp_path):
+def test_a_server_on_the_loopback_address_hands_its_pages_over(made, demo, prompts, tmp_path):
     """The other server has few blocks, and the windows of another request had exact copies in
     those that it loads into. Without forgetting them, .53 was measured of random tokens. Of another
     artifact, it loads nothing, and reads the prompt itself: 1.5 where that was not compared."""
     other = calibrate(Job("demo", PRESETS["hadamard"], tmp_path / "other", device="cpu")).folder
     answer, refused = hand_over(tmp_path, made, prompts, [other])
     # The last token of a prompt is always computed.
-    assert_loaded(made, answer, LENGTH - 1)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    assert_same(refused["answer"], read_in_transformers(other, model, refused["ids"])[-TOKENS:])
+    assert_loaded(made, demo, answer, LENGTH - 1)
+    assert_same(refused["answer"], read_in_transformers(other, demo, refused["ids"])[-TOKENS:])
 
 
 @needs_nixl
-def test_pages_of_layers_that_take_different_bytes_are_handed_over(coded, prompts, tmp_path):
-    (answer,) = hand_over(tmp_path, coded, prompts)
-    assert_loaded(coded, answer, LENGTH - 1)
+def test_pages_of_layers_that_take_different_bytes_are_handed_over(coded, demo, prompts, tmp_path):
+    (answer,) = hand_over(tmp_path, coded.folder, prompts)
+    assert_loaded(coded.folder, demo, answer, LENGTH - 1)
 
 
 @on_gpu
 @pytest.mark.parametrize("simple", ["0", "1"])
-def test_pages_come_back_from_main_memory(simple, coded, prompts, tmp_path, device):
+def test_pages_come_back_from_main_memory(simple, coded, demo, prompts, tmp_path, device):
     """Of vLLM's two connectors for it. The second request takes all blocks of the first."""
     prompt, another = prompts
     rounds = [[prompt], [another], [prompt]]
-    job = engine_job(coded, rounds, kv_offloading_size=1, **FEW)
+    job = engine_job(coded.folder, rounds, kv_offloading_size=1, **FEW)
     answers = drive(tmp_path, job, VLLM_USE_SIMPLE_KV_OFFLOAD=simple)["rounds"]
-    assert_loaded(coded, answers[2][0], LENGTH // BLOCK * BLOCK, device)
+    model = copy.deepcopy(demo).to(device)
+    assert_loaded(coded.folder, model, answers[2][0], LENGTH // BLOCK * BLOCK)

@@ -9,8 +9,8 @@ from collections import namedtuple
 import pytest
 import torch
 from support.hybrids import calibrate_hybrid
-from support.recipes import CODED, QUICK
-from support.vllm import NEEDS_VLLM, ON_GPU, TEXT, engine_job, serve, serve_in_turn
+from support.jobs import calibrate_short
+from support.vllm import NEEDS_VLLM, ON_GPU, engine_job, serve, serve_in_turn
 from support.vllm_answers import (
     CLOSE,
     FLIPPED_EARLY,
@@ -21,12 +21,8 @@ from support.vllm_answers import (
     read_in_transformers,
 )
 from support.vllm_models import save_head, save_with_mtp
-from transformers import AutoTokenizer
 
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.model.source import DEMO
-from rotationzoo.recipe import Data
 
 pytestmark = NEEDS_VLLM
 TOKENS = 40
@@ -43,18 +39,10 @@ DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{each}_tokens" for each in ("draft",
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+def prompts(ids) -> list[list[int]]:
     """A text that repeats itself, one that does not, and four that preempt each other."""
-    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
     starts = [ids[at : at + 235] for at in range(0, 600, 150)]
     return [ids[:90] * 3, ids[300:750], *starts]
-
-
-@pytest.fixture(scope="module")
-def coded(tmp_path_factory):
-    recipe = CODED.model_copy(update={"data": Data(tokens=2048, length=512)})
-    folder = tmp_path_factory.mktemp("artifact") / "coded"
-    return calibrate(Job("demo", recipe, folder, device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -103,19 +91,11 @@ def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
     drafts for itself, and no draft of the head is accepted."""
     model = str(DEMO) if method == "draft_model" else str(save_head(tmp_path / "head"))
     drafts = {"method": method, "model": model, "num_speculative_tokens": 3}
-    served = serve(
-        tmp_path,
-        coded.folder,
-        [prompts[:2]],
-        TOKENS,
-        prompts_too=True,
-        speculative_config=drafts,
-        **ENGINE,
-    )
+    options = ENGINE | {"prompts_too": True, "speculative_config": drafts}
+    served = serve(tmp_path, coded.folder, [prompts[:2]], TOKENS, **options)
     accepted, rejected = assert_answers(served, without, [prompts[:2]])
     assert {"draft_model": accepted, "eagle": rejected}[method] > 20, "60 and 234 were measured"
-    rotations = coded.rotations
-    cells = sum(cell_of(layer) for layer in rotations.values())
+    cells = sum(map(cell_of, coded.rotations.values()))
     share = cells / (cells + 512 * layers)
     assert served["blocks"] == pytest.approx(without["blocks"] * share, rel=1e-2)
 
@@ -124,8 +104,7 @@ def test_an_mtp_heads_cache_keeps_the_backend_of_vllm(prompts, tmp_path):
     """Of a checkpoint's own head. A token of a KV head takes 40 bytes in the model's layer, and in
     the head's 2 x 64 x 4."""
     model, asked = str(save_with_mtp(tmp_path / "model")), prompts[:2]
-    recipe = QUICK.model_copy(update={"data": Data(tokens=1024, length=512)})
-    artifact = calibrate(Job(model, recipe, tmp_path / "artifact", device="cpu")).folder
+    artifact = calibrate_short(model, tmp_path / "artifact", tokens=1024).folder
     options = {"tokens": TOKENS, "prompts_too": True, "model": model, **ENGINE}
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
     jobs = [
@@ -145,12 +124,11 @@ Served = namedtuple("Served", "model artifact answers plain")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> dict[str, Served]:
+def served(ids, tmp_path_factory) -> dict[str, Served]:
     """What engines answer, one after another; on a GPU, also with vLLM's own cache. vLLM's CPU
     engine has no kernel for Jamba's layers, but makes its blocks."""
     folder = tmp_path_factory.mktemp("hybrids")
-    ids = AutoTokenizer.from_pretrained(DEMO)(TEXT)
-    prompt = ids.input_ids[:1100]
+    prompt = ids[:1100]
     asked = {
         # A GPU's blocks are smaller, so that a prompt that is cached is cut into other chunks.
         "falcon_h1": ([[prompt], [prompt]], {"enable_prefix_caching": not ON_GPU}),

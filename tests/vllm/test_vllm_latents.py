@@ -3,12 +3,9 @@
 import pytest
 import torch
 from support.recipes import CODED
-from support.vllm import NEEDS_VLLM, ON_GPU, TEXT, TOKENS, serve
+from support.vllm import NEEDS_VLLM, ON_GPU, TOKENS, serve
 from support.vllm_answers import CLOSE, assert_same, differences, read_exact, read_in_transformers
 from support.vllm_models import make_served
-from transformers import AutoTokenizer
-
-from rotationzoo.model.source import DEMO
 
 pytestmark = [
     *NEEDS_VLLM,
@@ -18,11 +15,6 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
     "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ids() -> list[int]:
-    return AutoTokenizer.from_pretrained(DEMO)(TEXT).input_ids
 
 
 AMX = torch.cpu._is_amx_tile_supported()

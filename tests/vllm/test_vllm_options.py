@@ -10,21 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import edited_weights
+from support.jobs import calibrate_short
+from support.models import edit_config, edited_weights
 from support.recipes import QUICK
 from support.vllm import NEEDS_VLLM, drive, serve
+from support.vllm_answers import differences, read_exact
 from transformers import AutoModelForCausalLM
 
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.recipe import Data
 from rotationzoo.recipe.loading import with_rope_scaling
 from rotationzoo.vllm import WORKER
 
 pytestmark = NEEDS_VLLM
-SHORT = Data(tokens=1024, length=512)
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0}
 EXACT = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 SPREAD = "--hf_overrides.rope_parameters.factor=4 --hf_overrides.rope_parameters.rope_type=linear"
@@ -86,10 +84,9 @@ def ask(made: Path, *words: str) -> list[str]:
 @pytest.fixture(scope="module")
 def ends(made, tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("commands")
-    config = json.loads((DEMO / "config.json").read_text())
     (folder / "scaled").mkdir()
-    scaled = {**config, "rope_parameters": SCALED}
-    (folder / "scaled/config.json").write_text(json.dumps(scaled))
+    shutil.copy(DEMO / "config.json", folder / "scaled")
+    edit_config(folder / "scaled", rope_parameters=SCALED)
     asked = {words: ask(made, *words.split(" ")) for words in REFUSED | NOTED}
     return dict(zip(asked, drive(folder, {"commands": [*asked.values()]}), strict=True))
 
@@ -176,17 +173,14 @@ def test_a_newer_vllm_is_tried_and_one_that_lacks_a_name_only_if_asked_for(made,
 
 def test_weights_that_were_quantized_are_served_with_the_rotations_of_their_source(made, tmp_path):
     model = shutil.copytree(DEMO, tmp_path / "quantized")
-    config = json.loads((model / "config.json").read_text())
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     packed = {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     packed |= {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    (model / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
+    edit_config(model, quantization_config=packed)
     with edited_weights(model) as tensors:
         tensors["model.norm.weight"] *= 2  # as other bytes, which no fingerprint fits
-    other = shutil.copytree(model, tmp_path / "other")
-    changed = config | {"quantization_config": packed, "rms_norm_eps": 0.1}
-    (other / "config.json").write_text(json.dumps(changed))
+    other = edit_config(shutil.copytree(model, tmp_path / "other"), rms_norm_eps=0.1)
     asked = [["serve", str(each), "--rotations", str(made), "--dry-run"] for each in (model, other)]
     served, refused = drive(tmp_path, {"commands": asked})
     assert served["code"] == 0, served["err"]
@@ -196,8 +190,8 @@ def test_weights_that_were_quantized_are_served_with_the_rotations_of_their_sour
 
 def test_rope_is_scaled_as_in_calibration_or_refused(tmp_path):
     """A prompt inside the windows reads what the model does, in which positions are scaled too."""
-    recipe = with_rope_scaling(QUICK.model_copy(update={"data": SHORT}), "yarn:2")
-    scaled = calibrate(Job("demo", recipe, tmp_path / "scaled", device="cpu")).folder
+    recipe = with_rope_scaling(QUICK, "yarn:2")
+    scaled = calibrate_short("demo", tmp_path / "scaled", recipe, tokens=1024).folder
     config = load_config(find("demo"), "yarn:2")
     other = {**config.rope_parameters, "factor": 4.0}
     asked = [
@@ -219,10 +213,7 @@ def test_rope_is_scaled_as_in_calibration_or_refused(tmp_path):
     read = {}
     for name, each in (("scaled", config), ("plain", load_config(find("demo")))):
         model = AutoModelForCausalLM.from_pretrained(DEMO, config=each, dtype=torch.float32)
-        with torch.no_grad():
-            found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        expected = found.gather(1, torch.tensor(ids)[1:, None])[:, 0]
-        read[name] = (torch.tensor(answer["prompt"]) - expected).abs().mean()
+        read[name] = differences(answer["prompt"], read_exact(model, ids)).mean()
     print(read)
     assert read["scaled"] < 1e-4 < 1e-2 < read["plain"]
 
@@ -248,12 +239,14 @@ def test_a_worker_notices_before_the_first_request_that_it_is_broken(made, tmp_p
 def test_vllm_alone_refuses_before_it_starts_anything_and_is_itself_without(made, tmp_path):
     named = {"additional_config": {"rotationzoo": {"artifact": str(made)}}}
     scaled = {"hf_overrides": {"rope_parameters": SCALED}}
+    another_model = edit_config(shutil.copytree(DEMO, tmp_path / "other"), rms_norm_eps=1e-3)
     asked = [
         {},
         scaled | {"load_format": "dummy"},
         named,
         named | scaled,
         named | {"load_format": "dummy"},
+        named | {"model": str(another_model)},
         {"additional_config": {"rotation_zoo": {}}, "worker_cls": WORKER},
         {"additional_config": {"rotationzoo": {"artefact": str(made)}}},
     ]
@@ -263,7 +256,8 @@ def test_vllm_alone_refuses_before_it_starts_anything_and_is_itself_without(made
     assert plain["worker"] == other["worker"] == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert ours["worker"] == WORKER
     assert {each["backend"] for each in (plain, ours)} == {EXACT}, "the worker puts ours there"
-    said = ("rope_parameters", "random weights", "no artifact is named", "artifact: Field required")
+    said = ["rope_parameters", "random weights", "was made for demo, and not for"]
+    said += ["no artifact is named", "artifact: Field required"]
     for config, words in zip(refused, said, strict=True):
         assert words in config["worker"]
         assert config["worker"].startswith(("RotationZooError", "UnsupportedModel"))

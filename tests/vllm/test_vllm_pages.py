@@ -6,7 +6,7 @@ from dataclasses import replace
 import benchmark_pages
 import pytest
 import torch
-from support.codec import CpuLauncher, compile_for_cpu, on_cpu, on_gpu
+from support.codec import ON_GPU, on_cpu, on_gpu
 from support.server_pages import (
     DIM,
     GEOMETRY,
@@ -22,7 +22,6 @@ from support.server_pages import (
 )
 
 from rotationzoo.cache.layer import Padding, RotatedLayer
-from rotationzoo.codec import kernels
 from rotationzoo.codec.attention import attend_rows
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.settings import CacheSettings
@@ -70,34 +69,30 @@ def attend_causally(query, key, value) -> torch.Tensor:
 STORED = "sglang", "vllm", "segments"
 
 
-@pytest.mark.parametrize("format", STORED)
-def test_every_call_reads_what_the_cache_of_transformers_reads(format):
-    settings, rows = settings_of(format), draw(sum(CALLS))
-    server = Server(settings)
-    server.begin(0)
-    read = [server.run({0: new})[0] for new in calls_of(rows)]
-    for here, there in zip(read, read_in_transformers(settings, rows), strict=True):
-        assert (here - there).abs().max() < CLOSE
-    exact = replace(settings, layout=replace(settings.layout, recent=100))
-    all_exact = read_in_transformers(exact, rows)[-1]
-    assert (read[-1] - all_exact).abs().max() > 0.1, "some are read from codes"
-
-
-@pytest.mark.parametrize("segment", [segments.SHORT, 5])
-def test_requests_in_one_step_read_what_each_alone_reads(segment):
+@pytest.mark.parametrize(
+    ("format", "segment"), [*((each, segments.SHORT) for each in STORED), ("vllm", 5)]
+)
+def test_requests_in_one_step_read_what_the_cache_of_transformers_reads(format, segment):
     """Chunks and single tokens of three requests together, in steps that do not line up, and
-    segments that end within a request."""
-    settings, server = settings_of(), Server(settings_of(), segment=segment)
-    rows = {request: draw(sum(CALLS), seed=request) for request in range(3)}
-    alone = {request: read_in_transformers(settings, each) for request, each in rows.items()}
-    calls = {request: list(calls_of(each)) for request, each in rows.items()}
-    for request in rows:
+    segments that end within a request. A prompt of the second one goes on inside the sink, and one
+    of the third inside the window behind it."""
+    settings = settings_of(format)
+    server = Server(settings, segment=segment)
+    counts = {0: CALLS, 1: [1, 1, 9, 1, 1, 14, 1, 9, 1, 1], 2: [1] * 7 + [9, 12, 1]}
+    rows = {request: draw(sum(each), seed=request) for request, each in counts.items()}
+    alone, calls = {}, {}
+    for request, each in rows.items():
+        alone[request] = read_in_transformers(settings, each, counts[request])
+        calls[request] = list(calls_of(each, counts[request]))
         server.begin(request)
     for step in range(len(CALLS) + 2):
         # Each request is a step behind the one before it.
         now = {r: each[step - r] for r, each in calls.items() if 0 <= step - r < len(CALLS)}
         for request, output in server.run(now).items():
             assert (output - alone[request][step - request]).abs().max() < CLOSE
+    exact = replace(settings, layout=replace(settings.layout, recent=100))
+    all_exact = read_in_transformers(exact, rows[0])[-1]
+    assert (alone[0][-1] - all_exact).abs().max() > 0.1, "some are read from codes"
 
 
 @pytest.mark.parametrize(
@@ -171,21 +166,33 @@ def test_pages_that_others_write_are_read_from_codes():
 
 
 def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read_from_codes():
+    """The slots are those of one request: 1 page of the sink, and 2 of the recent tokens, 6 in
+    pages of 8. What a worker counts of its copies says so."""
     server = Server(settings_of(), most_requests=1, pages=80)
-    rows = draw(42)
     server.begin("first")
-    server.run({"first": part_of(rows, 0, 42)})
+    server.run({"first": draw(42)})
+    slots = server.planner.slots - 1
+    used, *lacking = server.planner.count().tolist()
+    assert 0 < used <= slots
+    assert lacking == [0, 0, 0]
+    server.run({"first": draw(1)})
+    assert server.planner.count().tolist()[1:] == [0, 0, 0]
     for request in range(3):
         server.begin(request)
         server.run({request: draw(40, seed=request + 1)})
+    used, forgotten, *_ = server.planner.count().tolist()
+    assert used == slots
+    assert forgotten >= 3, "those of the first request, which would still read them"
     for _ in range(2):  # in the middle of a page
         step = server.plan({"first": 1})
         assert step.decode.starts.tolist() == [0], "the sink, too"
-        assert step.decode.ends.tolist() == [42], "the new tokens alone are exact"
-    assert int((server.planner.slot_of > 0).sum()) <= server.planner.slots - 1
+        assert step.decode.ends.tolist() == [43], "the new tokens alone are exact"
+    assert int((server.planner.slot_of > 0).sum()) <= slots
     fresh = server.plan({2: 1})
     assert fresh.decode.starts.tolist() == [3]
     assert fresh.decode.ends.tolist() == [41 - 6]
+    server.run({"first": draw(1), 2: draw(1)})
+    assert server.planner.count().tolist()[2:] == [1, 1]
 
 
 @pytest.mark.parametrize("padding", [0, 160])
@@ -244,71 +251,48 @@ def test_padding_writes_to_nobodys_page():
     assert step.slots.tolist() == [0, 0]
 
 
-def test_a_process_holds_its_heads():
-    settings = settings_of()
-    chosen = select_heads(settings, slice(1, 2)).codec.rotations[0].key
-    whole = settings.codec.rotations[0].key
-    assert torch.equal(chosen.mean, whole.mean[1:])
-    assert torch.equal(chosen.matrix, whole.matrix[1:])
-    assert len(chosen.clip) == 1
-
-
-def test_a_process_holds_the_segments_of_its_heads():
-    whole = settings_of("segments")
+@pytest.mark.parametrize("format", ["vllm", "segments"])
+def test_a_process_holds_its_heads(format):
+    whole = settings_of(format)
     part = select_heads(whole, slice(1, 2))
+    rotations = [each.codec.rotations[0].key for each in (whole, part)]
+    assert torch.equal(rotations[1].matrix, rotations[0].matrix[1:])
+    if format == "vllm":
+        assert torch.equal(rotations[1].mean, rotations[0].mean[1:])
+        assert len(rotations[1].clip) == 1
+        return
     for side in SIDES:
-        layouts = (each.codec.segments(0, side, TOKENS) for each in (whole, part))
-        both, second = (layout.row_bytes for layout in layouts)
+        both, second = (each.codec.segments(0, side, TOKENS).row_bytes for each in (whole, part))
         assert both[1:] == second
         for way in ("forward", "inverse", "steps"):
             both, second = (getattr(each.codec, way)(0, side) for each in (whole, part))
             assert (both[1:] - second).abs().max() < 1e-12
 
 
-@on_gpu
-def test_the_kernel_plans_what_torch_plans(device, monkeypatch):
-    assert_kernel_plans(monkeypatch, lambda server: None, device)
-
-
-@on_cpu
-def test_the_plan_of_a_kernel_run_on_a_cpu_is_that_of_torch(monkeypatch, tmp_path):
-    monkeypatch.setattr(steps, "Launcher", CpuLauncher)
-
-    def compile(server):
-        planner = server.planner
-        macros = {"TOKENS": TOKENS, "SINK": planner.sink, "RECENT": planner.recent}
-        macros |= {"SINK_PAGES": planner.sink_pages, "RECENT_PAGES": planner.recent_pages}
-        macros |= {"SHARED": 0}
-        named = [(name, str(number)) for name, number in macros.items()]
-        library = compile_for_cpu(tmp_path, kernels.read("plan.cu"), ["plan"], named)
-        planner.__dict__["_kernel"] = library.launch_plan
-
-    assert_kernel_plans(monkeypatch, compile, "cpu")
-
-
-def assert_kernel_plans(monkeypatch, compile, device) -> None:
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=on_cpu), *ON_GPU])
+def test_the_kernel_plans_what_torch_plans(device, monkeypatch, request):
     """Requests that begin, grow and end, some by whole chunks beside others, with more pages in
     windows than there are slots."""
+    if device == "cpu":
+        request.getfixturevalue("programs_on_cpu")
     settings = settings_of(kernel=True)
     plans = {}
     for way in ("kernel", "torch"):
         monkeypatch.setattr(steps, "kernels_run_on", lambda device, way=way: way == "kernel")
         server, plans[way] = Server(settings, 3, 160, device=device, segment=16), []
-        if way == "kernel":
-            compile(server)
-        for request in range(6):
-            server.begin(request)
-            plans[way].append(describe(server, server.plan({request: 5 * request + 1})))
+        for newest in range(6):
+            server.begin(newest)
+            plans[way].append(describe(server, server.plan({newest: 5 * newest + 1})))
             for number in range(9):
                 # One waits meanwhile, and others take its copies.
-                busy = [each for each in server.tables if each != number % 3 or not request]
+                busy = [each for each in server.tables if each != number % 3 or not newest]
                 counts = {each: 1 + (number + each) % 4 * (number > 4) for each in busy}
                 if number % 4 == 3:  # the last ones read and write a chunk
-                    counts |= dict.fromkeys(busy[-2:], 11 + request)
+                    counts |= dict.fromkeys(busy[-2:], 11 + newest)
                 step = server.plan(counts)
                 plans[way].append(describe(server, step))
-            if request % 3 == 2:
-                server.end(request - 1)
+            if newest % 3 == 2:
+                server.end(newest - 1)
     assert plans["kernel"] == plans["torch"]
     assert any(len(plan) > 20 for plan in plans["torch"]), "some steps have segments"
 

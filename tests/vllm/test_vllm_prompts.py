@@ -1,4 +1,4 @@
-"""Which earlier tokens prompts read together, and vLLM's attention over them on a GPU."""
+"""What prompts read in parts and merge: torch's attention, and vLLM's on a GPU."""
 
 import pytest
 import torch
@@ -6,49 +6,6 @@ from support.codec import on_gpu
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.vllm.prompts import Packed, Read, TorchAttention
-from rotationzoo.vllm.segments import Known, find_reads, plan_prompts
-
-
-def test_every_token_is_read_once():
-    """Prompts without a context, in the sink alone, within the windows, and beyond them."""
-    contexts, starts, recents = [0, 2, 9, 30, 21], [0, 2, 4, 4, 0], [0, 2, 5, 22, 21]
-    new = [9, 2, 3, 4, 5]
-    counts, lengths = torch.tensor(new), torch.tensor(contexts) + torch.tensor(new)
-    known = Known(counts, lengths, int(lengths.max()), few=1)
-    numbers = [torch.tensor(each, dtype=torch.int32) for each in (contexts, starts, recents, new)]
-
-    def plan(most):
-        reads = find_reads(*numbers, known.count_segments(most), most)
-        return plan_prompts(known, reads, torch.zeros(5, 1), 12, most)
-
-    exact, codes, wide = plan(8).exact, plan(8).codes, plan(24).exact
-    assert [group.contexts.tolist() for group in exact] == [[each] for each in contexts]
-    assert [group.contexts.tolist() for group in wide] == [[0, 2], [9], [30], [21]]
-    tokens = [(group.tokens.start, group.tokens.stop) for group in wide]
-    assert tokens == [(0, 11), (11, 14), (14, 18), (18, 23)]
-    assert [group.bounds.tolist() for group in wide] == [[0, 9, 11], [0, 3], [0, 4], [0, 5]]
-    read = []
-    for prompt, group in enumerate(exact):
-        read += [(prompt, each) for each in group.read.positions()[1].tolist()]
-    assert read == [
-        (prompt, at)
-        for prompt, context in enumerate(contexts)
-        for at in range(context + new[prompt])
-        if at < starts[prompt] or at >= recents[prompt]
-    ]
-    for segment in codes:
-        read += zip(*(each.tolist() for each in segment.positions()), strict=True)
-    assert sorted(read) == [
-        (prompt, at)
-        for prompt, context in enumerate(contexts)
-        for at in range(context + new[prompt])
-    ]
-    for segment in (*codes, *(group.read for group in (*exact, *wide))):
-        held = segment.bounds.diff()
-        assert int(held.sum()) <= segment.room
-        assert int(held.max()) <= segment.longest
-    assert all(segment.room <= 8 for segment in codes)
-
 
 QUERIES, KEYS = [5, 1, 70, 30], [0, 300, 9, 64]
 

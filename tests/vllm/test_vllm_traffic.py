@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.codec import on_gpu
+from support.jobs import calibrate_short
 from support.models import add_tokenizer
 from support.places import ROOT
-from support.recipes import QUICK
 from support.vllm import NEEDS_VLLM, ON_GPU, PYTHON, environment
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.model.source import DEMO
-from rotationzoo.recipe import Data
 
 pytestmark = NEEDS_VLLM
 SCRIPT = ROOT / "scripts/bench/ask_traffic.py"
@@ -59,8 +56,7 @@ def test_traffic_on_a_gpu(device, tmp_path):
     with torch.device(device):
         AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
     add_tokenizer(folder)
-    recipe = QUICK.model_copy(update={"data": Data(tokens=2048, length=512)})
-    rotations = calibrate(Job(str(folder), recipe, tmp_path / "made", device=device)).folder
+    rotations = calibrate_short(folder, tmp_path / "made", device=device).folder
     torch.cuda.empty_cache()
     found = ask(folder, rotations, "--arms=vllm", "--requests=64", "--cache=4")
     assert found["in the same step"] > 4

@@ -76,7 +76,7 @@ ODD_BASES = {
 def test_a_base_of_no_architecture(tmp_path, made, name):
     (tmp_path / "x.gguf").write_bytes(ODD_BASES[name] + bytes(512))
     base, artifact = tmp_path / "x.gguf", made(head_dim=32)
-    words = refused(lambda: exported("llama.cpp", artifact, tmp_path, base=base))
+    words = refused(exported, "llama.cpp", artifact, tmp_path, base=base)
     assert "is of architecture unknown" in words
 
 
@@ -86,7 +86,5 @@ def test_a_base_that_was_cut_off(tmp_path, made, cut):
     artifact = made(head_dim=32)
     base = base_for(artifact, tmp_path)
     base.write_bytes(base.read_bytes()[:-cut])
-    assert "was cut off" in refused(
-        lambda: exported("llama.cpp", artifact, tmp_path / "x", base=base)
-    )
+    assert "was cut off" in refused(exported, "llama.cpp", artifact, tmp_path / "x", base=base)
     assert not (tmp_path / "x" / "out").exists()

@@ -1,7 +1,6 @@
 """SGLang's pair of `.pt` files: versions, names and notes."""
 
 import numpy as np
-import pytest
 import torch
 from support import engine_readers as engines
 from support.engine_artifacts import CENTERED, attend, check_engine, exported, layers_of, rows_of
@@ -10,31 +9,27 @@ from support.tensors import stored_rotations, stored_statistics
 from rotationzoo.recipe.loading import PRESETS
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-def test_sglang_versions(made, tmp_path, pooled):
+def test_sglang_version_2_and_pooled_rotations(made, tmp_path):
+    """Version 1 is compared whole with what OSCAR's own tools write, in `test_import`."""
     artifact = made(head_dim=32)
-    done = exported("sglang", artifact, tmp_path, pooled=pooled)
-    names = ["k_rotation_perhead.pt", "v_rotation_perhead.pt"]
-    if pooled:
-        names = ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"]
-    assert sorted(done.files) == names
-    content = torch.load(done.path / names[0], weights_only=True)
-    keys = "format_version objective source_grouping calibration layers"
-    assert " ".join(content) == keys
-    assert content["format_version"] == (1 if pooled else 2)
-    assert content["source_grouping"] == ("layer" if pooled else "per_kv_head")
+    done = exported("sglang", artifact, tmp_path)
+    assert sorted(done.files) == ["k_rotation_perhead.pt", "v_rotation_perhead.pt"]
+    content = torch.load(done.path / "k_rotation_perhead.pt", weights_only=True)
+    assert " ".join(content) == "format_version objective source_grouping calibration layers"
+    assert (content["format_version"], content["source_grouping"]) == (2, "per_kv_head")
     assert [type(layer) for layer in content["layers"]] == [int] * 4
-    assert content["layers"][1]["rotation"].shape == ((32, 32) if pooled else (2, 32, 32))
-    eigenvalues = content["layers"][1]["eigenvalues"]
-    assert (eigenvalues.diff(dim=-1) >= 0).all()
+    assert content["layers"][1]["rotation"].shape == (2, 32, 32)
+    assert (content["layers"][1]["eigenvalues"].diff(dim=-1) >= 0).all()
     calibration = content["calibration"]
     assert {type(value) for value in calibration.values()} <= {str, int, float, bool}
-    assert calibration["artifact"] == artifact.identity
-    assert calibration["key_clip"] == 0.96
-    if pooled:  # the rotation of the mean moment, not the mean of rotations
-        moment = stored_statistics(artifact)["layers.1.query.second_moment"].mean(0)
-        diagonal = torch.linalg.eigvalsh(moment)
-        assert torch.allclose(eigenvalues.double(), diagonal, rtol=1e-5)
+    assert (calibration["artifact"], calibration["key_clip"]) == (artifact.identity, 0.96)
+    pooled = exported("sglang", artifact, tmp_path / "pooled", pooled=True)
+    content = torch.load(pooled.path / "k_rotation_qqt_r_h_pbr.pt", weights_only=True)
+    assert (content["format_version"], content["source_grouping"]) == (1, "layer")
+    # The rotation of the mean moment, not the mean of rotations.
+    moment = stored_statistics(artifact)["layers.1.query.second_moment"].mean(0)
+    eigenvalues = content["layers"][1]["eigenvalues"].double()
+    assert torch.allclose(eigenvalues, torch.linalg.eigvalsh(moment), rtol=1e-5)
 
 
 def test_sglang_version_3_carries_the_key_mean(made, tmp_path):

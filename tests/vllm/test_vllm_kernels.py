@@ -1,5 +1,5 @@
-"""The CUDA kernels of transform coding: what they store and restore is what torch's operations do,
-on a CPU, which runs the same source, and where a GPU is."""
+"""The CUDA kernels of a server's pages: what they store and restore is what torch's operations do,
+on a CPU, which runs the same source, and those of transform coding also where a GPU is."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,16 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.cases import quick_first
-from support.codec import CpuLauncher, compile_for_cpu, gpu, on_cpu
-from support.server_pages import Server, draw, settings_of
+from support.codec import gpu, on_cpu
+from support.server_pages import DIM, WIDTH, Server, draw, settings_of
 
-from rotationzoo.codec import cuda_segments, kernels
-from rotationzoo.codec.cuda import TYPES, Kernel, Variant
+from rotationzoo.codec import cuda_encoder, cuda_segments
+from rotationzoo.codec.cuda import TYPES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Layer
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
 from rotationzoo.vllm.pages import LayerPages
+from rotationzoo.vllm.segments import Known
 
 HEADS, TOKENS = 3, 20
 DIMS = quick_first([80, 128, 64, 256])  # each is compiled anew
@@ -25,40 +26,11 @@ PLACES += [pytest.param("cuda", dtype, marks=gpu, id=f"cuda {dtype}") for dtype 
 ON_EACH = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    """The source, compiled for the CPU, by dimension and tokens of a page."""
-    made, names = {}, kernels.PROGRAMS["segments.cu"]
-
-    def compile(dim, tokens):
-        if (dim, tokens) not in made:
-            text = kernels.read("segments.cu").replace("1.0f / 0.0f", "HUGE_VALF")
-            macros = Variant(dim, dim, torch.float32).macros()
-            macros += [("TOKENS", str(tokens)), ("SHARED", "0")]
-            folder = tmp_path_factory.mktemp("segments")
-            made[dim, tokens] = compile_for_cpu(folder, text, names, macros, "-ffp-contract=off")
-        return made[dim, tokens]
-
-    return compile
-
-
 @pytest.fixture
-def has_kernels(monkeypatch, libraries, device):
+def has_kernels(monkeypatch, request, device):
     """Says whether kernels run, which are those of the CPU where there is no GPU."""
-
-    def store(name, dim, tokens, dtype, device):
-        return getattr(libraries(dim, tokens), f"launch_{name}")
-
-    def restore(name, layout, dtype, device):
-        variant = Variant(layout.dim, layout.dim, dtype)
-        kernel = store(name, layout.dim, layout.tokens, dtype, device)
-        return Kernel(kernel, variant.block_rows)
-
     if device == "cpu":
-        for module in (pages, prompts, cuda_segments):
-            monkeypatch.setattr(module, "Launcher", CpuLauncher)
-        monkeypatch.setattr(cuda_segments, "compiled", store)
-        monkeypatch.setattr(prompts, "_restore_kernel", restore)
+        request.getfixturevalue("programs_on_cpu")
 
     def choose(has):
         for module in (pages, prompts, cuda_segments):
@@ -67,9 +39,23 @@ def has_kernels(monkeypatch, libraries, device):
     return choose
 
 
-def settings_for(dim, **options):
+def settings_for(dim, format="segments"):
     geometry = [Layer(0, 0, 2 * HEADS, HEADS, dim, dim)]
-    return settings_of("segments", kernel=True, geometry=geometry, **options)
+    return settings_of(format, kernel=True, geometry=geometry)
+
+
+def room_for(dim, has_kernel, device="cpu", dtype=torch.float32) -> torch.Tensor:
+    """Room for 30 keys and values; what is there of values may be anything."""
+    into = torch.zeros(2, 30, HEADS, dim, device=device, dtype=dtype)
+    into[1] = torch.nan if has_kernel else 0
+    return into
+
+
+def with_finite_values(into: torch.Tensor) -> torch.Tensor:
+    """As kernels hand on a value that is not finite: with a key of NaN."""
+    keys, values = into
+    is_bad = ~values.isfinite().all(-1, keepdim=True)
+    return torch.stack([keys.masked_fill(is_bad, torch.nan), values.masked_fill(is_bad, 0)])
 
 
 def with_exact_products(layer: LayerPages) -> None:
@@ -163,16 +149,87 @@ def test_prompts_read_the_levels_of_the_definition(dim, device, dtype, has_kerne
     for has in (False, True):
         has_kernels(has)
         for segment in step.prompts.codes:
-            into = torch.zeros(2, 30, HEADS, dim, device=device, dtype=dtype)
-            into[1] = torch.nan if has else 0
+            into = room_for(dim, has, device, dtype)
             server.reader._restore(step.prompts.page_table, segment, into)
             read.append(into.cpu())
     count = len(step.prompts.codes)
     for definition, found in zip(read[:count], read[count:], strict=True):
-        keys, values = definition
-        is_bad = ~values.isfinite().all(-1, keepdim=True)
-        expected = torch.stack([keys.masked_fill(is_bad, torch.nan), values.masked_fill(is_bad, 0)])
+        expected = with_finite_values(definition)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     keys = torch.stack(read[count:])[:, 0]
     assert keys.isnan().all(-1).sum() == 2
     assert keys.any(-1).sum() > 30
+
+
+# ---- nearest codes
+
+
+FORMATS = quick_first(["vllm", "sglang"])  # each is compiled anew
+
+
+@on_cpu
+@pytest.mark.usefixtures("programs_on_cpu")
+@pytest.mark.parametrize("format", FORMATS)
+def test_prompts_read_rows_that_torch_restores(format, monkeypatch):
+    """Three requests, of which one begins, in windows and segments that end inside others. Two have
+    a value that is not finite, in codes and among new rows: kernels hand on a key of NaN in its
+    place, and values that are finite, also behind the last token."""
+    server = Server(settings_for(DIM, format), segment=7)
+    for request in range(3):
+        server.begin(request)
+    before = {request: draw(13 + 9 * request, request, HEADS) for request in range(2)}
+    before[1]["value"][9, 1, 2] = torch.inf
+    server.run(before)
+    step = server.plan({0: 9, 1: 14, 2: 3})
+    rows = draw(26, 9, HEADS)
+    rows["value"][24, 0, 5] = torch.nan
+    ways = []
+    for has_kernel in (False, True):
+        monkeypatch.setattr(prompts, "kernels_run_on", lambda device, has=has_kernel: has)
+        exact, codes = step.prompts.exact, step.prompts.codes
+        parts = [room_for(DIM, has_kernel) for _ in (*exact, *codes)]
+        for group, into in zip(exact, parts, strict=False):
+            server.reader._gather(step, group, rows, into)
+        for segment, into in zip(codes, parts[len(exact) :], strict=True):
+            server.reader._restore(step.prompts.page_table, segment, into)
+        ways.append(torch.stack(parts if has_kernel else [*map(with_finite_values, parts)]))
+    assert len(step.prompts.exact) == 3
+    assert len(step.prompts.codes) > 2
+    torch.testing.assert_close(*ways, rtol=0, atol=0, equal_nan=True)
+    assert ways[1][:, 0].isnan().all(-1).sum() == 2
+    assert ways[0][:3].any(-1).any(-1).sum() > HEADS * 26
+
+
+@on_cpu
+@pytest.mark.usefixtures("programs_on_cpu")
+@pytest.mark.parametrize("format", FORMATS)
+def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch):
+    """One value is too large, and padding is infinite."""
+    settings, rows, kept = settings_for(DIM, format), draw(13, heads=HEADS), []
+    rows["value"][9, 1, 3] = 1e30
+    for has_kernel in (False, True):
+        monkeypatch.setattr(cuda_encoder, "kernels_run_on", lambda device, has=has_kernel: has)
+        server = Server(settings)
+        server.begin(0)
+        server.layer.store(server.plan({0: 13}), rows)
+        server.layer.store(padding(server), INFINITE)
+        layouts = server.layer.layouts
+        restored = [
+            layouts[side].dequantize(layouts[side].view(memory[1:]))
+            for side, memory in server.layer.memory.items()
+        ]
+        kept.append(torch.stack(restored))
+        assert kept[-1][1].isnan().any(-1).sum() == 1
+        place = server.tables[0][1] * server.tokens + 1
+        assert server.layer.bad.tolist() == [[0, 0], [1, place]]
+    torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
+
+
+INFINITE = {side: torch.full((1, HEADS, DIM), torch.inf) for side in SIDES}
+
+
+def padding(server):
+    """A step with a token of nobody."""
+    numbers = torch.zeros(1, WIDTH, dtype=torch.int32), torch.tensor([0]), torch.tensor([0])
+    known = Known(torch.tensor([1]), torch.tensor([0]), 1)
+    return server.planner.plan(*numbers, torch.tensor([-1]), known)
