@@ -34,6 +34,7 @@ sys.path.append(str(TESTS))
 TOKENS, DRAFTS, CHUNK = 24, 3, 128
 CLOSE = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
 """Nats, of a token on average, that two right answers differ by at most."""
+ITSELF = "vLLM with its own cache, too"
 TIMES = 3
 """Where answers of a request alone and beside a stranger differ by more, so many times as much."""
 
@@ -374,13 +375,13 @@ def measure(cells: list[Cell], work: Path, jobs: int) -> Iterator[tuple[Cell, Fo
     own = {cell: make_job(cell, work, alone=False, exact=True) for cell in failed}
     for cell, result in run_all(own, work, jobs, "exact"):
         if "error" in result:
-            served[cell]["error"] += " (so does vLLM with its own cache)"
+            served[cell] = {"error": f"{ITSELF}: {describe_error(result)}"}
     groups: dict[str, list[Cell]] = {}
     alone: dict[str, dict[str, Any]] = {}
     wanted: dict[str, dict[str, dict[str, Any]]] = {}
     for cell, result in served.items():
         if word := _word_of(result):
-            yield cell, Found(word, result["error"].splitlines()[-1][-300:])
+            yield cell, Found(word, describe_error(result))
             continue
         job = make_job(cell, work, alone=True) | {"chunk": 3}
         name = json.dumps(job)
@@ -406,11 +407,17 @@ def judge(
     return Found(word, f"{far:.1e} apart at most, and {noise:.1e} beside a stranger")
 
 
+def describe_error(result: dict[str, Any]) -> str:
+    """Its last line that says something."""
+    lines = [line for line in result["error"].splitlines() if "further information" not in line]
+    return str(lines[-1].strip()[-300:])
+
+
 def _word_of(result: dict[str, Any]) -> str:
     """What an engine without answers did; empty for one that answered."""
     if "error" not in result:
         return ""
-    return "refused" if result["error"].startswith("UnsupportedModel") else "FAILED"
+    return "refused" if result["error"].startswith(("UnsupportedModel", ITSELF)) else "FAILED"
 
 
 def run_all(
