@@ -29,8 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path.append(str(TESTS))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 TOKENS, DRAFTS, CHUNK = 24, 3, 128
 CLOSE = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
 """Nats, of a token on average, that two right answers differ by at most."""
@@ -160,18 +159,19 @@ def save_models(work: Path, families: set[str]) -> None:
             save(work / name)
 
 
-def calibrate(work: Path, family: str, row: str) -> Path:
-    """The rotations of a model."""
+def calibrate(work: Path, family: str, row: str) -> None:
+    """Make the rotations of a model, unless they are there."""
     from rotationzoo.calibration.calibrate import calibrate as run
     from rotationzoo.calibration.plan import Job
     from rotationzoo.recipe import Data
     from rotationzoo.recipe.loading import PRESETS
 
-    folder = work / f"{family}-{row}"
+    if (folder := work / f"{family}-{row}").exists():
+        return
     recipe = PRESETS[{"budget": "transform", "quick": "oscar"}[row]]
     recipe = recipe.model_copy(update={"data": Data(tokens=2048, length=512)})
     model = "demo" if family == "demo" else str(work / family)
-    return run(Job(model, recipe, folder, device="cpu")).folder
+    run(Job(model, recipe, folder, device="cpu"))
 
 
 # ---- engines, in processes with vLLM's Python
@@ -362,9 +362,6 @@ class Found:
     """`equal`, `WRONG`, `refused`, `FAILED` (to start or to answer) or `NOT COMPARED`."""
     why: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.word}: {self.why}"
-
 
 def measure(cells: list[Cell], work: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:
     """How far the answers of cells are from those to the same requests alone, as soon as it is
@@ -444,8 +441,9 @@ def list_cells(rows: list[str]) -> Iterator[Cell]:
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    from measuring import make_parser
+
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", default="budget,quick")
     parser.add_argument("--cells", help="names of features, with + between those of a pair")
     parser.add_argument("--jobs", type=int, default=4, help="engines at a time")
@@ -462,14 +460,13 @@ def main() -> None:
         named = [tuple(each.split("+")) for each in args.cells.split(",")]
         cells = [cell for cell in cells if cell.names in named]
     save_models(work, {cell.family for cell in cells})
-    several = {(cell.row, cell.family) for cell in cells}
-    wanted = sorted(pair for pair in several if not (work / "{1}-{0}".format(*pair)).exists())
+    wanted = sorted({(cell.row, cell.family) for cell in cells})
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for ready in [pool.submit(calibrate, work, family, row) for row, family in wanted]:
             ready.result()
     words = set()
     for cell, its in measure(cells, work, args.jobs):
-        print(f"{cell.row:7} {'+'.join(cell.names):20} {its}", flush=True)
+        print(f"{cell.row:7} {'+'.join(cell.names):20} {its.word}: {its.why}", flush=True)
         words.add(its.word)
     print(f"{date.today()}, {time.monotonic() - begun:.0f} s, {os.uname().machine}")
     sys.exit(any(word.isupper() for word in words))
