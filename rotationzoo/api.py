@@ -162,7 +162,6 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
     * `data`, `subset`, `split`, `column`, `tokens`, `length`, `seed`: the held-out text, as in
       `calibrate`. Rows have a `length` of 2,048, of more where the windows leave nothing of these,
       and of no more than the model has positions;
-    * `adapter`: the folder of a LoRA adapter of peft's, with which the model computes;
     * `batch`: texts per forward pass;
     * `rope_scaling`, `revision` to `max_memory`, `progress`: as in `calibrate`.
 
@@ -215,7 +214,6 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
         prefill_chunk=asked.prefill_chunk,
         prefill_layout=asked.prefill_layout,
         rope_scaling=asked.rope_scaling,
-        adapter=Path(asked.adapter) if asked.adapter else None,
         baselines=baselines,
         pooled=bool(asked.pooled),
         uncentered=uncentered,

@@ -255,7 +255,6 @@ class EvaluationSettings(TextSettings):
     prefill_chunk: int | None = option("Prefill in chunks of N tokens.", min=1)
     prefill_layout: PrefillLayout = None
     rope_scaling: RopeScaling = None
-    adapter: str | Path | None = option("Folder of a LoRA adapter, read by peft.", kind=Path | None)
     batch: int = option("Texts per forward pass.", default=1, min=1)
     anyway: Anyway = False
     progress: Progress | None = None

@@ -1,37 +1,28 @@
-"""Whether an artifact fits a model: its shapes, RoPE scaling and weights; the files of a model that
-the caller loaded; and the LoRA adapters that an evaluation may add."""
+"""Whether an artifact fits a model: its shapes, RoPE scaling and weights; and the files of a model
+that the caller loaded."""
 
 import logging
-import multiprocessing
-import re
 import shlex
 import shutil
-import sys
 import weakref
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
-from warnings import catch_warnings
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims, same_shapes
-from rotationzoo.model.files import check_configs, read_headers, weight_files
+from rotationzoo.model.files import read_headers, weight_files
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.model.loading import load_config, on_meta
+from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
 from rotationzoo.recipe.rope import same_scaling, scaling_of
 from rotationzoo.recipe.schema import normalize
-from rotationzoo.storage.files import check_regular, read_json
-from rotationzoo.words import shortened
 
 _LOG = logging.getLogger(__name__)
 
@@ -162,90 +153,3 @@ def _is_in(folder: Path, model: PreTrainedModel) -> bool:
 def _lines(config: PretrainedConfig) -> list[str]:
     """A config as text, without the type of the weights, which whoever loads them chooses."""
     return [line for line in config.to_json_string().splitlines() if '"dtype"' not in line]
-
-
-# ---- an adapter, in a folder as peft writes it
-
-_WEIGHTS, _OTHER = "adapter_model.safetensors", "give an adapter of this model"
-_SECONDS = 10  # a model of 18,000 modules takes 3
-# Peft takes a config at its word: other keys import modules, read files or copy layers.
-_KNOWN = (
-    "alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config "
-    "exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform lora_alpha "
-    "lora_bias lora_dropout modules_to_save peft_version r rank_pattern revision target_modules "
-    "target_parameters task_type trainable_token_indices use_dora use_rslora"
-)
-_VALUES = {  # as Python writes those that are harmless
-    **dict.fromkeys(_KNOWN.split(), "(?s).*"),
-    "init_lora_weights": "True|False|gaussian|orthogonal|eva|olora|pissa(_niter_[0-9]{1,2})?",
-    "megatron_core": r"megatron\.core",
-    "peft_type": "LORA",
-    "qalora_group_size": "16",
-}
-
-
-def read_adapter(folder: Path) -> dict[str, Any]:
-    """The config of an adapter. Raises `RotationZooError` without it or peft, or for unread
-    keys."""
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        hint = "give a folder that peft's save_pretrained has written"
-        raise RotationZooError(f"{folder} holds no adapter: it has no {path.name}", hint)
-    if find_spec("peft") is None:
-        raise RotationZooError("peft is not installed", hint="run: pip install 'peft>=0.20'")
-    check_regular(folder / _WEIGHTS)
-    check_configs(folder, str(folder))
-    table = {"peft_type": "none", **read_json(path)}
-    for key, value in table.items():
-        if value and not re.fullmatch(_VALUES.get(key, ""), str(value)):
-            problem = f"{path} sets {shortened(key)} to {shortened(str(value))}, which is not read"
-            hint = "give a LoRA adapter without it, or a model that merge_and_unload has made"
-            raise RotationZooError(problem, hint)
-    return {key: table[key] for key in table.keys() & _VALUES.keys()}
-
-
-def check_adapter(folder: Path, config: PretrainedConfig, label: str) -> list[str]:
-    """Notes on an adapter for this model. Raises `ModelUnavailable` for one that does not fit, or
-    asks for more time or memory than its weights need."""
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    # Peft compares names as expressions, which only the end of a process stops.
-    with as_unavailable(f"{folder} does not fit the model", _OTHER), context.Pool(1) as pool:
-        answer = pool.apply_async(_try_adapter, (folder, config, label))
-        answer.wait(_SECONDS)
-        if not answer.ready():
-            raise TimeoutError(f"its names of modules take more than {_SECONDS} s")
-        answer.get()
-    base = Path(str(read_adapter(folder).get("base_model_name_or_path") or label)).name
-    other = base.casefold() != Path(label).name.casefold()
-    return [f"The adapter names the base model {shortened(base)}, and this is {label}"] * other
-
-
-def _try_adapter(folder: Path, config: PretrainedConfig, label: str) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model, size = on_meta(config, label), (folder / _WEIGHTS).stat().st_size
-    before = model.num_parameters()
-    # Other starts decompose weights.
-    lora = LoraConfig(**read_adapter(folder) | {"init_lora_weights": True})
-    with torch.device("meta"), catch_warnings(action="ignore"):
-        inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
-    # Experts that are fused have twice as many numbers as the file.
-    if (made := model.num_parameters() - before) > 2 * size:
-        raise ValueError(f"it asks for {made:,} numbers, and its weights have {size:,} bytes")
-
-
-def add_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Add a folder's adapter to the model. Raises `ModelUnavailable` if it does not fit."""
-    import peft
-
-    misfit = as_unavailable(f"{folder} does not fit the model", _OTHER)
-    with misfit, catch_warnings(action="ignore"):
-        # Peft's own reader: that of transformers misnames what is no matrix of LoRA.
-        wrapped = peft.PeftModel(model, peft.LoraConfig(**read_adapter(folder)))
-        stored = load_file(folder / "adapter_model.safetensors")
-        expected = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-        # Peft would only warn of an adapter of fewer or more layers.
-        if other := sorted(stored.keys() ^ expected.keys()):
-            raise ValueError(f"only one of them has {other[0]}")
-        peft.set_peft_model_state_dict(wrapped, stored)
-    model.eval()
