@@ -35,9 +35,6 @@ class Request:
     """Sink and recent tokens, instead of the artifact's own."""
     base: Path | None = None
     """llama.cpp: the GGUF file to copy."""
-    model: str | None = None
-    """llama.cpp: the model that the base was converted from, to compare the two. By default it is
-    the artifact's own model, if that is in the hub's cache."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Two forks have a 2-bit cache: OSCAR's, and one that grew from it. A base of anot
 to load, or load for the wrong layers; one of other weights would only answer worse.
 """
 
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -14,18 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.reductions import Settled
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.engines import rotation_file
 from rotationzoo.engines.base import PAGE, Launch, Payload, SideMatrices, check_limits, clip_text
-from rotationzoo.engines.rotation_file import RotationFile, as_mapping, objective_name
+from rotationzoo.engines.rotation_file import RotationFile, objective_name
 from rotationzoo.errors import RotationZooError, as_refusal, first_sentence
 from rotationzoo.geometry import cached_layers
-from rotationzoo.model.files import text_config
-from rotationzoo.model.source import Source, find, find_cached
 from rotationzoo.rotations import SIDES
-from rotationzoo.storage.files import read_json
 from rotationzoo.storage.gguf_reader import Reader, gguf, open_gguf
 
 # Architecture -> cache type: `q2_0` of OSCAR's fork, or `oscar2`, which has no clip or windows.
@@ -33,13 +28,6 @@ _CACHE_TYPE = dict.fromkeys(ENGINES["llama.cpp"].gguf, "oscar2") | {"qwen3": "q2
 _BLOCK = 32  # channels per block of either cache type
 _OF_THE_MODEL = "give the base that was converted from the model of the artifact"
 _KEYS = re.compile(r"blk\.(\d{1,9})\.attn_k\.weight")
-# GGUF field -> key of config.json.
-_FIELDS = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "rope.freq_base": "rope_theta",
-}
 
 
 def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
@@ -61,7 +49,6 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     architecture = objective_name(reader.value("general.architecture"))
     for problem, remedy in _problems(reader, architecture, request, payload):
         raise RotationZooError(problem, remedy)
-    compared = _compare_config(reader, architecture, request, payload)
     tensors = rotation_tensors(payload)
     notes = {
         **payload.provenance,
@@ -70,7 +57,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     }
     name = f"{base.stem}-rot-kv.gguf"
     write_copy(reader, work / name, tensors, notes)
-    return _launch(final / name, architecture, request, compared)
+    return _launch(final / name, architecture, request)
 
 
 def _problems(
@@ -118,38 +105,7 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
                 )
 
 
-def _compare_config(reader: Reader, architecture: str, request: Settled, payload: Payload) -> str:
-    """Compare the base with its model's config, if that is here, and return a note about it.
-
-    Raises `RotationZooError` for a file that was converted from another model.
-    """
-    if request.model:
-        source: Source | None = find(request.model)
-    else:
-        source = find_cached(payload.model, payload.provenance.get("model_revision"))
-    if source is None:
-        return (
-            f"the base was compared by its shapes alone: {payload.model} was not "
-            "found on this machine (--model says where it is)"
-        )
-    stated = payload.provenance.get("config_sha256")
-    if request.model and stated not in (None, hash_config(source.folder)):
-        problem = f"{request.model} is not the model of this artifact: its config differs"
-        raise RotationZooError(problem, "check --model")
-    config = text_config(read_json(source.folder / "config.json"))
-    # Some configs keep `rope_theta` under `rope_parameters`.
-    config = {**as_mapping(config.get("rope_parameters")), **config}
-    for field, key in _FIELDS.items():
-        numbers = stored, expected = [reader.value(f"{architecture}.{field}"), config.get(key)]
-        known = all(isinstance(number, int | float) for number in numbers)
-        if known and not math.isclose(*numbers, rel_tol=1e-6):
-            differs = f"its {field} is {stored:g}, and {key} is {expected:g} there"
-            problem = f"{reader.path.name} was not converted from {source.name}: {differs}"
-            raise RotationZooError(problem, _OF_THE_MODEL)
-    return f"the base has the config of {source.name}; its weights were not compared"
-
-
-def _launch(file: Path, architecture: str, request: Settled, compared: str) -> Launch:
+def _launch(file: Path, architecture: str, request: Settled) -> Launch:
     kind = _CACHE_TYPE[architecture]
     of_oscar = kind == "q2_0"
     types = f"--cache-type-k {kind} --cache-type-v {kind}"
@@ -171,7 +127,7 @@ def _launch(file: Path, architecture: str, request: Settled, compared: str) -> L
         "`evaluate`; as it ships, with outer levels a third too small, rotations can serve worse "
         "than none (docs/engines.md has figures), and without exact windows it is of no "
         "use": of_oscar,
-        compared: True,
+        "the base was compared by its shapes alone: it must be of this artifact's model": True,
         "keep the base: llama.cpp itself refuses the copy, whose rotations it does not know (wrong "
         "number of tensors)": True,
     }

@@ -1,27 +1,19 @@
 """Rotations in a copy of a GGUF file, and which base they are copied into."""
 
-import re
-import shutil
 import sys
 from functools import partial
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from support import engine_readers as engines
-from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
-from support.models import edit_config, save_tiny
+from support.engine_artifacts import base_for, exported, layers_of, matrices, rows_of
 
 from rotationzoo.artifact.reductions import Request
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.engines import formats
 from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import Data
 from rotationzoo.settings import Import
 
 
@@ -100,44 +92,6 @@ def test_bases_that_do_not_fit(made, tmp_path):
     with pytest.raises(RotationZooError, match="from the model's own file") as refused:
         exported("llama.cpp", artifact, tmp_path, base=None)
     assert "--base" in refused.value.hint
-
-
-@pytest.fixture(scope="module")
-def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
-    """A model of head dimension 32, and an artifact that was made for it."""
-    folder = tmp_path_factory.mktemp("model")
-    model = save_tiny(folder / "tiny", head_dim=32, hidden_size=64, rope_theta=5e5)
-    recipe = OSCAR.model_copy(update={"data": Data(tokens=512, length=256)})
-    return model, calibrate(Job(str(model), recipe, folder / "artifact", device="cpu"))
-
-
-def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
-    model, artifact = of_a_model
-    base = engines.convert_model(model, tmp_path / "base.gguf")
-    notes = exported("llama.cpp", artifact, tmp_path, base=base, model=str(model)).launch.notes
-    assert f"the base has the config of {model}; its weights were not compared" in notes
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hidden_size": 96},
-        {"num_hidden_layers": 3},
-        {"num_attention_heads": 8},
-        {"rope_parameters": {"rope_theta": 1e6}},
-    ],
-    ids=["width", "layers", "heads", "base of RoPE"],
-)
-def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, changes):
-    model, artifact = of_a_model
-    other = edit_config(shutil.copytree(model, tmp_path / "other"), **changes)
-    base = engines.convert_model(other, tmp_path / "base.gguf")
-    said = f"base.gguf was not converted from {re.escape(str(model))}"
-    with pytest.raises(RotationZooError, match=said):
-        exported("llama.cpp", artifact, tmp_path, base=base, model=str(model))
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(RotationZooError, match="demo is not the model of this artifact"):
-        exported("llama.cpp", artifact, tmp_path, base=base, model="demo")
 
 
 def test_without_the_package_it_is_named_before_anything_is_read(made, tmp_path, monkeypatch):
