@@ -154,7 +154,6 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     """One rotation per layer, fitted from the statistics of an artifact: a mean of rotations would
     not be orthogonal. Raises as `check_pooled`."""
     _check_statistics(artifact)
-    # Means are copied from the artifact: statistics recovered from imported files have none.
     left_out = dict.fromkeys(("center_keys", "center_values", "transform"), False)
     recipe = artifact.recipe.model_copy(update={"pooling": "layer", **left_out})
     moments = None if artifact.statistics is None else sums(artifact.statistics)

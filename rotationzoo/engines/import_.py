@@ -1,4 +1,4 @@
-"""Imports other tools' rotation files as an artifact: their matrices and recovered statistics."""
+"""Imports other tools' rotation files as an artifact."""
 
 import re
 import time
@@ -26,9 +26,6 @@ from rotationzoo.geometry import (
     shifted_layers,
 )
 from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
-from rotationzoo.linalg.compositions import recover_basis
-from rotationzoo.linalg.moments import Average, Averages
-from rotationzoo.linalg.orthogonality import ORTHOGONAL
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, find, has_weights, weights_fingerprint
@@ -224,7 +221,6 @@ def import_(job: Import) -> Artifact:
     names = {key: name_of(value) for key, value in stated.items() if isinstance(value, str)}
     fingerprint = weights_fingerprint(source) if has_weights(source) else None
     rotations = _rotations_of(files, recipe, geometry)
-    statistics, unrecovered = _recover_statistics(rotations, recipe)
     seconds = round(time.monotonic() - started, 3)
     content = {
         # The fingerprint is of the weights that the user names; nothing in the files confirms it.
@@ -238,7 +234,7 @@ def import_(job: Import) -> Artifact:
             "files": measured,
             "objectives": {side: file.content.objective for side, file in files.items()},
             "calibration": {**stated, **names},
-            "notes": [*notes, *unrecovered],
+            "notes": notes,
         },
         "identity": identity,
         "versions": library_versions(),
@@ -246,7 +242,7 @@ def import_(job: Import) -> Artifact:
         "metrics": {"orthogonality_error": rotations.orthogonality_error},
     }
     hint = "fetch the files again, or ask who made them"
-    return write_sound_artifact(job.output, rotations, statistics or None, content, hint=hint)
+    return write_sound_artifact(job.output, rotations, None, content, hint=hint)
 
 
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
@@ -341,25 +337,3 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
 
 def _copy(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     return tensor.expand(shape).clone(memory_format=torch.contiguous_format)
-
-
-def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages, list[str]]:
-    """The second moments `Sigma = U diag(lambda) U^T`, float64 `[H or 1, D, D]`, of every side that
-    has eigenvalues and a known composition; or none and a remark that says why."""
-    averages: Averages = {}
-    error = rotations.orthogonality_error
-    # `not <=` instead of `>`, because NaN must not pass.
-    if not error <= ORTHOGONAL:
-        off = f"the matrices are off orthogonality by {error:.0e}"
-        return {}, [f"{off}, so no statistics are recovered from them"]
-    for layer, side, rotation in rotations.each() if recipe.has_eigenbasis else ():
-        if rotation.eigenvalues is None:
-            continue
-        basis = recover_basis(rotation.matrix, recipe.composition, recipe.group(rotation.dim))
-        moment = basis @ torch.diag_embed(rotation.eigenvalues.double()) @ basis.mT
-        (kind,) = recipe.target_kinds(side)
-        averages.setdefault(layer, {})[kind] = Average((moment + moment.mT) / 2)
-    if averages or recipe.composition in DATA_FREE:
-        return averages, []
-    lacking = "the files have no eigenvalues, or an unknown composition"
-    return {}, [f"no statistics can be recovered: {lacking}"]
