@@ -21,7 +21,6 @@ from rotationzoo.recall.questions import TASKS
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.recipe import Recipe
@@ -195,8 +194,7 @@ class TextSettings(RunSettings):
 class CalibrationSettings(TextSettings):
     """The settings of `rotationzoo.calibrate`, which says what each of them is."""
 
-    model: "str | PreTrainedModel" = field(kw_only=False, metadata=MODEL)
-    tokenizer: "PreTrainedTokenizerBase | None" = None
+    model: str = field(kw_only=False, metadata=MODEL)
     recipe: "str | Recipe | None" = option(
         f"{', '.join(RECIPES)}, or a YAML file (the engine's).", kind=str | None
     )

@@ -1,28 +1,22 @@
-"""Whether an artifact fits a model: its shapes, RoPE scaling and weights; and the files of a model
-that the caller loaded."""
+"""Whether an artifact fits a model: its shapes, RoPE scaling and weights."""
 
 import logging
 import shlex
-import shutil
-import weakref
-from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
-
-import torch
-from safetensors import safe_open
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, cached_rows, check_group_size, head_dims, same_shapes
-from rotationzoo.model.files import read_headers, weight_files
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import Source, find_cached, has_weights, weights_fingerprint
 from rotationzoo.recipe.rope import same_scaling, scaling_of
 from rotationzoo.recipe.schema import normalize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,7 +84,7 @@ def other_weights_note(artifact: Artifact, source: Source) -> str | None:
     return f"{artifact.folder.resolve().name} was made for other weights than {source.name} has"
 
 
-def check_fits(artifact: Artifact, model: PreTrainedModel) -> None:
+def check_fits(artifact: Artifact, model: "PreTrainedModel") -> None:
     """Raise `RotationZooError` for an artifact of another model or RoPE scaling."""
     check_artifacts(model.name_or_path or type(model).__name__, [artifact], geometry_of(model))
     wanted, present = artifact.recipe.rope_scaling, scaling_of(model.config)
@@ -101,55 +95,13 @@ def check_fits(artifact: Artifact, model: PreTrainedModel) -> None:
         raise RotationZooError(problem, hint)
 
 
-def warn_of_other_weights(artifact: Artifact, model: PreTrainedModel) -> None:
+def warn_of_other_weights(artifact: Artifact, model: "PreTrainedModel") -> None:
     """Log a warning where the files of a model are not those that an artifact was made for."""
-    source = source_of(model)
+    name, commit = model.name_or_path or "", getattr(model.config, "_commit_hash", None)
+    source = find_cached(name, commit) if commit else None
+    if name and Path(name).is_dir():
+        source = Source(name, Path(name), None)
     if source is None or not has_weights(source):
         return
     if note := other_weights_note(artifact, source):
         _LOG.warning("%s; see: rotationzoo verify", note)
-
-
-def source_of(model: PreTrainedModel) -> Source | None:
-    """Where a model was loaded from, or None where this is not known, or not on this machine."""
-    name, commit = model.name_or_path or "", getattr(model.config, "_commit_hash", None)
-    if name and Path(name).is_dir():
-        return Source(name, Path(name), None)
-    return find_cached(name, commit) if commit else None
-
-
-# ---- a model that the caller loaded, which runs as it is
-
-
-def take_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
-    """A loaded model's source: its files, or a folder with its config if it has none or changed."""
-    source = source_of(model)
-    if source is None or not _is_in(source.folder, model):
-        folder = Path(mkdtemp(prefix="rotationzoo-"), type(model).__name__)
-        weakref.finalize(model, shutil.rmtree, folder.parent, ignore_errors=True)
-        model.config.save_pretrained(folder)
-        source = Source(str(folder), folder, None)
-    return replace(source, model=model, tokenizer=tokenizer)
-
-
-def _is_in(folder: Path, model: PreTrainedModel) -> bool:
-    """Whether the files in a folder have the model's config, and the first and the last row of each
-    of its weights. Training changes one of them in nearly every tensor."""
-    stored, parameters = read_headers(weight_files(folder)), dict(model.named_parameters())
-    if not parameters.keys() <= stored.keys():  # as where it was read from a GGUF file
-        return False
-    if _lines(AutoConfig.from_pretrained(folder)) != _lines(model.config):
-        return False
-    for name, parameter in parameters.items():
-        with safe_open(stored[name].file, "pt") as file:
-            tensor = torch.atleast_1d(file.get_tensor(name))
-        rows = torch.atleast_1d(parameter)
-        same = tensor.shape == rows.shape and not parameter.is_meta
-        if not same or not torch.equal(tensor[[0, -1]].to(rows), rows[[0, -1]]):
-            return False
-    return True
-
-
-def _lines(config: PretrainedConfig) -> list[str]:
-    """A config as text, without the type of the weights, which whoever loads them chooses."""
-    return [line for line in config.to_json_string().splitlines() if '"dtype"' not in line]

@@ -127,8 +127,6 @@ def load(
     Quantized weights ignore `dtype`: they load in their makers' type or dequantize to the config's,
     and those of a GGUF file to any. Unless it `predicts`, the language-model head may be missing.
     """
-    if source.model is not None:
-        return cast("PreTrainedModel", source.model)
     paths, cannot = files.weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # it is the caller's
     is_single = bool(paths) and paths[0].name == files.SINGLE
@@ -247,8 +245,6 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. Raises `ModelUnavailable`."""
     from transformers import AutoTokenizer
 
-    if source.tokenizer is not None:
-        return cast("PreTrainedTokenizerBase", source.tokenizer)
     found = any(any(source.folder.glob(each)) for each in _TOKENIZERS)
     absent = "" if found else ": its tokenizer.json is not there"
     missing = ModelUnavailable(

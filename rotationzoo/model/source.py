@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -46,9 +46,6 @@ class Source:
     name: str
     folder: Path
     revision: str | None
-    model: Any = field(default=None, repr=False, compare=False)
-    tokenizer: Any = field(default=None, repr=False, compare=False)
-    """What the caller loaded, and is neither fetched nor read from the folder; None otherwise."""
 
     @property
     def label(self) -> str:
@@ -213,8 +210,6 @@ def find_cached(model: str, revision: str | None) -> Source | None:
 
 def fetch(source: Source, weights: bool = True) -> None:
     """Fetch a model's tokenizer and `weights`, unless they are here. Raises `ModelUnavailable`."""
-    if source.model is not None:
-        return
     if files.is_gguf(source.folder):
         _write_tokenizer(source.folder, source.name)
     elif source.revision is not None:
