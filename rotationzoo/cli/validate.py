@@ -1,4 +1,4 @@
-"""`rotationzoo validate`: check the CUDA reference against the codec and measure its speed."""
+"""`rotationzoo validate`: check the CUDA reference against the codec."""
 
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.output import Output, say
@@ -14,7 +14,7 @@ def validate_command(
     rows: int = option("Rows for each layer, KV head and side.", min=64, default=1024),
     device: Device = "auto",
 ) -> None:
-    """Check the CUDA reference on a GPU, bit by bit, against the codec, and measure its speed.
+    """Check the CUDA reference on a GPU, bit by bit, against the codec.
 
     rotationzoo validate rotations/demo-transform
     """
@@ -35,10 +35,6 @@ def validate_command(
             return
         say("Codes and dequantized values are equal bit by bit to the definition in int2.py")
         say(f"Rotation: error {report['rotation_error']:.2f} of the bound of a float32 product")
-        copy = report["copy_bytes_per_second"]
-        shares = [report[f"{step}_bytes_per_second"] / copy for step in ("quantize", "dequantize")]
-        of_copy = "clipping and quantizing {:.1%}, dequantizing {:.1%}".format(*shares)
-        say(f"Device copy {copy / 1e12:.2f} TB/s; of that: {of_copy}")
 
     out.result(report, opened.identity, human)
     suggest_step(out, opened)
