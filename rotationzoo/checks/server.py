@@ -4,8 +4,7 @@ import os
 import re
 import secrets
 import shlex
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -37,8 +36,6 @@ LEAST_CHANGE = 0.05
 """Nats. The demo's are .15, and bfloat16 alone moves a server by .05."""
 LEAST_COMPARED = 40
 """Log probabilities. Fewer would be those of less than eight tokens."""
-UNANSWERED = 3
-"""A watched server is gone that does not answer so often in a row."""
 _METRIC = re.compile(r"(?ma)^rotationzoo_(\w+)\{.*\} (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
 _ARTIFACT = re.compile(r'(?m)^rotationzoo_artifact_info\{.*artifact="([0-9a-f]+)"')
 
@@ -153,24 +150,6 @@ class Server:
             metrics[name] = max(metrics.get(name, 0.0), float(number))
         named = _ARTIFACT.search(text)
         return replace(reading, metrics=metrics, artifact=named and named[1])
-
-    def watch(self, every: float | None, tell: Callable[[str], None]) -> ServerCheck:
-        """One reading, or a reading every `every` seconds until one differs from the record. Tells
-        each in a line. Raises as `read` does at first, later after `UNANSWERED` failures in a row.
-        """
-        reading, unanswered = self.read(), 0
-        words: object = reading.words
-        while every and self.refusal(reading) is None:
-            tell(f"{time.strftime('%F %T')} {words}")
-            time.sleep(every)
-            try:
-                reading, unanswered = self.read(), 0
-                words = reading.words
-            except RotationZooError as error:
-                words, unanswered = error, unanswered + 1
-                if unanswered == UNANSWERED:
-                    raise
-        return reading
 
     def refusal(self, reading: ServerCheck) -> RotationZooError | None:
         """The error for what a server reads; None if it is the artifact's rotations."""

@@ -29,16 +29,11 @@ def verify_command(
     server: str | None = option(
         "Also ask this running vLLM if it reads them; exit 4 if undecided.", metavar="URL"
     ),
-    every: float | None = option(
-        "Ask it again after so many seconds, until it reads something else.", min=1
-    ),
     revision: Revision = None,
 ) -> None:
     """Check that an artifact is whole, orthogonal and of its model."""
     if run and model is None:
         raise UsageError("--run needs a model", hint="add: --model MODEL")
-    if every and server is None:
-        raise UsageError("--every needs a server", hint="add: --server URL")
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
@@ -66,7 +61,7 @@ def verify_command(
             verification = verification.with_misfits(
                 [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
             )
-    reading = running.watch(every, out.tell) if running and verification.ok else None
+    reading = running.read() if running and verification.ok else None
     refused = running and reading and (refusal := running.refusal(reading))
     if refused and not isinstance(refused, Undecided):
         verification = replace(verification, problems=[str(refused)])

@@ -3,13 +3,9 @@ and by servers that do not."""
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from support.fixtures import environment
 from support.hubs.hub import Answer, Hub, as_json, route
 from support.hubs.server import running
 from transformers import AutoModelForCausalLM
@@ -17,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from rotationzoo import api
 from rotationzoo.artifact.measured import Probe
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks import server as checks
-from rotationzoo.checks.server import KEY, UNANSWERED, LogProbabilities, compare
+from rotationzoo.checks.server import KEY, LogProbabilities, compare
 
 MODELS = {"data": [{"id": "served", "owned_by": "vllm", "max_model_len": 2048}]}
 
@@ -266,71 +261,3 @@ def test_metrics_that_are_none_change_nothing(inside, recorded, text):
         done = inside("verify", recorded.folder, "--server", server.endpoint)
     assert done.returncode == 0
     assert "Its metrics: none" in done.stdout or "Its metrics: a 1\n" in done.stdout
-
-
-def test_a_server_is_watched_until_it_leaves_its_record(inside, recorded, monkeypatch):
-    """A server that does not answer is gone after several times in a row."""
-    hub, waited = recorded_server(recorded), []
-
-    def wait(seconds):
-        waited.append(seconds)
-        hub.status = steps.pop(0)
-        if len(steps) == 1:
-            hub.column = "exact"
-
-    monkeypatch.setattr(checks.time, "sleep", wait)
-    with running(hub) as server:
-        words = ["verify", recorded.folder, "--server", server.endpoint, "--every", "60"]
-        steps = [200, 503, 503, 200, 200, 200]
-        left = inside(*words)
-        assert waited == [60] * 5
-        assert left.returncode == 1
-        assert "reads an exact cache" in left.stderr
-        told = left.stderr.splitlines()[:5]
-        assert ["answers with status 503" in line for line in told] == [
-            False,
-            False,
-            True,
-            True,
-            False,
-        ]
-        assert all("are 0.000 nats from the record" in told[at] for at in (0, 1, 4))
-        hub.column, steps = "log_probabilities", [503] * 9
-        gone = inside(*words, "--json")
-    assert gone.returncode == 1
-    assert len(steps) == 9 - UNANSWERED
-    assert "answers with status 503" in json.loads(gone.stdout)["error"]
-
-
-def watch(folder, recorded, endpoint) -> subprocess.Popen:
-    words = ["verify", recorded.folder, "--server", endpoint, "--every", "1", "--json"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "rotationzoo", *words],
-        env=environment(folder / "hf"), cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-@pytest.mark.thorough
-def test_a_watch_ends_with_a_code_and_one_object(tmp_path, recorded):
-    """A line a time is there at once; Ctrl-C ends it as everything else."""
-    hub = recorded_server(recorded)
-    with running(hub) as server:
-        watched, stopped = (watch(tmp_path, recorded, server.endpoint) for _ in range(2))
-        for process in (watched, stopped):
-            lines = [process.stderr.readline() for _ in range(2)]
-            assert all("nats from the record" in line for line in lines), lines
-        stopped.send_signal(signal.SIGINT)
-        ended = stopped.communicate(timeout=60)
-        hub.column = "exact"
-        left = watched.communicate(timeout=60)
-    assert (watched.returncode, stopped.returncode) == (1, 130)
-    assert json.loads(left[0])["server"]["verdict"] == "exact"
-    assert "Error: the server at" in left[1]
-    assert json.loads(ended[0])["error"] == "interrupted"
-
-
-def test_watching_needs_a_server(inside, recorded):
-    done = inside("verify", recorded.folder, "--every", "60")
-    assert done.returncode == 2
-    assert "--every needs a server" in done.stderr
