@@ -24,7 +24,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.model.loading import load, load_config, load_tokenizer
-from rotationzoo.model.source import fetch, find, weights_fingerprint
+from rotationzoo.model.source import fetch, find
 from rotationzoo.recipe import Data
 from rotationzoo.storage.gguf_reader import open_gguf
 
@@ -76,25 +76,13 @@ def test_the_plan_counts_dequantized_weights(file):
     assert load(known.source, known.config, "cpu", "auto").dtype == torch.bfloat16
 
 
-def test_files_in_folders_and_repositories_are_found(zoo, llama, file, tmp_path):
+def test_a_folder_without_a_config_is_no_model(zoo, file, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     shutil.copy(file, folder / "only.gguf")
-    assert weights_fingerprint(find(str(folder))) == weights_fingerprint(find(str(file)))
+    assert "give a saved model's folder, a GGUF file" in only_error(zoo.run("plan", folder))
     publish_folder(zoo.hf, "someone/one-gguf", folder)
-    assert zoo.run("plan", "someone/one-gguf").returncode == 0
-    source = find("someone/one-gguf:only.gguf")
-    assert source.label == "someone/one-gguf"
-    assert source.revision in zoo.hf.repositories["someone/one-gguf"].commits
-    assert weights_fingerprint(source) == weights_fingerprint(find(str(file)))
-    assert "has no file none.gguf" in only_error(zoo.run("plan", "someone/one-gguf:none.gguf"))
-    shutil.copy(file, folder / "second.gguf")
-    publish_folder(zoo.hf, "someone/two-ggufs", folder)
-    for name, colon in (("someone/two-ggufs", ":"), (str(folder), "/")):
-        shown = only_error(zoo.run("calibrate", name, "--dry-run"))
-        assert "has no config.json, and 2 GGUF files" in shown
-        assert f"name one of them: {name}{colon}only.gguf" in shown
-    assert zoo.run("calibrate", f"{folder}/second.gguf", "--dry-run").returncode == 0
+    assert "or the path of a GGUF file" in only_error(zoo.run("plan", "someone/one-gguf"))
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ class HuggingFace(Hub):
             raise
         except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
             hint = "check HF_HUB_OFFLINE and the network, then run the same command again"
-            failure = session.describe_failure(error, None)
+            failure = session.describe_failure(error)
             raise HubError(f"{where}: {failure}", hint=hint) from error
         except Exception as error:  # the client, its transport and the disk raise their own types
             raise _as_hub_error(error, where, revision, self.token) from error
