@@ -1,6 +1,5 @@
 """Files that others made, written here by code of our own after their tools, become artifacts."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from scipy.linalg import hadamard as sylvester
 from support import engine_artifacts
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported
-from support.models import save_tiny
 from support.oscar_files import (
     DIM,
     KEY,
@@ -337,23 +335,3 @@ def test_files_of_another_model(tiny, of_tiny, tmp_path, made):
     said = r"layer 1 has 2 KV heads with keys of 16, the file \[3, 16, 16\]"
     with pytest.raises(RotationZooError, match=said):
         import_(Import([folder], tmp_path / "bound", model=str(tiny)))
-
-
-def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path, inside):
-    """Same shapes, other weights: nothing in the files says it, what the model computes does."""
-    folder, _ = of_tiny
-    for content in changed(folder):
-        del content["calibration"]
-    twin = save_tiny(tmp_path / "twin", seed=5)
-    for name, right in ((tiny, True), (twin, False)):
-        artifact = import_(Import([folder], tmp_path / f"bound-{right}", model=str(name)))
-        assert verify(artifact, str(name)).ok, "by its files alone"
-        words = ["--model", name, "--run", "--device", "cpu", "--json"]
-        result = inside("verify", artifact.folder, *words)
-        data = json.loads(result.stdout)
-        assert data["ok"] is right
-        assert (min(data["agreement"].values()) > 0.24) is right, data["agreement"]
-    assert "not made of what" in data["problems"][0]
-    assert f"is sound, but for another model: not made of what {twin} computes" in result.stderr
-    assert result.stderr.endswith("import its files again with the model that they are for\n")
-    assert inside("verify", artifact.folder, "--run").returncode == 2

@@ -15,8 +15,6 @@ from support.recipes import CODED, QUICK
 from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
-from rotationzoo.checks import membership
-from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export, launch_line
 from rotationzoo.engines.import_ import import_
@@ -24,7 +22,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Recipe
 from rotationzoo.settings import Import
 
 FITTED = "c_kv_rcov_phblock_g16"
@@ -105,23 +103,9 @@ def test_tables_with_a_mean_and_eigenvalues(write, models, moments):
     assert verify(artifact).ok
 
 
-def test_a_run_tells_a_member_from_a_stranger(write, models, monkeypatch):
-    monkeypatch.setattr(membership, "TEXT", Data(tokens=2048, length=256))
-    folder = write()
-    mine = check_membership(read(folder, models), Candidate(model=str(models / "mine")))
-    assert not mine.foreign
-    assert mine.lowest > 0.8
-    other = read(folder, models, "other")
-    stranger = check_membership(other, Candidate(model=str(models / "other")))
-    assert stranger.foreign
-    assert stranger.lowest < 0.15
-
-
 def test_a_folder_of_another_name_says_nothing_of_how_it_was_made(write, models):
     artifact = read(write("k3_latent_rot"), models)
     assert artifact.recipe.composition == GIVEN
-    with pytest.raises(RotationZooError, match="holds no eigenbasis"):
-        check_membership(artifact, Candidate(model=str(models / "mine")))
 
 
 def test_groups_are_those_of_the_matrices_or_nothing_is_recovered(write, models):
