@@ -22,7 +22,6 @@ from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engine_needs import find_engine
 from rotationzoo.engines.base import Launch, Payload, SideMatrices, WriteFiles
-from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import find_model, model_words
 from rotationzoo.rotations import SIDES, LayerRotations, Rotations
@@ -193,8 +192,8 @@ def _notes_of_artifact(artifact: Artifact, launch: Launch) -> list[str]:
 # ---- what an engine receives
 
 
-# OSCAR has no word for the exact `output` statistic; our files state it under `calibration`.
-_WORDS = {statistic: word for word, statistic in STATISTICS.items()} | {"output": "sst"}
+_WORDS = {"query": "qqt", "key": "ktk", "key_energy": "sst", "value": "vtv", "output": "sst"}
+"""OSCAR's words for statistics. It has none for `output`, which our files state elsewhere."""
 PLACEHOLDER = "MODEL"
 """The placeholder in a launch command for a model whose location is unknown."""
 Provenance = dict[str, str | int | float | bool]

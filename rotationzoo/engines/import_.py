@@ -14,7 +14,12 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.checkpoint import finished_artifact
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.formats.sglang_latent import latent_files
-from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalize
+from rotationzoo.engines.rotation_file import (
+    RotationFile,
+    check_matrices,
+    data_free_name,
+    normalize,
+)
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_refusal
 from rotationzoo.geometry import (
     Geometry,
@@ -132,8 +137,7 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
         if key.calibration.get(name) != value.calibration.get(name):
             yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
     # Only data-free rotations may be the same for keys and values.
-    _, composition = describe(key)
-    if composition not in DATA_FREE and all(torch.equal(matrices[i], others[i]) for i in matrices):
+    if data_free_name(key) == GIVEN and all(torch.equal(matrices[i], others[i]) for i in matrices):
         yield f"{both} hold the same matrices", _FETCH_AGAIN
 
 
@@ -194,7 +198,6 @@ def _misfits(side: str, file: RotationFile, geometry: Geometry) -> Iterator[str]
 
 
 _SERVED = ("key_clip", "value_clip", "sink", "recent")
-_PUBLISHED = "oscar-v1"
 # Rotations of latents, by the name that the index has for them. Their server clips none.
 _OF_LATENTS = {"name": "oscar-latent", "pooling": "head", "key_clip": 1.0, "value_clip": 1.0}
 _OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
@@ -247,11 +250,12 @@ def import_(job: Import) -> Artifact:
 
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
     """The recipe, from the user and the files, and remarks. Raises `RotationZooError`."""
-    first, published = next(iter(files.values())), PRESETS[_PUBLISHED]
+    first, published = next(iter(files.values())), PRESETS["oscar-v1"]
     of_latents = first.side == LATENT
-    composition, notes = _composition_of(files, group_size)
-    converted = [note for file in files.values() for note in file.notes]
-    notes = [*converted, *notes] if of_latents else [*notes, *converted]
+    notes = [note for file in files.values() for note in file.notes]
+    # A folder of latents has any name.
+    named = {GIVEN if of_latents else data_free_name(file) for file in files.values()}
+    composition = named.pop() if len(named) == 1 else GIVEN
     per_head = any(file.content.per_head for file in files.values())
     stated: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",
@@ -261,10 +265,6 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         "group_size": group_size,
     }
     stated |= _OF_LATENTS if of_latents else {}
-    for side, file in files.items():
-        statistic, _ = describe(file)
-        if statistic is not None:
-            stated[f"{side}_statistic"] = statistic
     said = {name: first.calibration.get(name) for name in _SERVED}
     stated |= {name: value for name, value in said.items() if isinstance(value, int | float)}
     if job.clip:
@@ -278,31 +278,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         what, clips = ("windows", "") if of_latents else ("clip ratios or windows", clips)
         assumed = f"{clips}{recipe.sink}/{recipe.recent}"
         notes.append(f"the files do not say {what}; assumed are {assumed}")
-    # How the matrices are served does not matter for the name.
-    served = {"name", "group_size", *_SERVED}
-    if recipe.model_dump(exclude=served) == published.model_dump(exclude=served):
-        recipe = recipe.model_copy(update={"name": _PUBLISHED})
     return recipe, notes
-
-
-def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str]]:
-    """The composition of the matrices as far as the files state it, and remarks."""
-    stated = sorted({composition for _, composition in map(describe, files.values())})
-    composition = stated[0]
-    if LATENT in files:
-        if composition != GIVEN and files[LATENT].group_size == group_size:
-            return composition, []
-        return GIVEN, [
-            "nothing says how the matrices were made; of OSCAR's tool for latents, which names its "
-            "folder c_kv_rcov_phblock_g128, in its groups, they would be checked against a model"
-        ]
-    if len(stated) > 1:
-        return GIVEN, [f"keys and values have different compositions: {' and '.join(stated)}"]
-    if composition == "r_pbr_hblock" and group_size is None:
-        unknown = "the composition depends on the group size, which the files do not say"
-        return GIVEN, [f"{unknown}: --group-size names it"]
-    unnamed = "the files name no composition that is known"
-    return composition, [unnamed] if composition == GIVEN else []
 
 
 def _measure(path: Path) -> dict[str, Any]:

@@ -12,18 +12,12 @@ import torch
 from rotationzoo.engines.base import SideMatrices
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import orthogonality
-from rotationzoo.linalg.composition_table import COMPOSITIONS, DATA_FREE, GIVEN
+from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
 from rotationzoo.model.files import MOST_LAYERS
 from rotationzoo.sides import LATENT
 
 # How far rounding may push an eigenvalue below zero, relative to the largest.
 _NEGATIVE = 1e-4
-STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
-"""OSCAR's word for a statistic -> the recipe's word."""
-# The composition that a name means in a file whose eigenvectors are in descending order.
-_DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
-# These names state neither statistic nor composition, so `describe` assumes OSCAR's usual ones.
-_VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
 # OSCAR's `compute_mla_oscar_rotation.py` names folders so: permutation, block Hadamard.
 _OF_LATENTS = re.compile(r"c_kv_rcov_phblock_g([1-9]\d{0,5})")
 
@@ -44,8 +38,6 @@ class RotationFile:
     calibration: Mapping[str, Any] = field(default_factory=dict)
     """The file's own statement of how it was made."""
     notes: tuple[str, ...] = ()
-    descending: bool = False
-    """Whether the file lists its largest eigenvalue first."""
 
     @property
     def group_size(self) -> int | None:
@@ -57,49 +49,21 @@ class RotationFile:
 
 
 def normalize(file: RotationFile) -> RotationFile:
-    """The file in float32 and ascending order. Raises `RotationZooError` if it is unsorted."""
+    """The file in float32."""
     name, notes, matrices = file.path.name, list(file.notes), file.content.rotation
     if any(matrix.dtype != torch.float32 for matrix in matrices.values()):
         notes.append(f"{name} is not float32; its matrices were converted")
     matrices = {layer: matrix.float().contiguous() for layer, matrix in matrices.items()}
     eigenvalues = {layer: values.float() for layer, values in file.content.eigenvalues.items()}
-    descending = [layer for layer, values in eigenvalues.items() if (values.diff(dim=-1) < 0).any()]
-    if descending:
-        if any((eigenvalues[layer].diff(dim=-1) > 0).any() for layer in descending):
-            of_layer = f"the eigenvalues of layer {descending[0]}"
-            raise RotationZooError(f"{of_layer} in {name} are in no order")
-        # The matrices stay: `describe` names the composition that makes them from ascending order.
-        eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
-        notes.append(f"{name} has its eigenvalues in descending order; they were reversed")
     content = replace(file.content, rotation=matrices, eigenvalues=eigenvalues)
-    return replace(file, content=content, notes=tuple(notes), descending=bool(descending))
+    return replace(file, content=content, notes=tuple(notes))
 
 
-def describe(file: RotationFile) -> tuple[str | None, str]:
-    """A file's statistic and composition in a recipe's words. None: it states or needs no
-    statistic; `given`: no known composition. Latents have a name alone."""
-    name = file.content.objective
-    if file.side == LATENT:
-        return None, "r_pbr_hblock" if file.group_size else GIVEN
-    said = file.calibration.get(f"{file.side}_statistic")
-    statistic = said if said in (*STATISTICS.values(), "output") else None
-    if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", name):
-        composition = _known(parts[2])
-        if file.descending:
-            composition = _DESCENDING.get(composition, GIVEN)
-        return statistic or STATISTICS[parts[1]], composition
-    if name == "cov_eig_hadamard_perhead":  # the published fitter for one rotation per KV head
-        return file.side, "rdesc_h"
-    if name in _VERSION_3:
-        usual = "query" if file.side == "key" else "key_energy"
-        return statistic or usual, _known(file.calibration.get("composition", "r_h_pbr"))
-    # Data-free names may have a suffix for their grouping, a mean or a side.
-    plain = re.sub(r"_perhead$|_center$|-[kv]$", "", name)
-    return None, plain if plain in DATA_FREE else GIVEN
-
-
-def _known(composition: str) -> str:
-    return composition if composition in COMPOSITIONS else GIVEN
+def data_free_name(file: RotationFile) -> str:
+    """The composition that a file's objective names, if it is made without data; else `given`."""
+    # Such names may have a suffix for their grouping, a mean or a side.
+    plain = re.sub(r"_perhead$|_center$|-[kv]$", "", file.content.objective)
+    return plain if plain in DATA_FREE else GIVEN
 
 
 def check_matrices(file: RotationFile) -> None:

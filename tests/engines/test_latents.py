@@ -20,7 +20,6 @@ from rotationzoo.engines.export import export, launch_line
 from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg import compositions
-from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Recipe
 from rotationzoo.settings import Import
@@ -76,7 +75,6 @@ def read(folder, models, model="mine", **options) -> Artifact:
 def test_published_files_come_back_equal(write, models):
     folder = write()
     artifact = read(folder, models)
-    assert artifact.recipe.composition == "r_pbr_hblock"
     assert (artifact.recipe.group_size, artifact.recipe.name) == (16, "oscar-latent")
     assert verify(artifact).ok
     done = export(artifact, Request("sglang-mla", folder.with_name("exported")))
@@ -103,25 +101,11 @@ def test_tables_with_a_mean_and_eigenvalues(write, models, moments):
     assert verify(artifact).ok
 
 
-def test_a_folder_of_another_name_says_nothing_of_how_it_was_made(write, models):
-    artifact = read(write("k3_latent_rot"), models)
-    assert artifact.recipe.composition == GIVEN
-
-
-def test_groups_are_those_of_the_matrices_or_nothing_is_recovered(write, models):
-    """With other groups, the basis and the statistics would be wrong, and `verify` none the
-    wiser."""
-
-    def table(layer, matrix, values):
-        return {"rotation": matrix, "eigenvalues": values}
-
-    folder = write(entry=table)
-    assert read(folder, models, group_size=16).recipe.composition == "r_pbr_hblock"
-    artifact = read(folder, models, group_size=8, restart=True)
-    assert (artifact.recipe.composition, artifact.recipe.group_size) == (GIVEN, 8)
-    assert artifact.statistics is None
+def test_the_groups_are_those_of_the_name_unless_told_otherwise(write, models):
+    folder = write()
+    assert read(folder, models, group_size=8).recipe.group_size == 8
     unnamed = folder.rename(folder.with_name("c_kv_rcov_phblock_g0"))
-    assert read(unnamed, models).recipe.composition == GIVEN
+    assert read(unnamed, models).recipe.group_size is None
     wide = unnamed.rename(folder.with_name("c_kv_rcov_phblock_g128"))
     with pytest.raises(RotationZooError, match="groups of 128 channels do not divide heads of 32"):
         read(wide, models)
