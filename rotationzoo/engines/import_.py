@@ -253,9 +253,10 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
     first, published = next(iter(files.values())), PRESETS["oscar-v1"]
     of_latents = first.side == LATENT
     notes = [note for file in files.values() for note in file.notes]
+    named = set(map(data_free_name, files.values()))
     # A folder of latents has any name.
-    named = {GIVEN if of_latents else data_free_name(file) for file in files.values()}
-    composition = named.pop() if len(named) == 1 else GIVEN
+    is_one = len(named) == 1 and not of_latents
+    composition = named.pop() if is_one else GIVEN
     per_head = any(file.content.per_head for file in files.values())
     stated: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",

@@ -184,10 +184,12 @@ def regenerate(
     if published is not None:
         identities = artifact.identity, published.identity
         verdict |= compare_rotations(report, identities, job.model, publishing)
-    # Open the artifact again, because the evaluation has changed its manifest.
-    made = Artifact.open(artifact.folder)
-    validation = validate_kernel(made, device=job.device, progress=progress)
-    return verdict | {"validated_on": validation["device"] if validation["on_gpu"] else None}
+    validated_on = None
+    if job.torch_device == "cuda":
+        # Open the artifact again, because the evaluation has changed its manifest.
+        made = Artifact.open(artifact.folder)
+        validated_on = validate_kernel(made, progress=progress)["device"]
+    return verdict | {"validated_on": validated_on}
 
 
 def is_worse(difference: float, error: float | None) -> bool:

@@ -240,7 +240,7 @@ def special(path: Path, kind: str) -> None:
     SPECIAL[kind](path)
 
 
-COMMANDS = *READERS, ("report",), ("validate", "--device", "cpu")
+COMMANDS = *READERS, ("report",)
 
 
 @pytest.mark.parametrize("kind", KINDS)
