@@ -13,13 +13,13 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.checkpoint import finished_artifact
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.engines.formats.sglang_latent import latent_files
-from rotationzoo.engines.rotation_file import (
+from rotationzoo.engines.base import (
     RotationFile,
     check_matrices,
     data_free_name,
     normalize,
 )
+from rotationzoo.engines.formats.sglang_latent import latent_files
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_refusal
 from rotationzoo.geometry import (
     Geometry,

@@ -23,7 +23,7 @@ from rotationzoo.model.files import GGUF, ORIGINAL, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
-from rotationzoo.storage import folders, strict_yaml
+from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.files import check_utf8, digest, read
 from rotationzoo.words import nearest
 
@@ -281,8 +281,8 @@ def license_of(source: Source) -> str | None:
         return None
     metadata = None
     with suppress(OSError, ValueError), card.open(encoding="utf-8") as file:
-        if block := _CARD_FRONT.match(file.read(strict_yaml.LIMIT)):
-            metadata = strict_yaml.parse(block[1])
+        if block := _CARD_FRONT.match(file.read(strict_json.YAML_LIMIT)):
+            metadata = strict_json.parse_yaml(block[1])
     license_name = metadata.get("license") if isinstance(metadata, dict) else None
     return license_name if isinstance(license_name, str) else None
 

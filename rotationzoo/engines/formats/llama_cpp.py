@@ -15,9 +15,18 @@ import torch
 
 from rotationzoo.artifact.reductions import Settled
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.engines import rotation_file
-from rotationzoo.engines.base import PAGE, Launch, Payload, SideMatrices, check_limits, clip_text
-from rotationzoo.engines.rotation_file import RotationFile, objective_name
+from rotationzoo.engines.base import (
+    PAGE,
+    Launch,
+    Payload,
+    RotationFile,
+    SideMatrices,
+    check_layer,
+    check_limits,
+    clip_text,
+    objective_name,
+    primitives,
+)
 from rotationzoo.errors import RotationZooError, as_refusal, first_sentence
 from rotationzoo.geometry import cached_layers
 from rotationzoo.rotations import SIDES
@@ -200,11 +209,11 @@ def read(path: Path) -> list[RotationFile]:
     """
     reader = open_gguf(path)
     own = [name for name in reader.fields if name.startswith(NOTE)]
-    notes = rotation_file.primitives({name.removeprefix(NOTE): reader.value(name) for name in own})
+    notes = primitives({name.removeprefix(NOTE): reader.value(name) for name in own})
     matrices: dict[str, dict[int, torch.Tensor]] = {"k": {}, "v": {}}
     for tensor in reader.tensors:
         if match := ROTATION_NAME.fullmatch(tensor.name):
-            layer, letter = rotation_file.check_layer(path, match[1]), match[2]
+            layer, letter = check_layer(path, match[1]), match[2]
             matrices[letter][layer] = _read_matrix(path, tensor)
     files = []
     for side in SIDES:
@@ -212,7 +221,7 @@ def read(path: Path) -> list[RotationFile]:
         if not rotation:
             hint = "give a file baked with both; rotations within weights cannot be read"
             raise RotationZooError(f"{path.name} holds no {side} rotations", hint)
-        objective = rotation_file.objective_name(notes.get(f"{side}_objective"))
+        objective = objective_name(notes.get(f"{side}_objective"))
         files.append(RotationFile(path, "GGUF", side, SideMatrices(rotation, objective), notes))
     return files
 
