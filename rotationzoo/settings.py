@@ -298,7 +298,7 @@ class Import(Settings):
     files: Sequence[Path] = field(
         kw_only=False,
         metadata=about(
-            "The two rotation files, their folder, or a GGUF file.",
+            "The two rotation files, or their folder.",
             argument=True,
             kind=list[Path],
             metavar="FILES",

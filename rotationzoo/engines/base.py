@@ -130,7 +130,7 @@ class RotationFile:
     path: Path
     """The file; for latents, the folder with a file for each layer."""
     format: str
-    """`V1`, `V2`, `V3`, `tensors`, `GGUF` or `latents`."""
+    """`V1`, `V2`, `V3`, `tensors` or `latents`."""
     side: str | None
     """`key`, `value` or `latent`; None if neither the file nor its name says which."""
     content: SideMatrices

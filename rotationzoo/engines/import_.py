@@ -2,8 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from rotationzoo.engines.base import (
     data_free_name,
     normalize,
 )
-from rotationzoo.engines.formats.sglang_latent import latent_files
+from rotationzoo.engines.formats.oscar_pt import read_pt
+from rotationzoo.engines.formats.sglang_latent import latent_files, read_latents
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_refusal
 from rotationzoo.geometry import (
     Geometry,
@@ -46,15 +46,7 @@ from rotationzoo.writer import check_replaceable, library_versions
 Files = dict[str, RotationFile]
 """Side -> its file: `key` and `value`, or `latent`."""
 
-IMPORTED: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "latents": ("sglang_latent", latent_files),
-    "gguf": ("llama_cpp", lambda path: path.suffix == ".gguf"),
-    "pt": ("oscar_pt", lambda path: True),
-}
-"""Formats of others' files, one row each: the module of `formats` whose `read` gives a file's
-sides, and what recognizes such files. The first row that does counts."""
-
-# The default names of `.pt` files. A GGUF file is found only if the user names it.
+# The default names of files.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
 # Entries of `calibration` that agree in both files of one run.
 _SHARED = ("generation_id", "config_sha256", "model")
@@ -70,7 +62,7 @@ def gather_files(files: Sequence[Path]) -> Files:
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir() and not latent_files(paths[0]):
         paths = _pair_in(paths[0])
-    read = [file for path in paths for file in _read(path)]
+    read = [_read(path) for path in paths]
     if [file.side for file in read] == [LATENT]:
         latents = normalize(read[0])
         check_matrices(latents)
@@ -81,11 +73,9 @@ def gather_files(files: Sequence[Path]) -> Files:
     return pair
 
 
-def _read(path: Path) -> list[RotationFile]:
-    """The sides in a file, or a folder of latents."""
-    module = next(module for module, takes in IMPORTED.values() if takes(path))
-    file: list[RotationFile] = import_module(f"rotationzoo.engines.formats.{module}").read(path)
-    return file
+def _read(path: Path) -> RotationFile:
+    """The side in a file, or a folder of latents."""
+    return read_latents(path) if latent_files(path) else read_pt(path)
 
 
 def _pair_of(files: list[RotationFile]) -> Files:

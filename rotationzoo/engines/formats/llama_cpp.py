@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rotationzoo.artifact.reductions import Settled
 from rotationzoo.codec.engine_needs import ENGINES
@@ -19,15 +18,11 @@ from rotationzoo.engines.base import (
     PAGE,
     Launch,
     Payload,
-    RotationFile,
-    SideMatrices,
-    check_layer,
     check_limits,
     clip_text,
     objective_name,
-    primitives,
 )
-from rotationzoo.errors import RotationZooError, as_refusal, first_sentence
+from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import cached_layers
 from rotationzoo.rotations import SIDES
 from rotationzoo.storage.gguf_reader import Reader, gguf, open_gguf
@@ -147,7 +142,7 @@ def _launch(file: Path, architecture: str, request: Settled) -> Launch:
 # ---- GGUF files
 
 
-ROTATION_NAME = re.compile(r"blk\.(\d{1,9})\.attn_([kv])_rot\.weight")
+ROTATION_NAME = re.compile(r"blk\.\d{1,9}\.attn_[kv]_rot\.weight")
 NOTE = "rotationzoo."
 """The prefix of the metadata fields that an export adds."""
 
@@ -200,34 +195,3 @@ def rotation_tensors(payload: Payload) -> dict[str, np.ndarray]:
             name = f"blk.{layer}.attn_{side[0]}_rot.weight"
             tensors[name] = np.ascontiguousarray(matrix.mT.numpy())
     return tensors
-
-
-def read(path: Path) -> list[RotationFile]:
-    """The key and value rotations in a model file.
-
-    Raises `RotationZooError` if either side is missing.
-    """
-    reader = open_gguf(path)
-    own = [name for name in reader.fields if name.startswith(NOTE)]
-    notes = primitives({name.removeprefix(NOTE): reader.value(name) for name in own})
-    matrices: dict[str, dict[int, torch.Tensor]] = {"k": {}, "v": {}}
-    for tensor in reader.tensors:
-        if match := ROTATION_NAME.fullmatch(tensor.name):
-            layer, letter = check_layer(path, match[1]), match[2]
-            matrices[letter][layer] = _read_matrix(path, tensor)
-    files = []
-    for side in SIDES:
-        rotation = dict(sorted(matrices[side[0]].items()))
-        if not rotation:
-            hint = "give a file baked with both; rotations within weights cannot be read"
-            raise RotationZooError(f"{path.name} holds no {side} rotations", hint)
-        objective = objective_name(notes.get(f"{side}_objective"))
-        files.append(RotationFile(path, "GGUF", side, SideMatrices(rotation, objective), notes))
-    return files
-
-
-def _read_matrix(path: Path, tensor: gguf.ReaderTensor) -> torch.Tensor:
-    """R, float32 `[D, D]`, from a tensor that holds it transposed, in any type."""
-    with as_refusal(f"{tensor.name} of {path.name} cannot be read"):  # of another type
-        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    return torch.from_numpy(np.atleast_2d(numbers).astype(np.float32)).mT.contiguous()

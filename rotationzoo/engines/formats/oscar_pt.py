@@ -130,11 +130,6 @@ def read_pt(path: Path) -> RotationFile:
     return RotationFile(path, version, side, content, calibration)
 
 
-def read(path: Path) -> list[RotationFile]:
-    """The side of a file, as `read_pt`."""
-    return [read_pt(path)]
-
-
 def load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entries]:
     """A file's table, and its entries by layer; with a `layer`, the file holds that one's alone.
 

@@ -77,7 +77,7 @@ def latent_files(folder: Path) -> list[Path]:
     return sorted(each for each in files if _OF_A_LAYER.fullmatch(each.name))
 
 
-def read(folder: Path) -> list[RotationFile]:
+def read_latents(folder: Path) -> RotationFile:
     """The rotations of latents in a folder. Raises `RotationZooError` as `read_pt` does."""
     entries: Entries = {}
     folder = folder.resolve()
@@ -89,4 +89,4 @@ def read(folder: Path) -> list[RotationFile]:
     tensors = tensors_of(folder, entries)
     tensors["mean"] = {layer: mean.flatten() for layer, mean in tensors["mean"].items()}
     content = SideMatrices(objective=folder.name, **tensors)
-    return [RotationFile(folder, "latents", LATENT, content)]
+    return RotationFile(folder, "latents", LATENT, content)
