@@ -4,7 +4,7 @@ what the settings of a run leave open."""
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.reductions import describe_choice
+from rotationzoo.artifact.reductions import describe_losses
 from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
@@ -169,7 +169,7 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
     if asked.engine is not None:
         engine, opened = find_engine(asked.engine), [Artifact.open(folder) for folder in folders]
         uncentered, leaves_windows = engine.uncentered, not engine.sliding
-        notes = [describe_choice(asked.engine, opened, asked.given)]
+        notes = [describe_losses(asked.engine, opened)]
         asked = _as_engine(asked, opened)
     asked = asked.complete(baselines=BASELINES, tasks=TASKS)
     tasks = TaskSettings(

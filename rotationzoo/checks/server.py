@@ -4,9 +4,9 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -36,7 +36,6 @@ LEAST_CHANGE = 0.05
 """Nats. The demo's are .15, and bfloat16 alone moves a server by .05."""
 LEAST_COMPARED = 40
 """Log probabilities. Fewer would be those of less than eight tokens."""
-_METRIC = re.compile(r"(?ma)^rotationzoo_(\w+)\{.*\} (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
 _ARTIFACT = re.compile(r'(?m)^rotationzoo_artifact_info\{.*artifact="([0-9a-f]+)"')
 
 Verdict = Literal["in use", "exact", "other", "unclear"]
@@ -55,10 +54,8 @@ class ServerCheck:
     """From the server to the record."""
     to_exact: float
     """From the server to the exact model."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Our numbers at its `/metrics`, of several processes the largest; empty where none are."""
     artifact: str | None = None
-    """The sha256 that it names there."""
+    """The sha256 that it names at its `/metrics`, if it does."""
 
     @property
     def verdict(self) -> Verdict:
@@ -143,13 +140,10 @@ class Server:
                 f"takes {model.max_model_len:,} tokens, and the record has {needed:,}"
             )
         reading = compare(self.probes, [self._continue(model.id, each) for each in self.probes])
-        text, metrics = "", dict[str, float]()
+        named = None
         with suppress(RotationZooError):
-            text = self._ask("metrics", str)
-        for name, number in _METRIC.findall(text):
-            metrics[name] = max(metrics.get(name, 0.0), float(number))
-        named = _ARTIFACT.search(text)
-        return replace(reading, metrics=metrics, artifact=named and named[1])
+            named = _ARTIFACT.search(self._ask("metrics", str))
+        return replace(reading, artifact=named and named[1])
 
     def refusal(self, reading: ServerCheck) -> RotationZooError | None:
         """The error for what a server reads; None if it is the artifact's rotations."""

@@ -105,8 +105,6 @@ def _show_verification(
         lines.append(f"{artifact.folder} is sound ({error})")
     if reading and reading.verdict == "in use":
         lines.append(f"The server reads these rotations: {reading.words}")
-        said = [f"{name} {value:.4g}" for name, value in reading.metrics.items()]
-        lines.append(f"Its metrics: {', '.join(said) or 'none of rotationzoo at /metrics'}")
     if finding:
         lines.append(f"Signature: {finding.note}")
     if verification.checked:

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from rotationzoo.artifact.reductions import describe_choice
+from rotationzoo.artifact.reductions import describe_losses
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
 from rotationzoo.cache.rotated import RotatedCache
@@ -172,7 +172,7 @@ def generate(
     compatibility.check_weights(artifacts, source, job.anyway)
     notes = []
     if job.engine is not None:
-        notes.append(describe_choice(job.engine, artifacts, job.given))
+        notes.append(describe_losses(job.engine, artifacts))
     notes += filter(None, [compatibility.other_weights_note(each, source) for each in artifacts])
     notes += compatibility.rope_notes(artifacts, scaling)
     for text in notes:

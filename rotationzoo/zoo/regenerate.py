@@ -3,7 +3,6 @@ these, which must not be worse than the published ones."""
 
 import math
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.ownership import listed_name
 from rotationzoo.zoo.pull import pull_first
 
-_WORKERS = 8  # parallel, because each request may wait until it times out
 # Changes to other files, such as the README, or in folders do not affect the rotations.
 _SUFFIXES = (".safetensors", ".jinja", ".model", ".json")
 
@@ -52,21 +50,14 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Rot
     checked. `configs` is a folder of recipe files, or one file. Raises `RotationZooError` if no
     model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
-    hub = HuggingFace()
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        answers = [
-            (recipe.model, pool.submit(_look_at, hub, index, path, recipe))
-            for path, recipe in loaded.items()
-            if recipe.model
-        ]
-    due: list[DueModel] = []
-    errors: dict[str, RotationZooError] = {}
-    for model, answer in answers:
+    of_models = {path: recipe for path, recipe in loaded.items() if recipe.model}
+    hub, due, errors = HuggingFace(), list[DueModel](), dict[str, RotationZooError]()
+    for path, recipe in of_models.items():
         try:
-            due += filter(None, [answer.result()])
+            due += filter(None, [_look_at(hub, index, path, recipe)])
         except RotationZooError as error:
-            errors[model] = error
-    if errors and len(errors) == len(answers):
+            errors[str(recipe.model)] = error
+    if errors and len(errors) == len(of_models):
         raise next(iter(errors.values()))
     return due, errors
 

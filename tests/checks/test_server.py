@@ -147,8 +147,6 @@ def test_a_server_is_asked_and_judged(inside, recorded, monkeypatch, column):
         assert result["ok"]
         assert result["server"]["to_record"] == 0
         assert "The server reads these rotations" in said.stdout
-        assert "Its metrics: none of rotationzoo at /metrics" in said.stdout
-        assert result["server"]["metrics"] == {}
 
 
 def test_too_little_to_tell_is_an_outcome_of_its_own(inside, recorded):
@@ -219,9 +217,6 @@ def test_no_server_no_record_and_no_address(inside, recorded, calibrated):
 METRICS = """# TYPE rotationzoo_layers gauge
 rotationzoo_artifact_info{artifact="%s",engine="0",format="vllm",rank="0"} 1.0
 rotationzoo_layers{engine="0",rank="0"} 4.0
-rotationzoo_start_check_distance{engine="0",rank="0"} 4.5e-06
-rotationzoo_key_rows_not_finite_total{engine="0",rank="0"} 0.0
-rotationzoo_key_rows_not_finite_total{engine="0",rank="1"} 3.0
 vllm:num_requests_running{engine="0"} 2.0
 """
 
@@ -230,19 +225,11 @@ def test_the_metrics_of_a_server_are_read(inside, recorded):
     hub = recorded_server(recorded, METRICS % recorded.identity)
     with running(hub) as server:
         words = ["verify", recorded.folder, "--server", server.endpoint]
-        shown, said = inside(*words, "--json"), inside(*words)
+        shown = inside(*words, "--json")
         hub.metrics = METRICS % ("0" * 64)
         other = inside(*words)
-    result = json.loads(shown.stdout)
-    assert result["server"]["artifact"] == recorded.identity
-    assert result["server"]["metrics"] == {
-        "artifact_info": 1,
-        "layers": 4,
-        "start_check_distance": 4.5e-6,
-        "key_rows_not_finite_total": 3,
-    }
-    assert "layers 4, start_check_distance 4.5e-06, key_rows_not_finite_total 3" in said.stdout
-    assert (said.returncode, other.returncode) == (0, 1)
+    assert json.loads(shown.stdout)["server"]["artifact"] == recorded.identity
+    assert (shown.returncode, other.returncode) == (0, 1)
     assert f"serves another artifact, by its metrics: {'0' * 64}" in other.stderr
 
 
@@ -250,14 +237,12 @@ def test_the_metrics_of_a_server_are_read(inside, recorded):
 @pytest.mark.parametrize(
     "text",
     [
-        "rotationzoo_layers{} NaN\nrotationzoo_layers{} 1e+-3\nrotationzoo_layers 4",
         "rotationzoo_" + "a" * 1_000_000 + "\n" + "rotationzoo_a{" + "} " * 1_000_000,
         'rotationzoo_artifact_info{artifact="\x1b]0;a\x07"} x\n' * 1000,
-        "rotationzoo_a{} 1\n" * 2_000_000,
+        "rotationzoo_artifact_info{} 1\n" * 1_000_000,
     ],
 )
 def test_metrics_that_are_none_change_nothing(inside, recorded, text):
     with running(recorded_server(recorded, text)) as server:
         done = inside("verify", recorded.folder, "--server", server.endpoint)
     assert done.returncode == 0
-    assert "Its metrics: none" in done.stdout or "Its metrics: a 1\n" in done.stdout
