@@ -108,9 +108,6 @@ def _stand_in(file: Path, name: str) -> Path:
     from rotationzoo.storage.gguf_reader import open_gguf, write_header
 
     reader, other = open_gguf(file, lists=False), ORIGINAL
-    if reader.value("split.count") not in (None, 0, 1):
-        join = "join them first with: llama-gguf-split --merge"
-        raise RotationZooError(f"{name} is one part of several", hint=join)
     for key in reader.fields:
         if key.endswith(("block_count", "_layers")) and isinstance(value := reader.value(key), int):
             check_count(value, name)

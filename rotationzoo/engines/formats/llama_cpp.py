@@ -79,8 +79,6 @@ def _problems(
     if _CACHE_TYPE[architecture] == "oscar2" and served != ((1, 1), (0, 0)):
         without = f"the llama.cpp that runs {architecture} neither clips nor keeps tokens exact"
         yield without, "accept that with: --clip 1 --windows 0/0"
-    if reader.value("split.count") not in (None, 0, 1):
-        yield f"{base} is one part of several", "join them first with: llama-gguf-split --merge"
     shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
     for name in filter(ROTATION_NAME.fullmatch, shapes):
         yield f"{base} has rotations already ({name})", "start from the file without them"
@@ -155,11 +153,8 @@ def write_copy(
     Everything else stays as it was. Raises `RotationZooError` for metadata that cannot be copied.
     """
     own = "general.architecture"
-    writer = gguf.GGUFWriter(path, reader.value(own), endianess=reader.endianess)
+    writer = gguf.GGUFWriter(path, reader.value(own))
     writer.data_alignment = reader.alignment
-    order: dict[str, Any] = {}
-    if reader.byte_order == "S":  # gguf 0.17 has no such argument
-        order["tensor_endianess"] = reader.endianess
     try:
         for field in reader.fields.values():
             # The writer adds its own, and an earlier export's notes are dropped.
@@ -172,7 +167,7 @@ def write_copy(
             else:
                 writer.add_string(f"{NOTE}{name}", str(note))
         for tensor in reader.tensors:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type, **order)
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         for name, matrix in tensors.items():
             writer.add_tensor(name, matrix)
         writer.write_header_to_file()
