@@ -131,7 +131,7 @@ def plan(job: Job) -> Plan:
         return Plan(job, source, None, None, refusal)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, geometry or [])
-    notes += check_engine(source.folder, job.engine)
+    check_engine(source.folder, job.engine)
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error
