@@ -161,13 +161,6 @@ def regenerate(
     return verdict | {"validated_on": validated_on}
 
 
-def is_worse(difference: float, error: float | None) -> bool:
-    """Whether an increase of log perplexity matters (more than 0.1 % of perplexity) and is
-    significant (more than two standard errors, if known)."""
-    is_significant = error is None or difference > 2 * error
-    return math.expm1(difference) > _WORSE and is_significant
-
-
 def compare_rotations(
     report: Measured, identities: tuple[str, str], model: str, publishing: str
 ) -> dict[str, Any]:
@@ -182,12 +175,14 @@ def compare_rotations(
         new.text_losses, published.text_losses, report.exact.text_tokens
     )
     outcome = answers["outcome"] if answers else "unclear"
+    # By more than two standard errors, if these are known.
+    is_significant = error is None or difference > 2 * error
     if answers and outcome == "fewer":
         asked = counted(answers["questions"], "question")
         reason = f"{answers['answered']} of {asked} compared with {answers['other_answered']}"
         precision = f"p {answers['answers_p_value']:.2g}"
         fault = f"answer worse than the published ones: {reason}, {precision}"
-    elif outcome == "unclear" and is_worse(difference, error):
+    elif outcome == "unclear" and is_significant and math.expm1(difference) > _WORSE:
         increase = f"perplexity {change(math.expm1(difference))} on the new revision"
         precision = "" if error is None else f", standard error {percent(error, 2)}"
         fault = f"are worse than the published ones: {increase}{precision}"

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from rotationzoo.model.capture import Attention
 from rotationzoo.recipe import Data
 from rotationzoo.settings import Import
 from rotationzoo.zoo import regenerate
-from rotationzoo.zoo.index import Entry
+from rotationzoo.zoo.index import Entry, Index
 
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
 LOOKED_AT = [*MOVED, "qwen3"]
@@ -131,6 +132,15 @@ def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     """The published recipe is what was done; the configured one is what was asked for."""
     done = CENTERED.model_copy(update={"center_keys": False})
     other = CENTERED.model_copy(update={"key_clip": 0.9})
-    entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
-    for recipe, reason in ((CENTERED, None), (other, "the recipe has changed")):
-        assert regenerate._find_reason(entry, recipe, lambda _: None) == reason
+    revision, model = "1" * 40, "someone/model"
+    about = {"model": model, "recipe": done.name, "created": "2026-01-01"}
+    entry = Entry.model_construct(recipe_sha256=done.hash, model_revision=revision, **about)
+    hub = SimpleNamespace(contents=lambda _: (revision, {}))
+    for recipe, is_due in ((CENTERED, False), (other, True)):
+        asked = recipe.model_copy(update={"model": model})
+        due = regenerate._look_at(hub, Index(entries=[]), Path("x.yaml"), asked)
+        assert due.reason == "nothing is published"
+        content = Index.model_construct(entries=[entry])
+        due = regenerate._look_at(hub, content, Path("x.yaml"), asked)
+        assert (due is not None) == is_due
+        assert not is_due or due.reason == "the recipe has changed"
