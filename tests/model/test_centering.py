@@ -27,7 +27,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import geometry_from_json, geometry_json
 from rotationzoo.model import geometry
 from rotationzoo.model.capture import Attention
-from rotationzoo.recipe import Data
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.settings import Import
 from rotationzoo.zoo import regenerate
 from rotationzoo.zoo.index import Entry, Index
@@ -130,17 +130,18 @@ def test_an_artifact_with_a_mean_that_does_not_cancel_is_not_exported(centered, 
 
 def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     """The published recipe is what was done; the configured one is what was asked for."""
-    done = CENTERED.model_copy(update={"center_keys": False})
-    other = CENTERED.model_copy(update={"key_clip": 0.9})
     revision, model = "1" * 40, "someone/model"
+    asked = CENTERED.model_copy(update={"model": model})
+    done = asked.model_copy(update={"center_keys": False})
+    other = asked.model_copy(update={"key_clip": 0.9})
     about = {"model": model, "recipe": done.name, "created": "2026-01-01"}
     entry = Entry.model_construct(recipe_sha256=done.hash, model_revision=revision, **about)
     hub = SimpleNamespace(contents=lambda _: (revision, {}))
-    for recipe, is_due in ((CENTERED, False), (other, True)):
-        asked = recipe.model_copy(update={"model": model})
-        due = regenerate._look_at(hub, Index(entries=[]), Path("x.yaml"), asked)
-        assert due.reason == "nothing is published"
-        content = Index.model_construct(entries=[entry])
-        due = regenerate._look_at(hub, content, Path("x.yaml"), asked)
-        assert (due is not None) == is_due
-        assert not is_due or due.reason == "the recipe has changed"
+
+    def due(recipe: Recipe, *entries: Entry) -> str | None:
+        found = regenerate._look_at(hub, Index.model_construct(entries=entries), Path("x"), recipe)
+        return found and found.reason
+
+    assert due(asked) == "nothing is published"
+    assert due(asked, entry) is None
+    assert due(other, entry) == "the recipe has changed"
