@@ -180,8 +180,6 @@ def generate(
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = loading.load(source, config, device, job.torch_dtype, placement)
-        for text in loading.notes_of(model):
-            note(text)
 
         def continued(stage: str, write: Write | None, cache: DynamicCache | None) -> TextStream:
             pieces, total = count(1), Tokens(job.new_tokens)
