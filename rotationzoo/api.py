@@ -4,11 +4,10 @@ what the settings of a run leave open."""
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.reductions import describe_choice
+from rotationzoo.artifact.reductions import describe_losses
 from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
-from rotationzoo.cache.rotated import check_model
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
@@ -20,9 +19,6 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.generate import generate as run_generation
-from rotationzoo.model.compatibility import take_loaded
-from rotationzoo.model.loading import input_device
-from rotationzoo.model.source import Source
 from rotationzoo.options import as_tuple, takes
 from rotationzoo.progress import Bars
 from rotationzoo.recall.questions import TASKS
@@ -53,7 +49,7 @@ def calibrate(settings: CalibrationSettings) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
     * `model`: a hub id, a local folder, a GGUF file, or `demo`, a small model that ships with this
-      package; or a model that you loaded, which runs as it is, with its `tokenizer`;
+      package;
     * `output`: the artifact folder, by default `rotations/MODEL-RECIPE`. If it already holds the
       artifact of this job, that artifact is returned unchanged. A run that was stopped resumes from
       its checkpoint;
@@ -88,11 +84,6 @@ def calibrate(settings: CalibrationSettings) -> Artifact:
 
 def calibration_job(asked: CalibrationSettings) -> Job:
     """The job of these settings. Raises `RotationZooError` for settings that exclude each other."""
-    name, source, run = str(asked.model), None, asked.part(RunSettings)
-    if not isinstance(asked.model, str) or asked.tokenizer is not None:
-        check_model(asked.model)
-        source, run = _take_loaded(asked)
-        name = source.name
     engine = find_engine(asked.engine or DEFAULT)
     recipe = asked.recipe or engine.recipe
     if asked.quick:
@@ -108,22 +99,18 @@ def calibration_job(asked: CalibrationSettings) -> Job:
         chosen = loading.with_budget(chosen, asked.budget)
     if asked.rope_scaling is not None:
         chosen = loading.with_rope_scaling(chosen, asked.rope_scaling)
-    if source and chosen.rope_scaling:
-        hint = "load it with such rope_parameters, and leave out rope_scaling"
-        raise UsageError("a loaded model takes no rope_scaling", hint)
-    output = default_output(name, chosen.name) if asked.output is None else Path(asked.output)
+    output = Path(asked.output or default_output(asked.model, chosen.name))
     # With a device map, every batch may read weights from disk: larger ones are faster.
     usual = chosen.data.usual_batch if asked.device_map is None else SIZED
     return Job(
-        model=name,
+        model=asked.model,
         recipe=chosen,
         output=output.expanduser(),
         batch=usual if asked.batch is None else asked.batch,
         engine=asked.engine or DEFAULT,
         restart=asked.restart,
         fit_length=fit_length,
-        source=source,
-        **run,
+        **asked.part(RunSettings),
     )
 
 
@@ -162,7 +149,6 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
     * `data`, `subset`, `split`, `column`, `tokens`, `length`, `seed`: the held-out text, as in
       `calibrate`. Rows have a `length` of 2,048, of more where the windows leave nothing of these,
       and of no more than the model has positions;
-    * `adapter`: the folder of a LoRA adapter of peft's, with which the model computes;
     * `batch`: texts per forward pass;
     * `rope_scaling`, `revision` to `max_memory`, `progress`: as in `calibrate`.
 
@@ -183,7 +169,7 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
     if asked.engine is not None:
         engine, opened = find_engine(asked.engine), [Artifact.open(folder) for folder in folders]
         uncentered, leaves_windows = engine.uncentered, not engine.sliding
-        notes = [describe_choice(asked.engine, opened, asked.given)]
+        notes = [describe_losses(asked.engine, opened)]
         asked = _as_engine(asked, opened)
     asked = asked.complete(baselines=BASELINES, tasks=TASKS)
     tasks = TaskSettings(
@@ -215,7 +201,6 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
         prefill_chunk=asked.prefill_chunk,
         prefill_layout=asked.prefill_layout,
         rope_scaling=asked.rope_scaling,
-        adapter=Path(asked.adapter) if asked.adapter else None,
         baselines=baselines,
         pooled=bool(asked.pooled),
         uncentered=uncentered,
@@ -274,20 +259,6 @@ def generate(settings: GenerationSettings) -> dict[str, Any]:
         kind = type(settings.prompt).__name__
         raise UsageError(f"a prompt is a text, and not of type {kind}", hint)
     return run_generation(settings, settings.progress or Bars(), settings.write)
-
-
-def _take_loaded(asked: CalibrationSettings) -> tuple[Source, dict[str, Any]]:
-    """The source of a loaded model, and the settings of its run. Raises `UsageError` without a
-    tokenizer, and for settings that only affect loading."""
-    if asked.tokenizer is None:
-        raise UsageError("a loaded model needs its tokenizer", hint="add: tokenizer=...")
-    for name, value in asked.part(RunSettings).items():
-        if value not in (None, "auto"):
-            raise UsageError(f"a loaded model takes no {name}", hint=f"leave out {name}")
-    model: Any = asked.model
-    dtype = str(model.dtype).removeprefix("torch.")
-    run = {"device": input_device(model).type, "dtype": dtype}
-    return take_loaded(model, asked.tokenizer), run
 
 
 def _folder_of(artifact: str | Path | Artifact) -> Path:

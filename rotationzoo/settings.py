@@ -21,7 +21,6 @@ from rotationzoo.recall.questions import TASKS
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.recipe import Recipe
@@ -195,8 +194,7 @@ class TextSettings(RunSettings):
 class CalibrationSettings(TextSettings):
     """The settings of `rotationzoo.calibrate`, which says what each of them is."""
 
-    model: "str | PreTrainedModel" = field(kw_only=False, metadata=MODEL)
-    tokenizer: "PreTrainedTokenizerBase | None" = None
+    model: str = field(kw_only=False, metadata=MODEL)
     recipe: "str | Recipe | None" = option(
         f"{', '.join(RECIPES)}, or a YAML file (the engine's).", kind=str | None
     )
@@ -255,7 +253,6 @@ class EvaluationSettings(TextSettings):
     prefill_chunk: int | None = option("Prefill in chunks of N tokens.", min=1)
     prefill_layout: PrefillLayout = None
     rope_scaling: RopeScaling = None
-    adapter: str | Path | None = option("Folder of a LoRA adapter, read by peft.", kind=Path | None)
     batch: int = option("Texts per forward pass.", default=1, min=1)
     anyway: Anyway = False
     progress: Progress | None = None
@@ -301,7 +298,7 @@ class Import(Settings):
     files: Sequence[Path] = field(
         kw_only=False,
         metadata=about(
-            "The two rotation files, their folder, or a GGUF file.",
+            "The two rotation files, or their folder.",
             argument=True,
             kind=list[Path],
             metavar="FILES",

@@ -12,7 +12,6 @@ from support.tensors import stored_statistics
 
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec import cuda_rows
 from rotationzoo.evaluation.prepare import Evaluation
@@ -91,14 +90,6 @@ def test_an_evaluation_over_two_devices_is_that_of_one(tmp_path, chunk):
         for measure in ("perplexity", "attention_kl", "output_error"):
             expected = pytest.approx(arm[measure], rel=1e-4)
             assert two["arms"][name][measure] == expected, (name, measure)
-
-
-@two_devices
-def test_rotations_are_found_in_a_model_over_two_devices(tmp_path):
-    made = run(tmp_path, "made", dtype="float32")
-    one = check_membership(made, Candidate("demo"))
-    two = check_membership(made, Candidate("demo", **TWO))
-    assert (two.key, two.value) == pytest.approx((one.key, one.value), rel=1e-4)
 
 
 @two_devices

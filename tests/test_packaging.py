@@ -62,7 +62,7 @@ def test_the_commands_that_are_printed_install_what_the_extras_have():
             printed |= {str(Requirement(words)) for words in shlex.split(command)}
     extras = PYPROJECT["project"]["optional-dependencies"]
     wanted = set()
-    for name in ("cuda", "engines", "lora", "media", "report", "sign"):
+    for name in ("cuda", "engines", "media", "report", "sign"):
         wanted |= {str(Requirement(line.partition(";")[0])) for line in extras[name]}
     assert printed == wanted
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

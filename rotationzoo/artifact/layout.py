@@ -170,11 +170,8 @@ def _statistic_name(layer: int, kind: str, field: str) -> str:
     return tensor_name(layer, kind, field)
 
 
-def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
-    """The tensors that `statistics.safetensors` must hold. From imported files without eigenvalues,
-    no statistics can be recovered."""
-    if imported:
-        return Layout(_recovered_shapes(recipe, geometry), "_moment")
+def statistics_layout(recipe: Recipe, geometry: Geometry) -> Layout:
+    """The tensors that `statistics.safetensors` must hold."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         for kind, dim in statistic_dims(layer, recipe).items():
@@ -191,18 +188,6 @@ def statistics_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Lay
             for field, shape in {"second_moment": moment, "count": (torch.int64, ())}.items():
                 shapes[tensor_name(layer.index, metric_kind(side), field)] = shape
     return Layout(shapes)
-
-
-def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    """The statistics that are recovered from an imported file's eigenvalues and rotations."""
-    shapes: Shapes = {}
-    for layer in cached_layers(geometry):
-        heads = matrix_count(recipe, layer.kv_heads)
-        for side in layer.sides:
-            moment = torch.float64, (heads, layer.dims[side], layer.dims[side])
-            for kind in recipe.target_kinds(side):
-                shapes[_statistic_name(layer.index, kind, "second_moment")] = moment
-    return shapes
 
 
 # ---- checks

@@ -7,16 +7,13 @@ from pathlib import Path
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
-from rotationzoo.codec.engine_needs import check_sides, choose_format, find_engine
+from rotationzoo.codec.engine_needs import check_sides, find_engine
 from rotationzoo.codec.settings import reduce_rotations
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg.composition_table import GIVEN
 from rotationzoo.linalg.moments import sums
 from rotationzoo.rotations import SIDES, Rotation, Rotations
-from rotationzoo.sides import EVERY_SIDE, HEADS
-
-_PICKED = ("format", "windows", "sink", "recent", "pooled", "prefill_layout")
-"""What `--for` picks, by the options that override it."""
+from rotationzoo.sides import EVERY_SIDE
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,6 @@ class Request:
     """Sink and recent tokens, instead of the artifact's own."""
     base: Path | None = None
     """llama.cpp: the GGUF file to copy."""
-    model: str | None = None
-    """llama.cpp: the model that the base was converted from, to compare the two. By default it is
-    the artifact's own model, if that is in the hub's cache."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +102,12 @@ def list_reductions(artifact: Artifact, request: Settled) -> list[str]:
     return [words for words, applies in lost.items() if applies]
 
 
-def describe_choice(
-    name: str, artifacts: Iterable[Artifact], settings: Collection[str] = ()
-) -> str:
-    """What an engine makes of artifacts, in one line: what is picked for it, what is lost, and
-    which of the user's `settings` override that."""
-    engine, codes, artifacts = find_engine(name), "nearest codes", list(artifacts)
-    rotations = "a rotation per KV head" if engine.heads else "one rotation per layer"
+def describe_losses(name: str, artifacts: Iterable[Artifact]) -> str:
+    """What an engine leaves out of artifacts, in one line."""
     lost: dict[str, None] = {}
     for artifact in artifacts:
-        if engine.budget and artifact.rotations.has_transform:
-            codes = "transform coding"
-        if (cached := artifact.rotations.cached) is not HEADS:
-            rotations = f"a rotation of each layer's {cached.sides[0]}"
         lost |= dict.fromkeys(list_reductions(artifact, settle_request(artifact, Request(name))))
-    has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
-    picked = f"{rotations}, {codes}, format {choose_format(name, has_budget)}"
-    words = f"For {name}: {picked}. Lost: {'; '.join(lost) or 'nothing'}"
-    instead = ", ".join(option for option in _PICKED if option in settings)
-    return f"{words}. Chosen instead: {instead}" if instead else words
+    return f"Lost for {name}: {'; '.join(lost) or 'nothing'}"
 
 
 # ---- pooling: one rotation per layer, of an artifact with one per KV head
@@ -157,7 +138,6 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
     """One rotation per layer, fitted from the statistics of an artifact: a mean of rotations would
     not be orthogonal. Raises as `check_pooled`."""
     _check_statistics(artifact)
-    # Means are copied from the artifact: statistics recovered from imported files have none.
     left_out = dict.fromkeys(("center_keys", "center_values", "transform"), False)
     recipe = artifact.recipe.model_copy(update={"pooling": "layer", **left_out})
     moments = None if artifact.statistics is None else sums(artifact.statistics)

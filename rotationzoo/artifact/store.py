@@ -124,9 +124,10 @@ class Artifact:
     def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The tensors and problems of a file, as `read_tensors` returns them."""
         if name not in self._examined:
-            claimed = self.recipe, self.geometry, self.manifest.imported is not None
-            required = rotation_layout if name == ROTATIONS else statistics_layout
-            layout = required(*claimed)
+            layout = statistics_layout(self.recipe, self.geometry)
+            if name == ROTATIONS:
+                imported = self.manifest.imported is not None
+                layout = rotation_layout(self.recipe, self.geometry, imported)
 
             def read() -> tuple[dict[str, torch.Tensor], list[str]]:
                 examined = read_tensors(files.regular_file(self.folder, name), layout)

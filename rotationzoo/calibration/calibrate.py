@@ -241,7 +241,6 @@ def run_model(
             add_attention_metric(statistics, model, geometry, texts, recipe, progress)
         progress("composing rotations", 0, 0)
         rotations = spend_bits(fit(statistics, recipe, geometry), recipe.budget)
-        notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
 
 

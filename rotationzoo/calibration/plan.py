@@ -21,7 +21,7 @@ from rotationzoo.model.files import check_engine, is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
-from rotationzoo.model.source import Source, find, has_weights
+from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.rope import check_positions, position_count
 from rotationzoo.settings import RunSettings
@@ -46,7 +46,6 @@ class Job(RunSettings):
     restart: bool = False
     fit_length: bool = False
     """Whether rows that are too long are shortened, not refused: if the length is the default."""
-    source: Source | None = None
     """The model that the caller loaded."""
     asked_tokens: tuple[float, float] = (0, 0)
     """What questions read after it, at least and at most, counted as tokens of the exact model."""
@@ -119,7 +118,7 @@ def plan(job: Job) -> Plan:
     done as asked. A model that cannot be calibrated raises nothing: the plan's `refusal` says why.
     """
     memory_limits(job.device_map, job.max_memory)
-    source = job.source or find(job.model, job.revision)
+    source = find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
         if job.recipe.data.media:
@@ -132,9 +131,7 @@ def plan(job: Job) -> Plan:
         return Plan(job, source, None, None, refusal)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, geometry or [])
-    notes += check_engine(source.folder, job.engine)
-    if source.model is not None and not has_weights(source):
-        notes.append("the weights are not identified: the loaded model is in no files here")
+    check_engine(source.folder, job.engine)
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
     media_tokens(config, recipe.data, source.name)  # for its error

@@ -92,11 +92,11 @@ class Claim:
 
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Tensors that are missing, superfluous, misshapen or not finite."""
-        claimed = self.recipe, self.geometry, self.imported
-        layout = rotation_layout(*claimed)
+        layout = rotation_layout(self.recipe, self.geometry, self.imported)
         problems = tensor_problems(rotation_tensors(rotations), layout)
         if statistics is not None:
-            problems += tensor_problems(statistics_tensors(statistics), statistics_layout(*claimed))
+            layout = statistics_layout(self.recipe, self.geometry)
+            problems += tensor_problems(statistics_tensors(statistics), layout)
         return problems
 
     def content_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:

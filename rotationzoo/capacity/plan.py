@@ -11,7 +11,6 @@ from rotationzoo.capacity.shape import CACHES, Shape, Storage, read_shape, weigh
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.errors import UsageError
 from rotationzoo.model import loading
-from rotationzoo.model.files import check_engine
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe.rope import position_count
 from rotationzoo.storage.files import read_json
@@ -222,7 +221,6 @@ def remarks(capacity: Capacity) -> Iterator[str]:
         yield f"serve does not split the KV heads over {card.count} GPUs"
     if shape.uncounted_states:
         yield "states of layers without keys, or keys of a sparse index, are not counted"
-    yield from check_engine(capacity.source.folder)
     if capacity.weights_from == "config":
         yield "the size of the weights was computed from the config"
 

@@ -1,27 +1,20 @@
-"""Validation of the CUDA reference kernel against the codec's definition.
-
-Every layer and head is compared bit by bit. Throughput is measured next to a device copy's.
-"""
+"""Validation of the CUDA reference kernel against the codec's definition: every layer and head is
+compared bit by bit."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda, cuda_rows, int2, kernels
-from rotationzoo.codec.cuda_encoder import clip_encoder
-from rotationzoo.codec.cuda_rows import dequantize
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average
-from rotationzoo.model import loading
 from rotationzoo.progress import Progress, silent
 from rotationzoo.writer import add_files, check_writable
 
@@ -82,8 +75,6 @@ class KernelComparison:
     """A running comparison and its totals. Any difference raises `RotationZooError` at once."""
 
     group_size: int | None
-    on_gpu: bool
-    """Without a GPU, only the definition itself is checked for consistency."""
     rows: int = 0
     elements: int = 0
     rotation_error: float = 0.0
@@ -98,35 +89,6 @@ class KernelComparison:
         `[H]`."""
         self.name = name
         self.rows += rows.shape[0] * rows.shape[1]
-        if self.on_gpu:
-            self._compare_kernel(rows, rotation, clip)
-        else:
-            self._check_definition(rows, rotation, clip)
-
-    def report(self) -> dict[str, Any]:
-        """The keys of `validate --json`. The speeds are None here; they are measured elsewhere."""
-        device, equal, difference = "cpu", None, None
-        if self.on_gpu:  # nothing differed, since any difference would have raised
-            device, equal, difference = torch.cuda.get_device_name(), True, 0.0
-        return {
-            "device": device,
-            "on_gpu": self.on_gpu,
-            "rows": self.rows,
-            "elements": self.elements,
-            "codes_equal": equal,
-            "dequantized_equal": equal,
-            "max_difference": difference,
-            "rotation_error": self.rotation_error,
-            "formats": list(int2.FORMATS),
-            "quantize_bytes_per_second": None,
-            "dequantize_bytes_per_second": None,
-            "copy_bytes_per_second": None,
-        }
-
-    def _compare_kernel(
-        self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
-    ) -> None:
-        """Compare the kernels of `int2.cu`."""
         rotated = torch.empty(rows.shape, device="cuda")
         # Models produce keys and values in bfloat16, so that is what the kernel rotates.
         narrow = rows.bfloat16()
@@ -144,17 +106,6 @@ class KernelComparison:
             for typed in rows_of_each_type(rotated.cpu()):
                 packed = cuda_rows.quantize(typed.cuda(), clip, self.group_size, format)
                 self._check_quantized(packed, typed, clip, format)
-
-    def _check_definition(
-        self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
-    ) -> None:
-        """Check the definition: rotations err as float32 does, and packing keeps every code."""
-        rotated = rows @ rotation
-        self._check_product("rotation", rotated, rows, rotation)
-        for format in int2.FORMATS.values():
-            codes = int2.quantize(rotated, clip[:, None], self.group_size, format).codes
-            self._check_equal("packed code", int2.unpack(int2.pack(codes, format), format), codes)
-            self.elements += rows.numel()
 
     def _check_quantized(
         self, packed: cuda.Packed, rows: torch.Tensor, clip: torch.Tensor, format: int2.Format
@@ -201,49 +152,40 @@ class KernelComparison:
 
 
 VALIDATION, SOURCE = "validation.json", "int2.cu"
-_MEASURED_ROWS = 4 << 20
 
 
 def validate_kernel(
-    artifact: Artifact, rows: int = 1024, device: str = "auto", progress: Progress = silent
+    artifact: Artifact, rows: int = 1024, progress: Progress = silent
 ) -> dict[str, Any]:
     """Compare the kernel with the codec's definition on `rows` rows of every layer, KV head and
     side, and return the report, which is added to the artifact with the source that ran.
 
-    Raises `RotationZooError` at the first difference. Without a GPU only the definition is checked,
-    as the report says, and the artifact is not changed.
+    Raises `RotationZooError` at the first difference, and without a GPU.
     """
-    on_gpu = loading.torch_device(device) == "cuda"
+    if not torch.cuda.is_available():
+        needs = "the CUDA reference needs an NVIDIA GPU, and there is none here"
+        problem = f"{artifact.folder} is not validated: {needs}"
+        raise RotationZooError(problem, "run it on a machine with one")
     # Fail now if the result could not be saved, not after it was computed.
-    if on_gpu:
-        check_writable(artifact)
-    comparison = _compare_layers(artifact, rows, on_gpu, progress)
-    report = comparison.report() | {"identity": artifact.identity}
-    if not on_gpu:
-        return report
-    progress("measuring", 0, 0)
-    dim = cached_layers(artifact.geometry)[0].key_dim
-    report |= _measure_rates(dim, artifact.recipe.group_size, artifact.recipe.key_clip)
+    check_writable(artifact)
+    compared = _compare_layers(artifact, rows, progress)
+    summary = {"device": torch.cuda.get_device_name(), "rows": compared.rows}
+    report = {
+        **summary,
+        "elements": compared.elements,
+        "rotation_error": compared.rotation_error,
+        "formats": list(int2.FORMATS),
+        "identity": artifact.identity,
+    }
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: kernels.source_of(SOURCE).encode()}
-    summary = {"device": report["device"], "rows": report["rows"]}
     add_files(artifact, files, {"validation": summary})
     return report
 
 
-def check_device(folder: Path, device: str) -> None:
-    """Raise `RotationZooError` without a GPU, unless the CPU was asked for: it checks less."""
-    if device == "auto" and loading.torch_device(device) != "cuda":
-        hint = "run it on a machine with one; --device cpu checks the codec's definition alone"
-        problem = f"{folder} is not validated: the CUDA reference needs an NVIDIA GPU"
-        raise RotationZooError(f"{problem}, and there is none here", hint)
-
-
-def _compare_layers(
-    artifact: Artifact, count: int, on_gpu: bool, progress: Progress
-) -> KernelComparison:
+def _compare_layers(artifact: Artifact, count: int, progress: Progress) -> KernelComparison:
     """Compare on `count` drawn rows of each KV head, after subtracting the artifact's mean."""
-    comparison = KernelComparison(artifact.recipe.group_size, on_gpu)
+    comparison = KernelComparison(artifact.recipe.group_size)
     rotations, averages = artifact.rotations, artifact.statistics
     layers = cached_layers(artifact.geometry)
     done, total = 0, sum(len(layer.sides) for layer in layers)
@@ -262,26 +204,3 @@ def _compare_layers(
             comparison.compare(name, rows, matrices, rotation.clip)
             progress("validating", done := done + 1, total)
     return comparison
-
-
-def _measure_rates(dim: int, group_size: int | None, clip: float) -> dict[str, float]:
-    """Bytes a second of a copy and both kernels on bfloat16 rows `[1, N, D]` with codes."""
-    dtype = torch.bfloat16
-    free, _ = torch.cuda.mem_get_info()
-    # Rows, their copy and restored rows; one byte per channel allows for codes and metadata.
-    count = min(_MEASURED_ROWS, int(free * 0.8) // (dim * (3 * dtype.itemsize + 1)))
-    rows = torch.randn(1, count, dim, device="cuda", dtype=dtype)
-    variant = cuda.Variant(dim, group_size or dim, dtype)
-    encoder = clip_encoder(torch.tensor([clip]), variant, rows.device)
-    packed, copied = encoder.store(rows), torch.empty_like(rows)
-    moved = rows.nbytes + packed.codes.nbytes + packed.metadata.nbytes
-    return {
-        "quantize_bytes_per_second": moved / _seconds(lambda: encoder.store(rows)),
-        "dequantize_bytes_per_second": moved / _seconds(lambda: dequantize(packed, dtype)),
-        "copy_bytes_per_second": 2 * rows.nbytes / _seconds(lambda: copied.copy_(rows)),
-    }
-
-
-def _seconds(launch: Callable[[], object]) -> float:
-    """Median seconds of a launch, without those that warm it up."""
-    return float(Timer("launch()", globals={"launch": launch}).blocked_autorange().median)

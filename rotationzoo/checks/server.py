@@ -4,10 +4,9 @@ import os
 import re
 import secrets
 import shlex
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -37,9 +36,6 @@ LEAST_CHANGE = 0.05
 """Nats. The demo's are .15, and bfloat16 alone moves a server by .05."""
 LEAST_COMPARED = 40
 """Log probabilities. Fewer would be those of less than eight tokens."""
-UNANSWERED = 3
-"""A watched server is gone that does not answer so often in a row."""
-_METRIC = re.compile(r"(?ma)^rotationzoo_(\w+)\{.*\} (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
 _ARTIFACT = re.compile(r'(?m)^rotationzoo_artifact_info\{.*artifact="([0-9a-f]+)"')
 
 Verdict = Literal["in use", "exact", "other", "unclear"]
@@ -58,10 +54,8 @@ class ServerCheck:
     """From the server to the record."""
     to_exact: float
     """From the server to the exact model."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Our numbers at its `/metrics`, of several processes the largest; empty where none are."""
     artifact: str | None = None
-    """The sha256 that it names there."""
+    """The sha256 that it names at its `/metrics`, if it does."""
 
     @property
     def verdict(self) -> Verdict:
@@ -146,31 +140,10 @@ class Server:
                 f"takes {model.max_model_len:,} tokens, and the record has {needed:,}"
             )
         reading = compare(self.probes, [self._continue(model.id, each) for each in self.probes])
-        text, metrics = "", dict[str, float]()
+        named = None
         with suppress(RotationZooError):
-            text = self._ask("metrics", str)
-        for name, number in _METRIC.findall(text):
-            metrics[name] = max(metrics.get(name, 0.0), float(number))
-        named = _ARTIFACT.search(text)
-        return replace(reading, metrics=metrics, artifact=named and named[1])
-
-    def watch(self, every: float | None, tell: Callable[[str], None]) -> ServerCheck:
-        """One reading, or a reading every `every` seconds until one differs from the record. Tells
-        each in a line. Raises as `read` does at first, later after `UNANSWERED` failures in a row.
-        """
-        reading, unanswered = self.read(), 0
-        words: object = reading.words
-        while every and self.refusal(reading) is None:
-            tell(f"{time.strftime('%F %T')} {words}")
-            time.sleep(every)
-            try:
-                reading, unanswered = self.read(), 0
-                words = reading.words
-            except RotationZooError as error:
-                words, unanswered = error, unanswered + 1
-                if unanswered == UNANSWERED:
-                    raise
-        return reading
+            named = _ARTIFACT.search(self._ask("metrics", str))
+        return replace(reading, artifact=named and named[1])
 
     def refusal(self, reading: ServerCheck) -> RotationZooError | None:
         """The error for what a server reads; None if it is the artifact's rotations."""

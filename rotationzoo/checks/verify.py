@@ -1,7 +1,6 @@
 """Verifies that an artifact is intact and sound, and that its folder holds no other files."""
 
 import os
-import pickletools
 import re
 from pathlib import Path
 
@@ -83,19 +82,14 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
 
 # ---- entries that the manifest does not list
 
-# What the clients of hubs and the Finder leave in a folder, and no engine reads.
+# What the clients of hubs and the Finder leave in a folder, and no engine reads. Earlier clients of
+# ModelScope also leave pickles, which they load: these are refused.
 _LEFT_BEHIND = re.compile(
-    r"\.gitattributes|\.DS_Store|\.mv|\.msc|\.mdl"
+    r"\.gitattributes|\.DS_Store|\.mv"
     r"|\.cache/huggingface/(\.gitignore(\.lock)?|CACHEDIR\.TAG|trees/[0-9a-f]{40}\.json)"
     r"|\.cache/huggingface/download/[^/]+\.(metadata|lock|incomplete)"
 )
 _LEFT_FOLDERS = ".cache", "._____temp"
-_PICKLES = ".msc", ".mdl"  # earlier versions of ModelScope's client write and load them
-_PLAIN_OPCODES = {"PROTO", "FRAME", "MARK", "STOP", "NONE", "MEMOIZE", "BINGET", "BINPUT"}
-_PLAIN_OPCODES |= {"LONG_BINGET", "LONG_BINPUT", "SHORT_BINUNICODE", "BINUNICODE", "BININT"}
-_PLAIN_OPCODES |= {"BININT1", "BININT2", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT"}
-_PLAIN_OPCODES |= {"SETITEM", "SETITEMS"}
-_PICKLE_LIMIT = 1 << 20
 
 
 def unlisted_files(artifact: Artifact) -> list[str]:
@@ -132,13 +126,10 @@ def _foreign_file(folder: Path, name: str) -> str | None:
 
 
 def _is_left_behind(folder: Path, path: Path) -> bool:
-    """Whether it is a file that a client of a hub leaves, and a harmless one if it is a pickle."""
+    """Whether it is a file that a client of a hub leaves."""
     if not _LEFT_BEHIND.fullmatch(path.relative_to(folder).as_posix()):
         return False
     try:
-        if path.name in _PICKLES:
-            codes = pickletools.genops(files.read(path, _PICKLE_LIMIT))
-            return {code.name for code, _, _ in codes} <= _PLAIN_OPCODES
         return files.size_of(path) is not None
-    except (RotationZooError, ValueError):
+    except RotationZooError:
         return False

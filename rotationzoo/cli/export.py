@@ -26,9 +26,6 @@ def export_command(
     clip: Clip = None,
     windows: Windows = None,
     base: Path | None = option("llama.cpp: the GGUF file that is copied and added to."),
-    model: str | None = option(
-        "llama.cpp: the model that the base was converted from, to compare them."
-    ),
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
@@ -52,10 +49,9 @@ def export_command(
         clip=clip,
         windows=windows,
         base=base,
-        model=model,
     )
-    if to != "llama.cpp" and (base or model):
-        raise UsageError("--base and --model are for llama.cpp", hint="--for llama.cpp")
+    if to != "llama.cpp" and base:
+        raise UsageError("--base is for llama.cpp", hint="--for llama.cpp")
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:
         out.note("Note: these rotations were not evaluated yet: rotationzoo evaluate does that")

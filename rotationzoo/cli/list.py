@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
     from rotationzoo.zoo.lookup import LoadedIndex
 
-_FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
+_FORMATS = {"rotationzoo": "artifact", "oscar": "pair"}
 
 
 def list_command(
@@ -37,10 +37,10 @@ def list_command(
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe)
     ]
     show_list(out, entries)
-    if fetched := [entry.model for entry in entries if entry.pullable]:
-        out.suggest("pull", fetched[0], *place_options(index, repo, zoo_index))
+    if entries:
+        out.suggest("pull", entries[0].model, *place_options(index, repo, zoo_index))
     else:
-        out.suggest("calibrate", entries[0].model if entries else "MODEL")
+        out.suggest("calibrate", "MODEL")
 
 
 def place_options(index: str | None, repo: str | None, read: "LoadedIndex") -> list[str]:

@@ -141,7 +141,7 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, RotationZ
 def _show_verdict(
     out: Output, folder: Path, verdict: dict[str, Any], places: dict[str, "Published"]
 ) -> None:
-    validation = "not validated: there is no GPU here"
+    validation = "not validated, without a GPU"
     if verdict["validated_on"]:
         validation = f"validated on {verdict['validated_on']}"
     lines = [f"{folder}, {validation}"]

@@ -5,16 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
 from rotationzoo.cli.output import Output, say
-from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import RotationZooError, Undecided, UsageError
-from rotationzoo.options import flag, option
-from rotationzoo.settings import ArtifactFolder, Machine, Revision, Signatures
+from rotationzoo.errors import RotationZooError, Undecided
+from rotationzoo.options import option
+from rotationzoo.settings import ArtifactFolder, Revision, Signatures
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.soundness import Verification
-    from rotationzoo.checks.membership import Agreement
     from rotationzoo.checks.server import ServerCheck
     from rotationzoo.zoo.signing import Finding
 
@@ -22,23 +20,14 @@ if TYPE_CHECKING:
 def verify_command(
     artifact: ArtifactFolder,
     signatures: Signatures,
-    machine: Machine,
     out: Output,
     model: str | None = option("Also check that it was made for this model."),
-    run: bool = flag("Also run the model, and look for the rotations in what it computes."),
     server: str | None = option(
         "Also ask this running vLLM if it reads them; exit 4 if undecided.", metavar="URL"
-    ),
-    every: float | None = option(
-        "Ask it again after so many seconds, until it reads something else.", min=1
     ),
     revision: Revision = None,
 ) -> None:
     """Check that an artifact is whole, orthogonal and of its model."""
-    if run and model is None:
-        raise UsageError("--run needs a model", hint="add: --model MODEL")
-    if every and server is None:
-        raise UsageError("--every needs a server", hint="add: --server URL")
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
@@ -49,28 +38,18 @@ def verify_command(
     opened = Artifact.open(artifact)
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     verification = verify(opened, model, revision)
-    finding, refusal, agreement = None, None, None
+    finding, refusal = None, None
     if verification.ok or verification.only_misfits:  # damage says enough of a signature
         try:
             finding = check_artifact(opened, demand)
         except RotationZooError as error:
             refusal = error
             verification = replace(verification, problems=[str(error), *verification.problems])
-    if run and model is not None and verification.orthogonality_error is not None:
-        from rotationzoo.checks.membership import Candidate, check_membership
-
-        with show_progress(out) as progress:
-            candidate = Candidate(model, revision=revision, **machine.part(Machine))
-            agreement = check_membership(opened, candidate, progress)
-        if agreement.foreign:
-            verification = verification.with_misfits(
-                [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
-            )
-    reading = running.watch(every, out.tell) if running and verification.ok else None
+    reading = running.read() if running and verification.ok else None
     refused = running and reading and (refusal := running.refusal(reading))
     if refused and not isinstance(refused, Undecided):
         verification = replace(verification, problems=[str(refused)])
-    _show_verification(out, opened, verification, agreement, finding, reading)
+    _show_verification(out, opened, verification, finding, reading)
     if out.mode == "quiet" and finding is not None:
         out.notes([finding.note])
     if refusal is not None:
@@ -107,7 +86,6 @@ def _show_verification(
     out: Output,
     artifact: "Artifact",
     verification: "Verification",
-    agreement: "Agreement | None",
     finding: "Finding | None",
     reading: "ServerCheck | None",
 ) -> None:
@@ -119,21 +97,14 @@ def _show_verification(
         "checked": verification.checked,
         "signature": finding and finding.summary(),
     }
-    if agreement:
-        data["agreement"] = asdict(agreement)
     if reading:
         data["server"] = {"verdict": reading.verdict, **asdict(reading)}
     lines = [f"Problem: {problem}" for problem in verification.problems]
     if verification.ok:
         error = f"largest |R R^T - I| {verification.orthogonality_error:.1e}"
         lines.append(f"{artifact.folder} is sound ({error})")
-    if agreement:
-        shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
-        lines.append(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
     if reading and reading.verdict == "in use":
         lines.append(f"The server reads these rotations: {reading.words}")
-        said = [f"{name} {value:.4g}" for name, value in reading.metrics.items()]
-        lines.append(f"Its metrics: {', '.join(said) or 'none of rotationzoo at /metrics'}")
     if finding:
         lines.append(f"Signature: {finding.note}")
     if verification.checked:

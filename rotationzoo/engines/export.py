@@ -1,6 +1,6 @@
 """Exporting an artifact: the files that one serving engine reads, and the command that starts it.
 
-An export replaces an earlier one as a whole and keeps the user's files.
+An export replaces an earlier one as a whole, and no other files.
 """
 
 import importlib
@@ -22,13 +22,12 @@ from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engine_needs import find_engine
 from rotationzoo.engines.base import Launch, Payload, SideMatrices, WriteFiles
-from rotationzoo.engines.rotation_file import STATISTICS
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import find_model, model_words
 from rotationzoo.rotations import SIDES, LayerRotations, Rotations
 from rotationzoo.sides import rows_of
 from rotationzoo.storage import folders, strict_json
-from rotationzoo.storage.files import digest, disk_errors, regular_file, sha256, size_of
+from rotationzoo.storage.files import digest, disk_errors, regular_file, sha256
 from rotationzoo.storage.folders import recover, write_new
 
 
@@ -40,24 +39,22 @@ class _Record(strict_json.Strict):
 
 
 def check_target(target: Path) -> None:
-    """Raise `RotationZooError` if the target exists and no export wrote it."""
+    """Raise `RotationZooError` if the target holds anything but an earlier export."""
     folders.check_name(target)
     if not target.exists():
         return
-    is_empty = target.is_dir() and not any(target.iterdir())
-    if not is_empty and size_of(target / EXPORT) is None:
-        hint = "choose another place with --output"
-        raise RotationZooError(f"{target} exists and holds other files", hint)
-
-
-def install_export(work: Path, target: Path) -> None:
-    """Put `work` in the place of `target`, with files that users added, without older exports."""
+    others = {target.name}
     if target.is_dir():
-        written = {path.name for path in work.iterdir()}
         # SGLang's own calibration marks what it has written, or is writing, in such files.
-        marks = [path.name for path in target.glob(".oscar_*.json")]
-        folders.carry_over(target, work, {*written, *_earlier_files(target), *marks})
-    folders.install(work, target)
+        mine = {
+            EXPORT,
+            *_earlier_files(target),
+            *(each.name for each in target.glob(".oscar_*.json")),
+        }
+        others = {path.name for path in target.iterdir()} - mine
+    if others:
+        hint = "choose another place with --output"
+        raise RotationZooError(f"{target} exists and holds other files: {min(others)}", hint)
 
 
 def _earlier_files(target: Path) -> list[str]:
@@ -122,7 +119,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
             # safetensors makes files private to their owner; a server may run as another user.
             path.chmod(0o644)
         check_target(target)  # again: writing took time, in which something may have appeared
-        install_export(work, target)
+        folders.install(work, target)
     return exported
 
 
@@ -193,8 +190,8 @@ def _notes_of_artifact(artifact: Artifact, launch: Launch) -> list[str]:
 # ---- what an engine receives
 
 
-# OSCAR has no word for the exact `output` statistic; our files state it under `calibration`.
-_WORDS = {statistic: word for word, statistic in STATISTICS.items()} | {"output": "sst"}
+_WORDS = {"query": "qqt", "key": "ktk", "key_energy": "sst", "value": "vtv", "output": "sst"}
+"""OSCAR's words for statistics. It has none for `output`, which our files state elsewhere."""
 PLACEHOLDER = "MODEL"
 """The placeholder in a launch command for a model whose location is unknown."""
 Provenance = dict[str, str | int | float | bool]

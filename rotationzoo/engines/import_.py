@@ -1,9 +1,8 @@
-"""Imports other tools' rotation files as an artifact: their matrices and recovered statistics."""
+"""Imports other tools' rotation files as an artifact."""
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,14 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.checkpoint import finished_artifact
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.engines.formats.sglang_latent import latent_files
-from rotationzoo.engines.rotation_file import RotationFile, check_matrices, describe, normalize
+from rotationzoo.engines.base import (
+    RotationFile,
+    check_matrices,
+    data_free_name,
+    normalize,
+)
+from rotationzoo.engines.formats.oscar_pt import read_pt
+from rotationzoo.engines.formats.sglang_latent import latent_files, read_latents
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_refusal
 from rotationzoo.geometry import (
     Geometry,
@@ -26,9 +31,6 @@ from rotationzoo.geometry import (
     shifted_layers,
 )
 from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
-from rotationzoo.linalg.compositions import recover_basis
-from rotationzoo.linalg.moments import Average, Averages
-from rotationzoo.linalg.orthogonality import ORTHOGONAL
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source, find, has_weights, weights_fingerprint
@@ -44,15 +46,7 @@ from rotationzoo.writer import check_replaceable, library_versions
 Files = dict[str, RotationFile]
 """Side -> its file: `key` and `value`, or `latent`."""
 
-IMPORTED: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "latents": ("sglang_latent", latent_files),
-    "gguf": ("llama_cpp", lambda path: path.suffix == ".gguf"),
-    "pt": ("oscar_pt", lambda path: True),
-}
-"""Formats of others' files, one row each: the module of `formats` whose `read` gives a file's
-sides, and what recognizes such files. The first row that does counts."""
-
-# The default names of `.pt` files. A GGUF file is found only if the user names it.
+# The default names of files.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
 # Entries of `calibration` that agree in both files of one run.
 _SHARED = ("generation_id", "config_sha256", "model")
@@ -68,7 +62,7 @@ def gather_files(files: Sequence[Path]) -> Files:
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir() and not latent_files(paths[0]):
         paths = _pair_in(paths[0])
-    read = [file for path in paths for file in _read(path)]
+    read = [_read(path) for path in paths]
     if [file.side for file in read] == [LATENT]:
         latents = normalize(read[0])
         check_matrices(latents)
@@ -79,11 +73,9 @@ def gather_files(files: Sequence[Path]) -> Files:
     return pair
 
 
-def _read(path: Path) -> list[RotationFile]:
-    """The sides in a file, or a folder of latents."""
-    module = next(module for module, takes in IMPORTED.values() if takes(path))
-    file: list[RotationFile] = import_module(f"rotationzoo.engines.formats.{module}").read(path)
-    return file
+def _read(path: Path) -> RotationFile:
+    """The side in a file, or a folder of latents."""
+    return read_latents(path) if latent_files(path) else read_pt(path)
 
 
 def _pair_of(files: list[RotationFile]) -> Files:
@@ -135,8 +127,7 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
         if key.calibration.get(name) != value.calibration.get(name):
             yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
     # Only data-free rotations may be the same for keys and values.
-    _, composition = describe(key)
-    if composition not in DATA_FREE and all(torch.equal(matrices[i], others[i]) for i in matrices):
+    if data_free_name(key) == GIVEN and all(torch.equal(matrices[i], others[i]) for i in matrices):
         yield f"{both} hold the same matrices", _FETCH_AGAIN
 
 
@@ -197,7 +188,6 @@ def _misfits(side: str, file: RotationFile, geometry: Geometry) -> Iterator[str]
 
 
 _SERVED = ("key_clip", "value_clip", "sink", "recent")
-_PUBLISHED = "oscar-v1"
 # Rotations of latents, by the name that the index has for them. Their server clips none.
 _OF_LATENTS = {"name": "oscar-latent", "pooling": "head", "key_clip": 1.0, "value_clip": 1.0}
 _OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
@@ -224,7 +214,6 @@ def import_(job: Import) -> Artifact:
     names = {key: name_of(value) for key, value in stated.items() if isinstance(value, str)}
     fingerprint = weights_fingerprint(source) if has_weights(source) else None
     rotations = _rotations_of(files, recipe, geometry)
-    statistics, unrecovered = _recover_statistics(rotations, recipe)
     seconds = round(time.monotonic() - started, 3)
     content = {
         # The fingerprint is of the weights that the user names; nothing in the files confirms it.
@@ -238,7 +227,7 @@ def import_(job: Import) -> Artifact:
             "files": measured,
             "objectives": {side: file.content.objective for side, file in files.items()},
             "calibration": {**stated, **names},
-            "notes": [*notes, *unrecovered],
+            "notes": notes,
         },
         "identity": identity,
         "versions": library_versions(),
@@ -246,16 +235,18 @@ def import_(job: Import) -> Artifact:
         "metrics": {"orthogonality_error": rotations.orthogonality_error},
     }
     hint = "fetch the files again, or ask who made them"
-    return write_sound_artifact(job.output, rotations, statistics or None, content, hint=hint)
+    return write_sound_artifact(job.output, rotations, None, content, hint=hint)
 
 
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
     """The recipe, from the user and the files, and remarks. Raises `RotationZooError`."""
-    first, published = next(iter(files.values())), PRESETS[_PUBLISHED]
+    first, published = next(iter(files.values())), PRESETS["oscar-v1"]
     of_latents = first.side == LATENT
-    composition, notes = _composition_of(files, group_size)
-    converted = [note for file in files.values() for note in file.notes]
-    notes = [*converted, *notes] if of_latents else [*notes, *converted]
+    notes = [note for file in files.values() for note in file.notes]
+    named = set(map(data_free_name, files.values()))
+    # A folder of latents has any name.
+    is_one = len(named) == 1 and not of_latents
+    composition = named.pop() if is_one else GIVEN
     per_head = any(file.content.per_head for file in files.values())
     stated: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",
@@ -265,10 +256,6 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         "group_size": group_size,
     }
     stated |= _OF_LATENTS if of_latents else {}
-    for side, file in files.items():
-        statistic, _ = describe(file)
-        if statistic is not None:
-            stated[f"{side}_statistic"] = statistic
     said = {name: first.calibration.get(name) for name in _SERVED}
     stated |= {name: value for name, value in said.items() if isinstance(value, int | float)}
     if job.clip:
@@ -282,31 +269,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         what, clips = ("windows", "") if of_latents else ("clip ratios or windows", clips)
         assumed = f"{clips}{recipe.sink}/{recipe.recent}"
         notes.append(f"the files do not say {what}; assumed are {assumed}")
-    # How the matrices are served does not matter for the name.
-    served = {"name", "group_size", *_SERVED}
-    if recipe.model_dump(exclude=served) == published.model_dump(exclude=served):
-        recipe = recipe.model_copy(update={"name": _PUBLISHED})
     return recipe, notes
-
-
-def _composition_of(files: Files, group_size: int | None) -> tuple[str, list[str]]:
-    """The composition of the matrices as far as the files state it, and remarks."""
-    stated = sorted({composition for _, composition in map(describe, files.values())})
-    composition = stated[0]
-    if LATENT in files:
-        if composition != GIVEN and files[LATENT].group_size == group_size:
-            return composition, []
-        return GIVEN, [
-            "nothing says how the matrices were made; of OSCAR's tool for latents, which names its "
-            "folder c_kv_rcov_phblock_g128, in its groups, they would be checked against a model"
-        ]
-    if len(stated) > 1:
-        return GIVEN, [f"keys and values have different compositions: {' and '.join(stated)}"]
-    if composition == "r_pbr_hblock" and group_size is None:
-        unknown = "the composition depends on the group size, which the files do not say"
-        return GIVEN, [f"{unknown}: --group-size names it"]
-    unnamed = "the files name no composition that is known"
-    return composition, [unnamed] if composition == GIVEN else []
 
 
 def _measure(path: Path) -> dict[str, Any]:
@@ -341,25 +304,3 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
 
 def _copy(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     return tensor.expand(shape).clone(memory_format=torch.contiguous_format)
-
-
-def _recover_statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages, list[str]]:
-    """The second moments `Sigma = U diag(lambda) U^T`, float64 `[H or 1, D, D]`, of every side that
-    has eigenvalues and a known composition; or none and a remark that says why."""
-    averages: Averages = {}
-    error = rotations.orthogonality_error
-    # `not <=` instead of `>`, because NaN must not pass.
-    if not error <= ORTHOGONAL:
-        off = f"the matrices are off orthogonality by {error:.0e}"
-        return {}, [f"{off}, so no statistics are recovered from them"]
-    for layer, side, rotation in rotations.each() if recipe.has_eigenbasis else ():
-        if rotation.eigenvalues is None:
-            continue
-        basis = recover_basis(rotation.matrix, recipe.composition, recipe.group(rotation.dim))
-        moment = basis @ torch.diag_embed(rotation.eigenvalues.double()) @ basis.mT
-        (kind,) = recipe.target_kinds(side)
-        averages.setdefault(layer, {})[kind] = Average((moment + moment.mT) / 2)
-    if averages or recipe.composition in DATA_FREE:
-        return averages, []
-    lacking = "the files have no eigenvalues, or an unknown composition"
-    return {}, [f"no statistics can be recovered: {lacking}"]

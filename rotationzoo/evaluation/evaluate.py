@@ -34,7 +34,7 @@ from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, score_arm, score_exact
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
 from rotationzoo.model import loading
-from rotationzoo.model.compatibility import add_adapter, check_weights, rope_notes
+from rotationzoo.model.compatibility import check_weights, rope_notes
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.prediction import doubt_loss
@@ -77,8 +77,6 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         progress("loading the model", 0, 0)
         device, dtype = job.torch_device, job.torch_dtype
         model = loading.load(source, ready.config, device, dtype, placement)
-        if job.adapter is not None:
-            add_adapter(model, job.adapter)
         pace = Pace(tell, until)
         schedule = _schedule(ready, model, pace, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress, pace, saved)
@@ -218,7 +216,6 @@ def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[st
         *ready.job.notes,
         *notes_for_reader(ready.text, ready.source, ready.artifacts, geometry),
         *float16_notes(ready.artifacts, ready.caches[0].format, ready.job.uncentered),
-        *loading.notes_of(model),
         *rope_notes(ready.artifacts, ready.scaling),
         *doubt_loss(loss, vocabulary),
     ]

@@ -28,7 +28,7 @@ from rotationzoo.geometry import (
     shift_reason,
     shifted_layers,
 )
-from rotationzoo.model import compatibility, loading
+from rotationzoo.model import loading
 from rotationzoo.model.compatibility import (
     check_artifacts,
     other_weights_note,
@@ -73,8 +73,6 @@ class Evaluation(RunSettings):
     """Of a text, whose attention is compared."""
     rope_scaling: str | None = None
     """None means as the artifacts were calibrated."""
-    adapter: Path | None = None
-    """The folder of an adapter with which the model computes."""
     baselines: tuple[str, ...] = BASELINES
     """Names in `BASELINES` and `RIVALS`."""
     pooled: bool = False
@@ -149,9 +147,6 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
         job = replace(job, data=_fit_rows(job.data, start, config))
     check_loadable(config, source.name, job.torch_device)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
-    if job.adapter is not None:
-        notes = compatibility.check_adapter(job.adapter, config, source.label)
-        job = replace(job, notes=[*job.notes, *notes])
     if geometry is not None:
         check_model(job, artifacts, geometry)
     check_positions(config, job.data.length, "texts", "add: --length {}")
@@ -200,13 +195,6 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError("--prefill-layout is for a prefill in chunks", hint)
     job.tasks.check()
     memory_limits(job.device_map, job.max_memory)
-    if job.adapter is not None:
-        compatibility.read_adapter(job.adapter)
-    if job.adapter is not None and job.save_to:
-        raise UsageError(
-            "an artifact holds what was measured of its model, and an adapter makes another one",
-            hint="leave out --save",
-        )
 
 
 def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:

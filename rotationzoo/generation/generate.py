@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from rotationzoo.artifact.reductions import describe_choice
+from rotationzoo.artifact.reductions import describe_losses
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
 from rotationzoo.cache.rotated import RotatedCache
@@ -172,7 +172,7 @@ def generate(
     compatibility.check_weights(artifacts, source, job.anyway)
     notes = []
     if job.engine is not None:
-        notes.append(describe_choice(job.engine, artifacts, job.given))
+        notes.append(describe_losses(job.engine, artifacts))
     notes += filter(None, [compatibility.other_weights_note(each, source) for each in artifacts])
     notes += compatibility.rope_notes(artifacts, scaling)
     for text in notes:
@@ -180,8 +180,6 @@ def generate(
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = loading.load(source, config, device, job.torch_dtype, placement)
-        for text in loading.notes_of(model):
-            note(text)
 
         def continued(stage: str, write: Write | None, cache: DynamicCache | None) -> TextStream:
             pieces, total = count(1), Tokens(job.new_tokens)

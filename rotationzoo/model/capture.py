@@ -7,8 +7,9 @@ function, and sparse masks that some models apply only under known names.
 `geometry` refuses models whose cache does not hold what attention reads.
 """
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +22,6 @@ from rotationzoo.model.long_masks import LongMask, long_masks, query_blocks, reg
 
 if TYPE_CHECKING:
     from transformers import AttentionInterface, PreTrainedModel
-
-import inspect
-from collections.abc import Mapping
 
 _TAKES_LONG_MASKS = "takes_long_masks"
 

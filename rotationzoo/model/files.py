@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.codec.engine_needs import DEFAULT, ENGINES
+from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.storage import files
 from rotationzoo.storage.files import read_json
@@ -86,20 +86,12 @@ def is_gguf(folder: Path) -> bool:
     return (folder / GGUF).is_file()
 
 
-def check_engine(folder: Path, engine: str = DEFAULT) -> list[str]:
-    """The engines that can use this format; none if all can. Raises `RotationZooError` if `engine`
-    cannot."""
-    if not is_gguf(folder):
-        return []
-    from rotationzoo.storage.gguf_reader import open_gguf
-
-    kind = open_gguf(folder / GGUF, lists=False).value("general.architecture")
-    able = [name for name, row in ENGINES.items() if {kind, "*"} & set(row.gguf)]
-    words = f"engines that can use this GGUF file ({kind}): {', '.join(able)}"
-    if engine not in able:
-        other = "" if ENGINES[engine].gguf else f"{ORIGINAL}; "
-        raise RotationZooError(f"{engine} cannot use this GGUF file ({kind})", f"{other}{words}")
-    return [words]
+def check_engine(folder: Path, engine: str) -> None:
+    """Raise `RotationZooError` for a GGUF file and an engine that reads none."""
+    if is_gguf(folder) and not ENGINES[engine].gguf:
+        able = ", ".join(name for name, row in ENGINES.items() if row.gguf)
+        hint = f"{ORIGINAL}; engines that can use it: {able}"
+        raise RotationZooError(f"{engine} cannot use a GGUF file", hint)
 
 
 def absent_weights(folder: Path) -> tuple[str, str] | None:

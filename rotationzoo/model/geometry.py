@@ -4,9 +4,11 @@ There is no list of models. A model runs on a few tokens, usually on `meta`, and
 are compared with the cache. `geometry_of` refuses what cannot be calibrated, with the reason.
 """
 
+import copy
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +16,19 @@ import torch
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.geometry import Geometry, Layer
-from rotationzoo.model.capture import Call, decoder, intercept, returned_cache
+from rotationzoo.model.capture import (
+    Attention,
+    Call,
+    decoder,
+    eager_attention,
+    intercept,
+    returned_cache,
+)
 from rotationzoo.model.changing_rope import changing_ropes
 from rotationzoo.model.latent import Latents, Rows, cached_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-import copy
-from dataclasses import replace
-
-from rotationzoo.model.capture import Attention, eager_attention
 
 _PROBE_TOKENS = 8
 _say_once = cache(logging.getLogger("rotationzoo").warning)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 READS_MEDIA = "reads_media"
 HEADLESS = "headless"
 """The mark of a model whose logits mean nothing."""
-_NOTES = "loading_notes"
 _TOKENIZERS = ("tokenizer.[jm]*", "vocab.*", "tekken.json")
 # Scales of caches and activations, which only servers apply, and a constant of old models.
 _NO_WEIGHT = re.compile(r"[._]([qkv]|input|output|activation)_(scale|zero_point)$|\.masked_bias$")
@@ -127,8 +126,6 @@ def load(
     Quantized weights ignore `dtype`: they load in their makers' type or dequantize to the config's,
     and those of a GGUF file to any. Unless it `predicts`, the language-model head may be missing.
     """
-    if source.model is not None:
-        return cast("PreTrainedModel", source.model)
     paths, cannot = files.weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # it is the caller's
     is_single = bool(paths) and paths[0].name == files.SINGLE
@@ -179,14 +176,10 @@ def load(
         missing = needed
     if missing:  # transformers only warns, and fills them with random numbers
         raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", _FETCH_HINT)
-    unused, parts = _find_unused(model, stored, loading_info["unexpected_keys"])
-    if unused:
+    if unused := _find_unused(model, loading_info["unexpected_keys"]):
         problem = f"{cannot}: its weights have {unused[0]}, which its config does not use"
         hint = "fetch config.json and the weights again, both of one model and revision"
         raise ModelUnavailable(problem, hint)
-    if parts:
-        note = f"{' and '.join(parts)} of the checkpoint stand unused: the model here has none"
-        setattr(model, _NOTES, [note])
     return cast("PreTrainedModel", model.eval())
 
 
@@ -203,16 +196,9 @@ def _gguf_options(paths: list[Path]) -> dict[str, Any]:
     return options
 
 
-def notes_of(model: "PreTrainedModel") -> list[str]:
-    """What whoever loaded a model should know of its weights."""
-    return list(getattr(model, _NOTES, []))
-
-
-def _find_unused(
-    model: "PreTrainedModel", names: Iterable[str], unexpected: set[str]
-) -> tuple[list[str], list[str]]:
-    """Tensors of a checkpoint that the model's modules would read and do not, and whole parts that
-    the model lacks, such as `mtp`. Only parts count of `names` that are not `unexpected`."""
+def _find_unused(model: "PreTrainedModel", unexpected: set[str]) -> list[str]:
+    """The `unexpected` tensors of a checkpoint that the model's modules would read and do not, but
+    not those of whole parts that the model lacks, such as `mtp`."""
     modules, text = dict(model.named_modules()), model.config.get_text_config(decoder=True)
     lists = tuple(f"{name}." for name, each in modules.items() if isinstance(each, ModuleList))
     predictors = range(getattr(text, "num_nextn_predict_layers", None) or 0)
@@ -222,15 +208,12 @@ def _find_unused(
         steps = accumulate(name.split(".")[:-1], "{}.{}".format)
         return next((step for step in steps if step not in modules), "")
 
-    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$^"]))
-    kept = {absent_part(name) for name in names if not ignored.search(name)}
-    parts = {absent_part(name) for name in names if ignored.search(name)} - kept
-    parts |= {absent_part(name) for name in unexpected}
+    parts = {absent_part(name) for name in unexpected}
     others = [part for part in parts if part and (part in extra or not part.startswith(lists))]
     missed = [name for name in unexpected if absent_part(name) not in others]
     used = dict(model.named_buffers())
     missed = [name for name in missed if name not in used and not _NO_WEIGHT.search(name)]
-    return sorted(missed), sorted(others)
+    return sorted(missed)
 
 
 def check_ids(rows: Iterable[torch.Tensor], config: "PretrainedConfig", name: str) -> None:
@@ -247,8 +230,6 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. Raises `ModelUnavailable`."""
     from transformers import AutoTokenizer
 
-    if source.tokenizer is not None:
-        return cast("PreTrainedTokenizerBase", source.tokenizer)
     found = any(any(source.folder.glob(each)) for each in _TOKENIZERS)
     absent = "" if found else ": its tokenizer.json is not there"
     missing = ModelUnavailable(

@@ -24,9 +24,6 @@ Limits = dict[int | str, int]
 _MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
-# What a group's files are called by cgroup v1 and v2, and what files in memory are in its table.
-_V1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"]
-_V2 = ["memory.max", "memory.current", "active_file", "inactive_file"]
 _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
 # On a full GPU, CUDA libraries fail before torch does. torch has no type for a full main memory.
@@ -87,18 +84,20 @@ def free_memory(device: torch.device | int | str) -> int:
 
 
 def container_limits() -> Iterator[tuple[int, int]]:
-    """The limit of each control group around this process, and what it leaves, in bytes."""
-    with suppress(OSError, ValueError):  # no Linux
+    """The limit of each control group (cgroup v2) around this process, and what it leaves, in
+    bytes."""
+    with suppress(OSError):  # no Linux
         for line in _GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            names, top = (_V1, _CONTAINER / "memory") if controllers else (_V2, _CONTAINER)
-            for group in (top / path[1:], *(top / path[1:]).parents):
+            own = _CONTAINER / path[1:]
+            for group in (own, *own.parents) if not controllers else ():
                 with suppress(OSError, ValueError):  # no such limit, or the word "max"
-                    limit, used = (int((group / name).read_text()) for name in names[:2])
+                    limit, used = (
+                        int((group / name).read_text()) for name in ("memory.max", "memory.current")
+                    )
                     # Cached files, such as weights that were read, count as used.
-                    yield limit, limit - used + sum_entries(group / "memory.stat", *names[2:])
+                    cached = sum_entries(group / "memory.stat", "active_file", "inactive_file")
+                    yield limit, limit - used + cached
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

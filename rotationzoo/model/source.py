@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -23,7 +23,7 @@ from rotationzoo.model.files import GGUF, ORIGINAL, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.progress import Progress, size_of_all, tell_growth
-from rotationzoo.storage import folders, strict_yaml
+from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.files import check_utf8, digest, read
 from rotationzoo.words import nearest
 
@@ -46,15 +46,12 @@ class Source:
     name: str
     folder: Path
     revision: str | None
-    model: Any = field(default=None, repr=False, compare=False)
-    tokenizer: Any = field(default=None, repr=False, compare=False)
-    """What the caller loaded, and is neither fetched nor read from the folder; None otherwise."""
 
     @property
     def label(self) -> str:
         """The name to publish: of a local folder, only its name, because paths are private."""
         is_folder = self.revision is None and self.name != "demo"
-        return self.folder.resolve().name if is_folder else self.name.partition(":")[0]
+        return self.folder.resolve().name if is_folder else self.name
 
     @property
     def fetch_hint(self) -> str | None:
@@ -65,14 +62,13 @@ class Source:
 
 def is_local(model: str) -> bool:
     """Whether this is `demo` or a path, even a missing one: a hub id has at most one slash."""
-    is_path = model.startswith((".", "/", "~")) or model.partition(":")[0].count("/") > 1
+    is_path = model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1
     return is_path or model == "demo" or Path(model).is_dir() or Path(model).is_file()
 
 
 def find(model: str, revision: str | None = None) -> Source:
-    """Locate a hub id, a folder, `demo`, or a GGUF file: a path, or `REPOSITORY:FILE`. Without a
-    config, the only GGUF file is the model. Fetches at most `config.json` or that file. Raises
-    `ModelUnavailable`, also for a revision of a local model."""
+    """Locate a hub id, a folder, `demo`, or the path of a GGUF file. Fetches at most `config.json`.
+    Raises `ModelUnavailable`, also for a revision of a local model."""
     folder = DEMO if model == "demo" else Path(os.path.expanduser(model))
     if folder.is_dir() or folder.is_file():
         check_utf8(folder)
@@ -83,9 +79,6 @@ def find(model: str, revision: str | None = None) -> Source:
         if folder.is_file():
             return Source(model, _stand_in(folder, model), None)
         if not (folder / "config.json").is_file():
-            names = [path.name for path in folder.iterdir()]
-            if only := _only_gguf(names, f"{model.rstrip('/')}/"):
-                return Source(model, _stand_in(folder / only, model), None)
             hint = "give a saved model's folder, a GGUF file, an id such as Qwen/Qwen3-8B, or demo"
             raise ModelUnavailable(f"{model} is not a model: the folder has no config.json", hint)
         check_configs(folder, model)
@@ -94,27 +87,12 @@ def find(model: str, revision: str | None = None) -> Source:
         kind = "file" if model.endswith(".gguf") else "folder"
         hint = "check the path, or give a hub id such as Qwen/Qwen3-8B"
         raise ModelUnavailable(f"there is no {kind} {model}{_alike(model)}", hint)
-    repository, _, name = model.partition(":")
-    name = name or _CONFIG
     with _hub_errors(model, revision):
-        try:
-            file = huggingface_hub.hf_hub_download(repository, name, revision=revision)
-        except client.LocalEntryNotFoundError:  # the hub is out of reach
-            raise
-        except client.EntryNotFoundError:
-            names = huggingface_hub.HfApi().list_repo_files(repository, revision=revision)
-            name = (_only_gguf(names, f"{model}:") if name == _CONFIG else None) or ""
-            if not name:
-                raise
-            file = huggingface_hub.hf_hub_download(repository, name, revision=revision)
+        file = huggingface_hub.hf_hub_download(model, _CONFIG, revision=revision)
     # The hub's cache names a snapshot's folder after its commit.
-    folder = Path(file).parents[name.count("/")]
-    revision = folder.name
-    if name == _CONFIG:
-        check_configs(folder, model)
-    else:
-        folder = _stand_in(Path(file), model)
-    return Source(model, folder, revision)
+    folder = Path(file).parent
+    check_configs(folder, model)
+    return Source(model, folder, folder.name)
 
 
 @cache
@@ -130,9 +108,6 @@ def _stand_in(file: Path, name: str) -> Path:
     from rotationzoo.storage.gguf_reader import open_gguf, write_header
 
     reader, other = open_gguf(file, lists=False), ORIGINAL
-    if reader.value("split.count") not in (None, 0, 1):
-        join = "join them first with: llama-gguf-split --merge"
-        raise RotationZooError(f"{name} is one part of several", hint=join)
     for key in reader.fields:
         if key.endswith(("block_count", "_layers")) and isinstance(value := reader.value(key), int):
             check_count(value, name)
@@ -194,15 +169,6 @@ def _with_metadata(config: Any, reader: Any, name: str) -> Any:
     return type(config).from_dict(table)
 
 
-def _only_gguf(names: Iterable[str], place: str) -> str | None:
-    """The only GGUF file, or None. Raises `ModelUnavailable` if `place` has several."""
-    found = sorted(name for name in names if name.endswith(".gguf"))
-    if len(found) > 1:
-        problem = f"{place[:-1]} has no config.json, and {len(found)} GGUF files"
-        raise ModelUnavailable(problem, f"name one of them: {place}{found[0]}")
-    return found[0] if found else None
-
-
 def find_cached(model: str, revision: str | None) -> Source | None:
     """A model in the hub's cache, if it is there. Nothing is fetched."""
     config = None
@@ -213,8 +179,6 @@ def find_cached(model: str, revision: str | None) -> Source | None:
 
 def fetch(source: Source, weights: bool = True) -> None:
     """Fetch a model's tokenizer and `weights`, unless they are here. Raises `ModelUnavailable`."""
-    if source.model is not None:
-        return
     if files.is_gguf(source.folder):
         _write_tokenizer(source.folder, source.name)
     elif source.revision is not None:
@@ -249,21 +213,20 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     """Turn the hub client's exceptions into one sentence each."""
     huggingface_token()  # raises before any request for a token that cannot be sent
     try:
-        with asking_huggingface() as use:
+        with asking_huggingface():
             yield
     except RotationZooError:
         raise
     # The client's transport, its cache folder and a full disk may raise anything.
     except Exception as error:
         if isinstance(error, client.LocalEntryNotFoundError):
-            failure = describe_failure(error.__cause__, use.answer)
+            failure = describe_failure(error.__cause__)
             raise _not_cached(model, revision or "main", failure) from error
         raise ModelUnavailable(*_explain(error, model, revision)) from error
 
 
 def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, str]:
     """What the hub client's exception says, and a hint. Subclasses come before their parents."""
-    repository, _, file = model.partition(":")
     match error:
         case client.GatedRepoError():
             hint = f"accept its terms on https://huggingface.co/{model}, then run: hf auth login"
@@ -276,8 +239,8 @@ def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, s
             return f"{model} has no revision {revision}", hint
         case client.EntryNotFoundError():
             says = f"{model} is not a transformers model: it has no config.json"
-            says = f"{repository} has no file {file}" if file else says
-            return says, "give the repository of the original weights"
+            hint = "give the repository of the original weights, or the path of a GGUF file"
+            return says, hint
     hint = "check the network and the disk of HF_HOME, then run the same command again"
     if status_of(error) in (401, 403):
         hint = "run: hf auth login"
@@ -315,8 +278,8 @@ def license_of(source: Source) -> str | None:
         return None
     metadata = None
     with suppress(OSError, ValueError), card.open(encoding="utf-8") as file:
-        if block := _CARD_FRONT.match(file.read(strict_yaml.LIMIT)):
-            metadata = strict_yaml.parse(block[1])
+        if block := _CARD_FRONT.match(file.read(strict_json.YAML_LIMIT)):
+            metadata = strict_json.parse_yaml(block[1])
     license_name = metadata.get("license") if isinstance(metadata, dict) else None
     return license_name if isinstance(license_name, str) else None
 

@@ -4,10 +4,11 @@ sent only to the right host."""
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
+from rotationzoo.errors import first_sentence
 from rotationzoo.network import limits, tokens
 
 
@@ -21,8 +22,6 @@ class Use:
 
     endpoint: str
     repeats: bool
-    answer: Any = field(default=None, compare=False)
-    """The last answer, for the message about one without the headers that the client needs."""
 
 
 class LimitedSessions:
@@ -105,8 +104,6 @@ class LimitedSessions:
             del request.headers["authorization"]
 
     def _limit(self, response: Any) -> None:
-        for use in self.uses:
-            use.answer = response
         request = response.request
         host = request.url.netloc.decode()
         limits.check_encoding(response.headers, host)
@@ -161,24 +158,20 @@ def status_of(error: BaseException | None) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def describe_failure(error: BaseException | None, answer: Any) -> str:
-    """Why the client did not get a file, from the error and the last answer."""
+def describe_failure(error: BaseException | None) -> str:
+    """Why the client did not get a file."""
     from huggingface_hub import constants
     from huggingface_hub.errors import FileMetadataError
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    if not isinstance(error, FileMetadataError):  # about the headers of the last answer
-        answer = getattr(error, "response", None)
+    if isinstance(error, FileMetadataError):
+        return f"{constants.ENDPOINT} does not answer as a hub does ({first_sentence(error)})"
+    answer = getattr(error, "response", None)
     if answer is None:
         return f"the hub cannot be reached ({error})"
     asked = answer.request.url.netloc.decode() + answer.request.url.path
-    if answer.is_error:
-        return f"{asked} answered {answer.status_code}"
-    lacking = [name for name in ("X-Repo-Commit", "ETag") if name not in answer.headers]
-    what = f"{asked} answered without {' or '.join(lacking) or 'a size'}"
-    other = answer.next_request  # on another host, which the client does not ask
-    return f"{what} and redirected to {other.url.netloc.decode()}" if other else what
+    return f"{asked} answered {answer.status_code}"
 
 
 def _answer_seconds(request: Any) -> float:

@@ -61,11 +61,6 @@ def check_token(token: str | None, place: str) -> str | None:
     return token
 
 
-def forget(token: str) -> None:
-    """Forget a token after use. Until then, it is redacted and kept from other hosts."""
-    _checked.discard(token)
-
-
 def huggingface_token() -> str | None:
     """The token that huggingface_hub would use. Raises as `check_token`."""
     for name in HUGGINGFACE_VARIABLES:

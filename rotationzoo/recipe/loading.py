@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rotationzoo.budget import EQUAL, Budget
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe.schema import Data, Recipe, Section
-from rotationzoo.storage import strict_yaml
+from rotationzoo.storage import strict_json
 from rotationzoo.words import nearest, shortened
 
 _LENGTH = 8192
@@ -47,7 +47,7 @@ def load(recipe: str) -> Recipe:
         raise RotationZooError(f"there is no recipe or file {shortened(recipe)!r}{meant}", hint)
     try:
         with path.open(encoding="utf-8") as file:
-            content = strict_yaml.parse(file.read(strict_yaml.LIMIT + 1))
+            content = strict_json.parse_yaml(file.read(strict_json.YAML_LIMIT + 1))
     except (OSError, ValueError) as error:
         raise RotationZooError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):

@@ -21,14 +21,6 @@ from rotationzoo.errors import RotationZooError
 # A part starts with a letter, a digit or `_`, which excludes `..` and hidden files.
 _PART = r"\w[\w.+-]{0,127}"
 _PLAIN = re.compile(rf"{_PART}(/{_PART}){{0,15}}")
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 ROOM, WAY_OUT = "make room", "choose another place with --output"
 _REMEDIES = {errno.EROFS: "mount it for writing"}
 _REMEDIES |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM)
@@ -68,9 +60,9 @@ def size_of(path: Path) -> int | None:
         hint = "check who may read it"
         raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint) from error
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         hint = "remove it, or put the file itself there"
-        raise RotationZooError(f"{path} is {kind} and not a file", hint)
+        other = "a symbolic link, a folder, a pipe or a device, and not a file"
+        raise RotationZooError(f"{path} is {other}", hint)
     return status.st_size
 
 

@@ -35,6 +35,8 @@ class Reader(gguf.GGUFReader):
         super().__init__(path)
         if int(self.alignment).bit_count() != 1:  # which gguf 0.17 lets pass
             raise ValueError(f"its alignment is {self.alignment}, and no power of two")
+        if self.byte_order == "S":
+            raise ValueError("its bytes are in the order of other machines")
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
@@ -64,7 +66,7 @@ class Reader(gguf.GGUFReader):
         types: Any = self.gguf_scalar_to_np
         if kind != gguf.GGUFValueType.STRING:
             return begin + count * int(np.dtype(types[kind]).itemsize)
-        data, length = memoryview(self.data.data), Struct(">Q" if self.byte_order == "S" else "<Q")
+        data, length = memoryview(self.data.data), Struct("<Q")
         for _ in range(count):
             (size,) = length.unpack_from(data, begin)
             self._count_text(size)
@@ -85,19 +87,22 @@ def open_gguf(path: Path, lists: bool = True) -> Reader:
     check_regular(path)
     try:
         with np.errstate(all="raise"):  # of offsets
-            return Reader(path, lists)
+            reader = Reader(path, lists)
     except Exception as error:  # the package fails in many ways
         problem = f"{path} is no GGUF file: {first_sentence(error):.200}"
         raise RotationZooError(problem, "give a file that llama.cpp loads") from error
+    if reader.value("split.count") not in (None, 0, 1):
+        join = "join them first with: llama-gguf-split --merge"
+        raise RotationZooError(f"{path} is one part of several", join)
+    return reader
 
 
 def write_header(reader: Reader, path: Path) -> None:
     """Write a file with the reader's metadata and empty tensors of the same names, which is what a
     model's config is made from."""
-    order = ">" if reader.byte_order == "S" else "<"
     fields = [each for each in reader.fields.values() if not each.name.startswith("GGUF.")]
-    content = [b"GGUF", pack(f"{order}IQQ", 3, len(reader.tensors), len(fields))]
+    content = [b"GGUF", pack("<IQQ", 3, len(reader.tensors), len(fields))]
     content += [part.tobytes() for field in fields for part in field.parts]
     for name in (tensor.name.encode() for tensor in reader.tensors):
-        content.append(pack(f"{order}Q{len(name)}sIQIQ", len(name), name, 1, 0, 0, 0))
+        content.append(pack(f"<Q{len(name)}sIQIQ", len(name), name, 1, 0, 0, 0))
     path.write_bytes(b"".join(content))

@@ -1,11 +1,12 @@
-"""JSON that others wrote: read within limits and validated, so that later code meets only the types
-that it expects."""
+"""JSON and YAML that others wrote: read within limits, and JSON validated, so that later code meets
+only the types that it expects."""
 
 import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rotationzoo.errors import RotationZooError
@@ -13,6 +14,7 @@ from rotationzoo.storage import files
 
 LIMIT = 16 << 20  # bytes; an index entry has 400, an evaluation of the demo model 24,000
 DEPTH = 32
+YAML_LIMIT = 64 << 10  # characters, which took PyYAML 0.3 s
 _HINT = "fetch or make it again"
 _TOO_DEEP = "it is nested too deeply"
 T = TypeVar("T")
@@ -137,3 +139,34 @@ def _check(content: Any) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200]
+
+
+# ---- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases and deep nesting before anything is built."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases; write what they stand for in full")
+        self.depth += 1
+        if self.depth > DEPTH:
+            raise yaml.YAMLError(_TOO_DEEP)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML. Raises `ValueError`, with a one-line reason, for text that is not YAML, is longer
+    than `YAML_LIMIT`, has aliases, which can expand a small text beyond any limit, or is
+    nested deeply."""
+    if len(text) > YAML_LIMIT:
+        raise ValueError(f"it has more than {YAML_LIMIT:,} characters")
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError, TypeError) as error:
+        raise ValueError(str(error).splitlines()[0]) from error

@@ -53,14 +53,14 @@ class Copy(_Frozen):
     hub: PlaceName
     repo: RepoId | Literal["."]
     """On disk `.`, the folder in which the index is."""
-    path: Annotated[str, AfterValidator(lambda path: path and files.plain(path))]
-    """The folder inside the repository; empty if it is the root, or unknown."""
+    path: Place
+    """The folder inside the repository."""
     revision: Place | None = None
     """A commit on Hugging Face, a tag on ModelScope; None if it is the index's own, or unknown."""
 
     def path_of(self, name: str) -> str:
         """The path of a file in the repository."""
-        return f"{self.path}/{name}" if self.path else name
+        return f"{self.path}/{name}"
 
 
 class File(_Frozen):
@@ -88,10 +88,8 @@ class Entry(_Growing):
     model_revision: Place | None = None
     config_sha256: Sha256 | None = None
     weights_fingerprint: Sha256 | None = None
-    format: Literal["rotationzoo", "oscar", "latent", "gguf"] = "rotationzoo"
-    """`rotationzoo` is an artifact. OSCAR's authors publish the others: `oscar`, two `.pt` files;
-    `latent`, a folder with one matrix per layer for MLA's latent; and `gguf`, a whole model with
-    rotations in it. The last two are not pulled."""
+    format: Literal["rotationzoo", "oscar"] = "rotationzoo"
+    """`rotationzoo` is an artifact, `oscar` two `.pt` files that OSCAR's authors publish."""
     note: Annotated[str, Field(max_length=500)] | None = None
     recipe: PlainName
     recipe_sha256: Sha256 | None = None
@@ -113,10 +111,8 @@ class Entry(_Growing):
 
     @model_validator(mode="after")
     def _can_be_checked(self) -> "Entry":
-        if not self.copies or (self.pullable and not self.files):
+        if not self.copies or not self.files:
             raise ValueError("an entry needs files and a place that holds them")
-        if self.pullable and not all(copy.path for copy in self.copies):
-            raise ValueError("files to be pulled need a folder that holds them")
         if self.format == "rotationzoo":
             if any(None in (file.sha256, file.size) for file in self.files.values()):
                 raise ValueError("every file of a rotationzoo artifact needs a size and a sha256")
@@ -130,11 +126,6 @@ class Entry(_Growing):
         if value is not None:
             Summary.model_validate(value)
         return value
-
-    @property
-    def pullable(self) -> bool:
-        """Whether `pull` can fetch and check the entry."""
-        return self.format in ("rotationzoo", "oscar")
 
     @property
     def measured(self) -> Summary | None:

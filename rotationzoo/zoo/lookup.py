@@ -103,7 +103,7 @@ def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
 
     Among those for the scaling of RoPE, the requested revision of the model wins, then an artifact,
     then what keeps most for the `engine` (asked the same questions), then the newest. Raises
-    `RotationZooError` if no entry can be pulled, and `UsageError` for an invalid scaling.
+    `RotationZooError` if there is no entry, and `UsageError` for an invalid scaling.
     """
     matching = []
     for entry in loaded.content.entries:
@@ -115,13 +115,7 @@ def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
         make = f"make one with: rotationzoo calibrate {model}"
         hint = f"see what there is with: rotationzoo list; or {make}"
         raise RotationZooError(f"{loaded.origin} has no rotation for {model}{which}", hint)
-    pullable = [entry for entry in matching if entry.pullable]
-    if not pullable:
-        entry = matching[0]
-        problem = f"what is published for {entry.model} is not pulled: {entry.note or entry.format}"
-        make = f"make rotations with: rotationzoo calibrate {entry.model}"
-        raise RotationZooError(problem, f"it is at {entry.copies[0].repo}; or {make}")
-    chosen, others = _of_scaling(pullable, rope_scaling, model)
+    chosen, others = _of_scaling(matching, rope_scaling, model)
     exact = [entry for entry in chosen if revision and entry.model_revision == revision]
     entry = max(exact or chosen, key=lambda e: (e.format == "rotationzoo", e.created or ""))
     of_weights = [e for e in exact or chosen if e.weights_fingerprint == entry.weights_fingerprint]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rotationzoo.artifact.store import MANIFEST, PARTS, SIGNATURE, Artifact
 from rotationzoo.checks.verify import unlisted_files, verify
+from rotationzoo.engines.base import check_matrices
 from rotationzoo.engines.formats.oscar_pt import read_pt
-from rotationzoo.engines.rotation_file import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
 from rotationzoo.settings import Signatures

@@ -3,14 +3,10 @@ these, which must not be worse than the published ones."""
 
 import math
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.measured import Measured, MeasuredArm, served_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
@@ -21,7 +17,6 @@ from rotationzoo.evaluation.decision import LEVEL, read_correct
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.linalg.paired import paired_difference, sign_flip
-from rotationzoo.model.source import Source, find, is_local, weights_fingerprint
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe import loading as recipes
@@ -30,10 +25,9 @@ from rotationzoo.words import change, counted, percent
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 from rotationzoo.zoo.lookup import LoadedIndex
-from rotationzoo.zoo.ownership import folder_name, listed_name
+from rotationzoo.zoo.ownership import listed_name
 from rotationzoo.zoo.pull import pull_first
 
-_WORKERS = 8  # parallel, because each request may wait until it times out
 # Changes to other files, such as the README, or in folders do not affect the rotations.
 _SUFFIXES = (".safetensors", ".jinja", ".model", ".json")
 
@@ -43,8 +37,7 @@ class DueModel:
     """A model that needs new rotations."""
 
     model: str
-    revision: str | None
-    """None for a model on this machine."""
+    revision: str
     was: str | None
     """The revision that the published rotations were made for, if known."""
     recipe: str
@@ -53,25 +46,18 @@ class DueModel:
 
 
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, RotationZooError]]:
-    """The models that are due, and model -> error for those that could not be checked. Hub models
-    are looked up on Hugging Face. `configs` is a folder of recipe files, or one file. Raises
-    `RotationZooError` if no model could be checked."""
+    """The models on Hugging Face that are due, and model -> error for those that could not be
+    checked. `configs` is a folder of recipe files, or one file. Raises `RotationZooError` if no
+    model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
-    hub = HuggingFace()
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        answers = [
-            (recipe.model, pool.submit(_look_at, hub, index, path, recipe))
-            for path, recipe in loaded.items()
-            if recipe.model
-        ]
-    due: list[DueModel] = []
-    errors: dict[str, RotationZooError] = {}
-    for model, answer in answers:
+    of_models = {path: recipe for path, recipe in loaded.items() if recipe.model}
+    hub, due, errors = HuggingFace(), list[DueModel](), dict[str, RotationZooError]()
+    for path, recipe in of_models.items():
         try:
-            due += filter(None, [answer.result()])
+            due += filter(None, [_look_at(hub, index, path, recipe)])
         except RotationZooError as error:
-            errors[model] = error
-    if errors and len(errors) == len(answers):
+            errors[str(recipe.model)] = error
+    if errors and len(errors) == len(of_models):
         raise next(iter(errors.values()))
     return due, errors
 
@@ -108,42 +94,25 @@ def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
 
 
 def _look_at(hub: HuggingFace, index: Index, path: Path, recipe: Recipe) -> DueModel | None:
-    model, revision = recipe.model or "", None
-    if is_local(model):
-        source = find(model)
-        name, changed = folder_name(source.label), partial(_changed_here, source)
-    else:
-        revision, hashes = hub.contents(model)
-        name, changed = model, partial(_changed, hub, revision, hashes)
-    published = find_newest(index, name, recipe)
-    reason = _find_reason(published, recipe, changed)
-    was = published.model_revision if published else None
+    model = recipe.model or ""
+    revision, hashes = hub.contents(model)
+    published = find_newest(index, model, recipe)
+    if published is None:
+        return DueModel(model, revision, None, str(path), "nothing is published")
+    # The recipe in an artifact does not center keys that cannot be centered.
+    uncentered = recipe.model_copy(update={"center_keys": False})
+    reason: str | None = "the recipe has changed"
+    if published.recipe_sha256 in (recipe.hash, uncentered.hash):
+        reason = _find_change(hub, published, revision, hashes)
+    was = published.model_revision
     return None if reason is None else DueModel(model, revision, was, str(path), reason)
 
 
-def _find_reason(
-    published: Entry | None, recipe: Recipe, changed: Callable[[Entry], str | None]
+def _find_change(
+    hub: HuggingFace, published: Entry, revision: str, hashes: dict[str, str]
 ) -> str | None:
-    """Why new rotations are needed, or None. `changed` says what of the model has changed."""
-    if published is None:
-        return "nothing is published"
-    # The recipe in an artifact does not center keys that cannot be centered.
-    uncentered = recipe.model_copy(update={"center_keys": False})
-    if published.recipe_sha256 not in (recipe.hash, uncentered.hash):
-        return "the recipe has changed"
-    return changed(published)
-
-
-def _changed_here(source: Source, published: Entry) -> str | None:
-    if published.config_sha256 != hash_config(source.folder):
-        return "changed: config.json"
-    is_same = published.weights_fingerprint in (None, weights_fingerprint(source))
-    return None if is_same else "changed: the weights"
-
-
-def _changed(hub: HuggingFace, at: str, hashes: dict[str, str], published: Entry) -> str | None:
-    """As `_changed_here` for a hub model, whose files `at` the revision have these `hashes`."""
-    if published.model_revision == at:
+    """What of a model has changed, whose files at a revision have these `hashes`, or None."""
+    if published.model_revision == revision:
         return None
     try:
         _, before = hub.contents(published.model, published.model_revision)
@@ -184,17 +153,12 @@ def regenerate(
     if published is not None:
         identities = artifact.identity, published.identity
         verdict |= compare_rotations(report, identities, job.model, publishing)
-    # Open the artifact again, because the evaluation has changed its manifest.
-    made = Artifact.open(artifact.folder)
-    validation = validate_kernel(made, device=job.device, progress=progress)
-    return verdict | {"validated_on": validation["device"] if validation["on_gpu"] else None}
-
-
-def is_worse(difference: float, error: float | None) -> bool:
-    """Whether an increase of log perplexity matters (more than 0.1 % of perplexity) and is
-    significant (more than two standard errors, if known)."""
-    is_significant = error is None or difference > 2 * error
-    return math.expm1(difference) > _WORSE and is_significant
+    validated_on = None
+    if job.torch_device == "cuda":
+        # Open the artifact again, because the evaluation has changed its manifest.
+        made = Artifact.open(artifact.folder)
+        validated_on = validate_kernel(made, progress=progress)["device"]
+    return verdict | {"validated_on": validated_on}
 
 
 def compare_rotations(
@@ -211,12 +175,14 @@ def compare_rotations(
         new.text_losses, published.text_losses, report.exact.text_tokens
     )
     outcome = answers["outcome"] if answers else "unclear"
+    # By more than two standard errors, if these are known.
+    is_significant = error is None or difference > 2 * error
     if answers and outcome == "fewer":
         asked = counted(answers["questions"], "question")
         reason = f"{answers['answered']} of {asked} compared with {answers['other_answered']}"
         precision = f"p {answers['answers_p_value']:.2g}"
         fault = f"answer worse than the published ones: {reason}, {precision}"
-    elif outcome == "unclear" and is_worse(difference, error):
+    elif outcome == "unclear" and is_significant and math.expm1(difference) > _WORSE:
         increase = f"perplexity {change(math.expm1(difference))} on the new revision"
         precision = "" if error is None else f", standard error {percent(error, 2)}"
         fault = f"are worse than the published ones: {increase}{precision}"

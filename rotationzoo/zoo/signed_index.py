@@ -24,8 +24,6 @@ from rotationzoo.zoo.signing import (
 NAME = f"{index.NAME}.sig"
 LIFETIME = timedelta(days=180)
 """How long a signature is valid: a zoo may have nothing to publish for months."""
-_RENEWAL = LIFETIME / 2
-"""A push that changes nothing renews a signature that expires within this time."""
 
 
 def read_own_index(hub_name: str, repo: str) -> LoadedIndex:
@@ -48,23 +46,17 @@ class IndexSigner:
     """Whether to sign entries that have another signer or none."""
 
     def sign(self, before: LoadedIndex, content: Index) -> tuple[Index, bytes]:
-        """The extended index, `content`, with a new statement, and its signature; the old ones if
-        nothing has changed and the signature does not expire soon. Raises as `check`."""
+        """The extended index, `content`, with a new statement, and its signature. Raises as
+        `check`."""
         # First, because a public log keeps keyless signatures forever.
         self.check(before)
-        last = before.content.statement
-        lasting = None
-        if self.adopt or not before.content.entries:
-            last = None  # an unchecked index may have any counter
-        elif last is not None and content.text().encode() == before.data:
-            left = date.fromisoformat(last.expires) - _today()
-            lasting = before.signature if left >= _RENEWAL else None
-        if lasting is not None and self.tool.signer is not None:
-            return content, lasting
+        # An unchecked index may have any counter.
+        is_checked = before.content.entries and not self.adopt
+        last = before.content.statement if is_checked else None
         signed = content.model_copy(update={"statement": _next_statement(before, last)})
         signature, _ = self.tool.sign({index.NAME: signed.text().encode()}, "index")
         self.check(before)  # now that the signer of a keyless signature is known
-        return (signed, signature) if lasting is None else (content, lasting)
+        return signed, signature
 
     def check(self, before: LoadedIndex) -> None:
         """Raise `RotationZooError` if the earlier index is not signed by the same signer, if known.

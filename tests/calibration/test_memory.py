@@ -138,20 +138,18 @@ def test_reserved_memory_gets_no_weights(monkeypatch):
         assert placed.max_memory == {0: 7 * GB, 1: 7 * GB, "cpu": 9 * GB}
 
 
-def control_groups(folder: Path, monkeypatch, path="/", controllers="") -> Path:
+def control_groups(folder: Path, monkeypatch, path="/") -> Path:
     """Let Linux say that this process is in the group of a path, in a tree in the folder."""
-    (folder / "cgroup").write_text(f"7:cpuset:/elsewhere\n4:{controllers}:{path}\n")
+    (folder / "cgroup").write_text(f"7:cpuset:/elsewhere\n0::{path}\n")
     monkeypatch.setattr(placement, "_GROUPS", folder / "cgroup")
     monkeypatch.setattr(placement, "_CONTAINER", folder / "groups")
-    return folder / "groups" / ("memory" if controllers else "")
+    return folder / "groups"
 
 
-def write_limit(group: Path, limit: str, used: str, stat: str = "", version: int = 2) -> None:
-    names = ("memory.max", "memory.current")
-    if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+def write_limit(group: Path, limit: str, used: str, stat: str = "") -> None:
     group.mkdir(parents=True, exist_ok=True)
-    for name, content in zip((*names, "memory.stat"), (limit, used, stat), strict=True):
+    contents = {"memory.max": limit, "memory.current": used, "memory.stat": stat}
+    for name, content in contents.items():
         (group / name).write_text(f"{content}\n")
 
 
@@ -179,21 +177,6 @@ def test_groups_around_that_of_the_process_limit_it(tmp_path, monkeypatch):
     write_limit(top / "user.slice" / "job.scope", "4000000", "500000")
     assert placement.free_memory("cpu") == 3_500_000
     assert memory.total_memory(on_cpu=True, spread=False) == 4_000_000
-
-
-@pytest.mark.parametrize("group", ["batch/job", ""])
-def test_limits_of_the_first_version_are_read(tmp_path, monkeypatch, group):
-    """Of a group in a machine's tree, and of a container's, which is the root that it sees. That of
-    a machine has the largest number there is."""
-    top = control_groups(tmp_path, monkeypatch, "/batch/job", "cpu,memory")
-    write_limit(top, "9223372036854771712", "9000000", version=1)
-    stat = "inactive_file 100\ntotal_inactive_file 30000\ntotal_active_file 5000"
-    write_limit(top / group, "8000000", "3000000", stat, version=1)
-    assert placement.free_memory("cpu") == 5_035_000
-    assert memory.total_memory(on_cpu=True, spread=False) == 8_000_000
-    # Only the controller's own tree has them.
-    control_groups(tmp_path, monkeypatch, "/batch/job", "cpu,cpuacct")
-    assert placement.free_memory("cpu") > GB / 10
 
 
 def test_amounts_are_read_as_accelerate_reads_them():

@@ -104,9 +104,7 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(
     with edited_weights(other) as weights:
         for tensor in weights.values():
             tensor.neg_()
-    shown = succeeded(inside("verify", "plain", "--model", "demo", "--run"))
-    assert shown.stdout.count("made of these weights, or of close relatives") == 1
-    assert "not clear" not in shown.stdout
+    shown = succeeded(inside("verify", "plain", "--model", "demo"))
     assert "the weights of demo" in shown.stdout.splitlines()[-1]
     wrong = inside("verify", "plain", "--model", other)
     assert wrong.returncode == 1

@@ -46,13 +46,12 @@ def test_evaluate_measures_latents(inside, names):
     assert arms["of-latent"]["output_error"] > 0
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate", "verify"])
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
 @pytest.mark.parametrize(("model", "other"), [("latent", "heads"), ("heads", "latent")])
 def test_rotations_of_the_other_kind_are_refused(inside, names, command, model, other):
     words = {
         "evaluate": ["evaluate", names[model], names[f"of-{other}"]],
         "generate": ["generate", names[model], "--rotations", names[f"of-{other}"], "-p", "x"],
-        "verify": ["verify", names[f"of-{other}"], "--model", names[model], "--run"],
     }[command]
     kinds = {"latent": "latents (MLA)", "heads": "keys and values of heads"}
     said = only_error(inside(*words))

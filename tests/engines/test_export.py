@@ -105,7 +105,8 @@ def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
     victim.write_text("")
     for content in ({"files": {"../victim": "", str(victim): ""}}, [1], {"files": 3}):
         (done.path / "export.json").write_text(json.dumps(content))
-        exported("sglang", artifact, tmp_path)
+        with pytest.raises(RotationZooError, match="holds other files"):
+            exported("sglang", artifact, tmp_path)
         assert victim.exists()
 
 

@@ -15,7 +15,6 @@ from support.reports import evaluate
 from rotationzoo import RotatedCache
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.codec.formats import SEGMENTS, SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation, float16_notes
@@ -150,7 +149,3 @@ def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
 def test_an_export_says_that_the_server_must_scale(scaled, tmp_path):
     notes = " ".join(exported("sglang", scaled, tmp_path).launch.notes)
     assert "calibrated with the rope scaling yarn:2: the server must scale too" in notes
-
-
-def test_membership_runs_the_model_with_the_scaling(model, scaled):
-    assert not check_membership(scaled, Candidate(str(model), device="cpu")).foreign

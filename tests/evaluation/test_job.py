@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import transformers
@@ -16,12 +15,11 @@ from support import architectures
 from support.cases import quick_first
 from support.command_line import edited_manifest, only_error
 from support.jobs import job
-from support.models import edit_config, load_saved, save_family, save_tiny, small
+from support.models import save_family, save_tiny, small
 from support.published import ok
 from support.recipes import QUICK
 from support.reports import evaluate
 
-from rotationzoo import api
 from rotationzoo.artifact.scores import ALL_ELSE
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
@@ -39,7 +37,6 @@ from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model import loading
-from rotationzoo.model.compatibility import add_adapter
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
@@ -160,74 +157,6 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     assert report["layers"] == [layer for layer, owner in owners.items() if owner == 1]
     assert len(report["layers"]) > 1
     assert report["arms"]["random"]["attention_kl"] > 0
-
-
-def save_adapter(model: Path, folder: Path, **options) -> tuple[Path, Path]:
-    """An adapter of a model's keys and values, and the model with the adapter in its weights."""
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    torch.manual_seed(0)
-    options = {"r": 2, "target_modules": ["k_proj", "v_proj"]} | options
-    adapted = peft.get_peft_model(loaded, peft.LoraConfig(**options, init_lora_weights=False))
-    for name, parameter in adapted.named_parameters():
-        if "magnitude" in name or "trainable_tokens" in name:  # as training leaves them
-            parameter.data += 0.3 * torch.randn(parameter.shape)
-    adapted.save_pretrained(folder / "adapter")
-    shutil.copytree(model, folder / "merged")
-    adapted.merge_and_unload().save_pretrained(folder / "merged")
-    return folder / "adapter", folder / "merged"
-
-
-def test_an_adapter_is_measured_as_a_model_with_it_in_its_weights(calibrated, tiny, tmp_path):
-    adapter, merged = save_adapter(tiny, tmp_path)
-    asked = {"tasks": [], "tokens": 1024, "length": 512, "baselines": (), "anyway": True}
-    asked |= {"dtype": "float32", "device": "cpu"}
-    plain, merged_too = (api.evaluate(str(each), calibrated, **asked) for each in (tiny, merged))
-    with_it = api.evaluate(str(tiny), calibrated, adapter=adapter, **asked)
-    perplexity = with_it["exact"]["perplexity"]
-    assert perplexity == pytest.approx(merged_too["exact"]["perplexity"], rel=1e-5)
-    assert perplexity != pytest.approx(plain["exact"]["perplexity"], rel=1e-3)
-    ((name, arm),) = with_it["arms"].items()
-    # 4e-8 apart were measured; codes may flip.
-    assert arm["perplexity_increase"] == pytest.approx(
-        merged_too["arms"][name]["perplexity_increase"], abs=1e-4
-    )
-
-
-KINDS = {
-    "dora": {"use_dora": True},
-    "tokens": {"trainable_token_indices": [5, 6, 7]},
-    "both": {
-        "use_dora": True,
-        "use_rslora": True,
-        "trainable_token_indices": {"embed_tokens": [5]},
-    },
-    "head": {"modules_to_save": ["norm"], "bias": "none", "rank_pattern": {"v_proj": 4}},
-}
-
-
-@pytest.mark.parametrize("tied", quick_first([True, False]))
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_that_peft_reads_compute_what_they_do_there(kind, tied, tmp_path):
-    model = save_tiny(tmp_path / "model", tie_word_embeddings=tied)
-    adapter, merged = save_adapter(model, tmp_path, **KINDS[kind])
-    with_it, expected = load_saved(model), load_saved(merged)
-    ids = torch.arange(1, 65)[None]
-    with torch.no_grad():
-        plain, wanted = with_it(ids).logits, expected(ids).logits
-        add_adapter(with_it, adapter)
-        found = with_it(ids).logits
-    scale = wanted.abs().max()
-    assert (plain - wanted).abs().max() > 0.01 * scale
-    assert (found - wanted).abs().max() < 1e-4 * scale
-
-
-def test_adapters_that_cannot_be_measured_are_refused(inside, calibrated, tiny, tmp_path):
-    adapter, _ = save_adapter(tiny, tmp_path)
-    words = ["evaluate", tiny, calibrated.folder, "--tasks", "none", "--adapter"]
-    assert "holds no adapter" in inside(*words, tmp_path).stderr
-    assert "leave out --save" in inside(*words, adapter, "--save").stderr
-    edit_config(adapter, "adapter_config.json", target_modules=["nothing"])
-    assert "does not fit the model" in inside(*words, adapter).stderr
 
 
 def test_windows_on_the_command_line():

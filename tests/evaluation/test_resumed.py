@@ -104,9 +104,9 @@ def test_a_terabyte_of_answers_is_not_read(path):
 def test_a_pipe_and_a_link_are_refused(path):
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(RotationZooError, match="is a named pipe and not a file"):
+    with pytest.raises(RotationZooError, match="is a symbolic link, a folder, a pipe"):
         SavedAnswers(path, JOB)
     path.unlink()
     path.symlink_to(path.with_name("elsewhere"))
-    with pytest.raises(RotationZooError, match="is a symbolic link and not a file"):
+    with pytest.raises(RotationZooError, match="is a symbolic link, a folder, a pipe"):
         SavedAnswers(path, JOB)

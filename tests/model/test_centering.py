@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,10 +27,10 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import geometry_from_json, geometry_json
 from rotationzoo.model import geometry
 from rotationzoo.model.capture import Attention
-from rotationzoo.recipe import Data
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.settings import Import
 from rotationzoo.zoo import regenerate
-from rotationzoo.zoo.index import Entry
+from rotationzoo.zoo.index import Entry, Index
 
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
 LOOKED_AT = [*MOVED, "qwen3"]
@@ -129,8 +130,18 @@ def test_an_artifact_with_a_mean_that_does_not_cancel_is_not_exported(centered, 
 
 def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     """The published recipe is what was done; the configured one is what was asked for."""
-    done = CENTERED.model_copy(update={"center_keys": False})
-    other = CENTERED.model_copy(update={"key_clip": 0.9})
-    entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
-    for recipe, reason in ((CENTERED, None), (other, "the recipe has changed")):
-        assert regenerate._find_reason(entry, recipe, lambda _: None) == reason
+    revision, model = "1" * 40, "someone/model"
+    asked = CENTERED.model_copy(update={"model": model})
+    done = asked.model_copy(update={"center_keys": False})
+    other = asked.model_copy(update={"key_clip": 0.9})
+    about = {"model": model, "recipe": done.name, "created": "2026-01-01"}
+    entry = Entry.model_construct(recipe_sha256=done.hash, model_revision=revision, **about)
+    hub = SimpleNamespace(contents=lambda _: (revision, {}))
+
+    def due(recipe: Recipe, *entries: Entry) -> str | None:
+        found = regenerate._look_at(hub, Index.model_construct(entries=entries), Path("x"), recipe)
+        return found and found.reason
+
+    assert due(asked) == "nothing is published"
+    assert due(asked, entry) is None
+    assert due(other, entry) == "the recipe has changed"

@@ -182,7 +182,7 @@ def test_unused_tensors_of_layers_are_refused_by_name(case, copied_tiny):
     assert f"its weights have {name}, which its config does not use" in refusal(copied_tiny)[0]
 
 
-def test_unused_parts_are_a_note(tiny, copied_tiny):
+def test_parts_may_stand_unused(copied_tiny):
     added = {
         "mtp.layers.0.mlp.up_proj.weight": [32, 32],
         "model.visual.blocks.0.norm.weight": [8],
@@ -190,6 +190,4 @@ def test_unused_parts_are_a_note(tiny, copied_tiny):
         "model.layers.1.self_attn.k_scale": [1],  # which only servers with a cache in FP8 use
     }
     add_tensors(copied_tiny, added, num_nextn_predict_layers=1)
-    (note,) = loading.notes_of(load(copied_tiny))
-    assert note.startswith("model.layers.2 and model.visual and mtp of the checkpoint stand unused")
-    assert not loading.notes_of(load(tiny))
+    assert load(copied_tiny)

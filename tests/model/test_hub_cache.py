@@ -13,6 +13,7 @@ from support.published import point_clients, publish_folder
 
 MODEL = "someone/tiny"
 WORDS = ["calibrate", MODEL, "--dry-run"]
+NO_HUB = " does not answer as a hub does ("
 COMMIT, TAG = {"X-Repo-Commit": "a" * 40}, {"ETag": '"b"'}
 ELSEWHERE = Answer(302, headers={"Location": "http://other.example:81/config.json"})
 
@@ -28,11 +29,11 @@ def cached(zoo, tiny) -> Path:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (Answer(headers=TAG), "answered without X-Repo-Commit, and"),
-        (Answer(headers=COMMIT), "answered without ETag, and"),
-        (Answer(body=b"<html>Sign in"), "answered without X-Repo-Commit or ETag, and"),
-        (ELSEWHERE, "answered without X-Repo-Commit or ETag and redirected to other.example:81"),
-        (403, "answered 403, and"),
+        (Answer(headers=TAG), NO_HUB),
+        (Answer(headers=COMMIT), NO_HUB),
+        (Answer(body=b"<html>Sign in"), NO_HUB),
+        (ELSEWHERE, NO_HUB),
+        (403, f"/{MODEL}/resolve/main/config.json answered 403, and"),
     ],
 )
 @pytest.mark.hostile("hub")
@@ -40,8 +41,8 @@ def test_a_mirror_that_answers_as_no_hub_does(zoo, tiny, answer, says):
     publish_folder(zoo.hf, MODEL, tiny)
     zoo.hf.faults.append(Fault("HEAD", "/resolve/", answer, 99))
     shown = only_error(zoo.run(*WORDS))
-    asked = f"{zoo.hf.endpoint.removeprefix('http://')}/{MODEL}/resolve/main/config.json"
-    assert f"Error: {asked} {says}" in shown
+    assert zoo.hf.endpoint.removeprefix("http://") in shown.partition(says)[0]
+    assert says in shown
     assert "cannot be reached" not in shown
     zoo.hf.faults.clear()
     assert zoo.run(*WORDS).returncode == 0

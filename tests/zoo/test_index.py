@@ -57,12 +57,12 @@ def test_what_later_versions_add_is_ignored_and_kept():
     content = json.loads(index.Index().extended(ENTRY).text())
     content["mirrors"] = ["z"]
     # These are also the names of methods and properties, which no file may replace.
-    later = {"rating": {"stars": 5}, "identity": "mine", "pullable": False, "text": "x"}
+    later = {"rating": {"stars": 5}, "identity": "mine", "measured": False, "text": "x"}
     content["entries"][0] |= later
     content["entries"][0]["summary"] = {"perplexity_increase": 0.5, "seconds": 1.5}
     parsed = index.parse(json.dumps(content), "it")
     assert parsed.entries[0].identity == "0" * 64
-    assert parsed.entries[0].pullable
+    assert parsed.entries[0].measured is None
     other = ENTRY.model_copy(update={"model": "c/d"})
     rewritten = json.loads(parsed.extended(other).text())
     assert rewritten["mirrors"] == ["z"]

@@ -4,7 +4,6 @@ Two forks have a 2-bit cache: OSCAR's, and one that grew from it. A base of anot
 to load, or load for the wrong layers; one of other weights would only answer worse.
 """
 
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -12,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.reductions import Settled
 from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.engines import rotation_file
-from rotationzoo.engines.base import PAGE, Launch, Payload, SideMatrices, check_limits, clip_text
-from rotationzoo.engines.rotation_file import RotationFile, as_mapping, objective_name
-from rotationzoo.errors import RotationZooError, as_refusal, first_sentence
+from rotationzoo.engines.base import (
+    PAGE,
+    Launch,
+    Payload,
+    check_limits,
+    clip_text,
+    objective_name,
+)
+from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import cached_layers
-from rotationzoo.model.files import text_config
-from rotationzoo.model.source import Source, find, find_cached
 from rotationzoo.rotations import SIDES
-from rotationzoo.storage.files import read_json
 from rotationzoo.storage.gguf_reader import Reader, gguf, open_gguf
 
 # Architecture -> cache type: `q2_0` of OSCAR's fork, or `oscar2`, which has no clip or windows.
@@ -33,13 +32,6 @@ _CACHE_TYPE = dict.fromkeys(ENGINES["llama.cpp"].gguf, "oscar2") | {"qwen3": "q2
 _BLOCK = 32  # channels per block of either cache type
 _OF_THE_MODEL = "give the base that was converted from the model of the artifact"
 _KEYS = re.compile(r"blk\.(\d{1,9})\.attn_k\.weight")
-# GGUF field -> key of config.json.
-_FIELDS = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "rope.freq_base": "rope_theta",
-}
 
 
 def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
@@ -61,7 +53,6 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     architecture = objective_name(reader.value("general.architecture"))
     for problem, remedy in _problems(reader, architecture, request, payload):
         raise RotationZooError(problem, remedy)
-    compared = _compare_config(reader, architecture, request, payload)
     tensors = rotation_tensors(payload)
     notes = {
         **payload.provenance,
@@ -70,7 +61,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     }
     name = f"{base.stem}-rot-kv.gguf"
     write_copy(reader, work / name, tensors, notes)
-    return _launch(final / name, architecture, request, compared)
+    return _launch(final / name, architecture, request)
 
 
 def _problems(
@@ -88,8 +79,6 @@ def _problems(
     if _CACHE_TYPE[architecture] == "oscar2" and served != ((1, 1), (0, 0)):
         without = f"the llama.cpp that runs {architecture} neither clips nor keeps tokens exact"
         yield without, "accept that with: --clip 1 --windows 0/0"
-    if reader.value("split.count") not in (None, 0, 1):
-        yield f"{base} is one part of several", "join them first with: llama-gguf-split --merge"
     shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
     for name in filter(ROTATION_NAME.fullmatch, shapes):
         yield f"{base} has rotations already ({name})", "start from the file without them"
@@ -118,38 +107,7 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
                 )
 
 
-def _compare_config(reader: Reader, architecture: str, request: Settled, payload: Payload) -> str:
-    """Compare the base with its model's config, if that is here, and return a note about it.
-
-    Raises `RotationZooError` for a file that was converted from another model.
-    """
-    if request.model:
-        source: Source | None = find(request.model)
-    else:
-        source = find_cached(payload.model, payload.provenance.get("model_revision"))
-    if source is None:
-        return (
-            f"the base was compared by its shapes alone: {payload.model} was not "
-            "found on this machine (--model says where it is)"
-        )
-    stated = payload.provenance.get("config_sha256")
-    if request.model and stated not in (None, hash_config(source.folder)):
-        problem = f"{request.model} is not the model of this artifact: its config differs"
-        raise RotationZooError(problem, "check --model")
-    config = text_config(read_json(source.folder / "config.json"))
-    # Some configs keep `rope_theta` under `rope_parameters`.
-    config = {**as_mapping(config.get("rope_parameters")), **config}
-    for field, key in _FIELDS.items():
-        numbers = stored, expected = [reader.value(f"{architecture}.{field}"), config.get(key)]
-        known = all(isinstance(number, int | float) for number in numbers)
-        if known and not math.isclose(*numbers, rel_tol=1e-6):
-            differs = f"its {field} is {stored:g}, and {key} is {expected:g} there"
-            problem = f"{reader.path.name} was not converted from {source.name}: {differs}"
-            raise RotationZooError(problem, _OF_THE_MODEL)
-    return f"the base has the config of {source.name}; its weights were not compared"
-
-
-def _launch(file: Path, architecture: str, request: Settled, compared: str) -> Launch:
+def _launch(file: Path, architecture: str, request: Settled) -> Launch:
     kind = _CACHE_TYPE[architecture]
     of_oscar = kind == "q2_0"
     types = f"--cache-type-k {kind} --cache-type-v {kind}"
@@ -171,7 +129,7 @@ def _launch(file: Path, architecture: str, request: Settled, compared: str) -> L
         "`evaluate`; as it ships, with outer levels a third too small, rotations can serve worse "
         "than none (docs/engines.md has figures), and without exact windows it is of no "
         "use": of_oscar,
-        compared: True,
+        "the base was compared by its shapes alone: it must be of this artifact's model": True,
         "keep the base: llama.cpp itself refuses the copy, whose rotations it does not know (wrong "
         "number of tensors)": True,
     }
@@ -182,7 +140,7 @@ def _launch(file: Path, architecture: str, request: Settled, compared: str) -> L
 # ---- GGUF files
 
 
-ROTATION_NAME = re.compile(r"blk\.(\d{1,9})\.attn_([kv])_rot\.weight")
+ROTATION_NAME = re.compile(r"blk\.\d{1,9}\.attn_[kv]_rot\.weight")
 NOTE = "rotationzoo."
 """The prefix of the metadata fields that an export adds."""
 
@@ -195,11 +153,8 @@ def write_copy(
     Everything else stays as it was. Raises `RotationZooError` for metadata that cannot be copied.
     """
     own = "general.architecture"
-    writer = gguf.GGUFWriter(path, reader.value(own), endianess=reader.endianess)
+    writer = gguf.GGUFWriter(path, reader.value(own))
     writer.data_alignment = reader.alignment
-    order: dict[str, Any] = {}
-    if reader.byte_order == "S":  # gguf 0.17 has no such argument
-        order["tensor_endianess"] = reader.endianess
     try:
         for field in reader.fields.values():
             # The writer adds its own, and an earlier export's notes are dropped.
@@ -212,7 +167,7 @@ def write_copy(
             else:
                 writer.add_string(f"{NOTE}{name}", str(note))
         for tensor in reader.tensors:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type, **order)
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         for name, matrix in tensors.items():
             writer.add_tensor(name, matrix)
         writer.write_header_to_file()
@@ -235,34 +190,3 @@ def rotation_tensors(payload: Payload) -> dict[str, np.ndarray]:
             name = f"blk.{layer}.attn_{side[0]}_rot.weight"
             tensors[name] = np.ascontiguousarray(matrix.mT.numpy())
     return tensors
-
-
-def read(path: Path) -> list[RotationFile]:
-    """The key and value rotations in a model file.
-
-    Raises `RotationZooError` if either side is missing.
-    """
-    reader = open_gguf(path)
-    own = [name for name in reader.fields if name.startswith(NOTE)]
-    notes = rotation_file.primitives({name.removeprefix(NOTE): reader.value(name) for name in own})
-    matrices: dict[str, dict[int, torch.Tensor]] = {"k": {}, "v": {}}
-    for tensor in reader.tensors:
-        if match := ROTATION_NAME.fullmatch(tensor.name):
-            layer, letter = rotation_file.check_layer(path, match[1]), match[2]
-            matrices[letter][layer] = _read_matrix(path, tensor)
-    files = []
-    for side in SIDES:
-        rotation = dict(sorted(matrices[side[0]].items()))
-        if not rotation:
-            hint = "give a file baked with both; rotations within weights cannot be read"
-            raise RotationZooError(f"{path.name} holds no {side} rotations", hint)
-        objective = rotation_file.objective_name(notes.get(f"{side}_objective"))
-        files.append(RotationFile(path, "GGUF", side, SideMatrices(rotation, objective), notes))
-    return files
-
-
-def _read_matrix(path: Path, tensor: gguf.ReaderTensor) -> torch.Tensor:
-    """R, float32 `[D, D]`, from a tensor that holds it transposed, in any type."""
-    with as_refusal(f"{tensor.name} of {path.name} cannot be read"):  # of another type
-        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    return torch.from_numpy(np.atleast_2d(numbers).astype(np.float32)).mT.contiguous()

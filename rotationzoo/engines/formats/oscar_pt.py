@@ -17,9 +17,16 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact.reductions import Settled
-from rotationzoo.engines import rotation_file
-from rotationzoo.engines.base import Payload, SideMatrices, clip_text
-from rotationzoo.engines.rotation_file import RotationFile, as_mapping
+from rotationzoo.engines.base import (
+    Payload,
+    RotationFile,
+    SideMatrices,
+    as_mapping,
+    check_layer,
+    clip_text,
+    objective_name,
+    primitives,
+)
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
 from rotationzoo.sides import SIDES
@@ -111,7 +118,7 @@ Entries = dict[int, dict[str, Any]]
 def read_pt(path: Path) -> RotationFile:
     """One side's file. Raises `RotationZooError` for another kind of file or contradictions."""
     table, entries = load(path)
-    objective = rotation_file.objective_name(table.get("objective"))
+    objective = objective_name(table.get("objective"))
     content = SideMatrices(objective=objective, **tensors_of(path, entries))
     version = "V2" if content.per_head else "V1"
     if content.mean or table.get("format_version") == 3:
@@ -119,13 +126,8 @@ def read_pt(path: Path) -> RotationFile:
     if "layers" not in table:
         version = "tensors"
     side = _side(path, objective, as_mapping(table.get("transform")))
-    calibration = rotation_file.primitives(table.get("calibration"))
+    calibration = primitives(table.get("calibration"))
     return RotationFile(path, version, side, content, calibration)
-
-
-def read(path: Path) -> list[RotationFile]:
-    """The side of a file, as `read_pt`."""
-    return [read_pt(path)]
 
 
 def load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entries]:
@@ -212,7 +214,7 @@ def _entries(path: Path, content: Any, layer: int | None) -> Entries:
         if number in entries:
             raise RotationZooError(f"{path.name} has layer {number} twice")
         stated = _layer_number(entry.get("layer_id", number))
-        if stated != rotation_file.check_layer(path, number):
+        if stated != check_layer(path, number):
             says = "is no layer" if stated is None else f"is layer {stated}"
             raise RotationZooError(f"{path.name}: the entry of layer {number} says that it {says}")
         entries[number] = dict(entry)

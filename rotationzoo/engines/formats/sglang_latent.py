@@ -9,11 +9,9 @@ import shlex
 from pathlib import Path
 
 from rotationzoo.artifact.reductions import Settled
-from rotationzoo.engines import rotation_file
-from rotationzoo.engines.base import Launch, Payload, SideMatrices
+from rotationzoo.engines.base import Launch, Payload, RotationFile, SideMatrices, check_layer
 from rotationzoo.engines.formats.oscar_pt import Entries, load, tensors_of, write_pt
 from rotationzoo.engines.formats.sglang import options_of_hybrids, windows_of
-from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError
 from rotationzoo.sides import LATENT
 
@@ -79,16 +77,16 @@ def latent_files(folder: Path) -> list[Path]:
     return sorted(each for each in files if _OF_A_LAYER.fullmatch(each.name))
 
 
-def read(folder: Path) -> list[RotationFile]:
+def read_latents(folder: Path) -> RotationFile:
     """The rotations of latents in a folder. Raises `RotationZooError` as `read_pt` does."""
     entries: Entries = {}
     folder = folder.resolve()
     for path in latent_files(folder):
-        layer = rotation_file.check_layer(path, path.stem.removeprefix("layer_"))
+        layer = check_layer(path, path.stem.removeprefix("layer_"))
         if layer in entries:
             raise RotationZooError(f"{folder.name} has layer {layer} twice")
         entries |= load(path, layer)[1]
     tensors = tensors_of(folder, entries)
     tensors["mean"] = {layer: mean.flatten() for layer, mean in tensors["mean"].items()}
     content = SideMatrices(objective=folder.name, **tensors)
-    return [RotationFile(folder, "latents", LATENT, content)]
+    return RotationFile(folder, "latents", LATENT, content)

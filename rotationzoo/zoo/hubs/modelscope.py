@@ -7,7 +7,6 @@ Failures become errors of one sentence, and this module says which of them are w
 import io
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -112,13 +111,13 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
 
 @contextmanager
 def _asking(repo: str) -> Iterator[None]:
-    """Turn failures inside the block into a `RotationZooError`, and discard what the client prints,
-    or with ROTATIONZOO_DEBUG=1 send it to stderr."""
+    """Turn failures inside the block into a `RotationZooError`, and discard what the client
+    prints."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
         raise HubError("HF_HUB_OFFLINE is set: ModelScope is not asked", "unset HF_HUB_OFFLINE")
-    printed = sys.stderr if _is_debugging() else io.StringIO()
+    printed = io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
             yield
@@ -157,8 +156,10 @@ class ModelScope(Hub):
             os.environ.setdefault(name, value)
         from modelscope_hub import HubApi, HubConfig
 
-        self.token = _read_token()
-        # With None, the client would look for a token by itself; with an empty string it does not.
+        variable = tokens.MODELSCOPE_VARIABLE
+        self.token = tokens.check_token(os.environ.get(variable), variable)
+        # With None, the client would unpickle what `modelscope login` stored; with an empty string
+        # it does not.
         config = HubConfig(token=self.token or "")
         self.endpoint = str(config.endpoint)
         self.api, self.files = HubApi(config=config), requests.Session()
@@ -169,9 +170,8 @@ class ModelScope(Hub):
             adapter = LimitedAdapter(self.endpoint, reads_all=session is not self.files)
             for scheme in ("https://", "http://"):
                 session.mount(scheme, adapter)
-        if not _is_debugging():
-            # The client logs every step, and also every failure that it raises anyway.
-            logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
+        # The client logs every step, and also every failure that it raises anyway.
+        logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
 
     @staticmethod
     def may_pass(error: Exception) -> bool:
@@ -241,23 +241,3 @@ class ModelScope(Hub):
                 self.retry(self.api.create_repo_tag, repo, "model", tag, revision=_BRANCH)
         url = tokens.redact(f"{self.endpoint}/models/{repo}/files?revision={tag}")
         return Published(tag, url, changed)
-
-
-def _read_token() -> str | None:
-    """The token from the environment, or else the one that `modelscope login` stored."""
-    from modelscope_hub import HubConfig
-
-    variable = tokens.MODELSCOPE_VARIABLE
-    if variable in os.environ:
-        return tokens.check_token(os.environ[variable], variable)
-    try:
-        return tokens.check_token(HubConfig().token, "the file that modelscope login wrote")
-    except RotationZooError:
-        raise
-    except Exception as error:  # the client unpickles the file, which may raise anything
-        hint = f"log in again, or set {variable}"
-        raise HubError("what modelscope login wrote cannot be read", hint) from error
-
-
-def _is_debugging() -> bool:
-    return os.environ.get("ROTATIONZOO_DEBUG") == "1"

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from rotationzoo.errors import HubError
 
@@ -107,22 +107,19 @@ class Hub(ABC):
             return (Path(scratch) / path).read_bytes()
 
 
-@dataclass(frozen=True)
-class HubEntry:
-    """Everything known about a hub without importing its client."""
+class HubEntry(NamedTuple):
+    """A hub, without its client: its name in sentences and in `list`, and its class in the module
+    of `zoo/hubs` that has the hub's name."""
 
     title: str
-    """Its name in sentences."""
     abbreviation: str
-    """Its name in `list`."""
     class_name: str
-    """Its class in the module of `zoo/hubs` with the hub's name."""
 
 
 HUBS = {
-    "huggingface": HubEntry(title="Hugging Face", abbreviation="hf", class_name="HuggingFace"),
-    "modelscope": HubEntry(title="ModelScope", abbreviation="ms", class_name="ModelScope"),
-    "disk": HubEntry(title="disk", abbreviation="disk", class_name="Disk"),
+    "huggingface": HubEntry("Hugging Face", "hf", "HuggingFace"),
+    "modelscope": HubEntry("ModelScope", "ms", "ModelScope"),
+    "disk": HubEntry("disk", "disk", "Disk"),
 }
 *HUB_NAMES, DISK = HUBS
 DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.engine_artifacts import base_for, exported
 from support.oscar_files import gguf_bytes, gguf_field, gguf_tensor, refused
 
-from rotationzoo.engines.formats.llama_cpp import read as read_gguf
 from rotationzoo.errors import RotationZooError
+from rotationzoo.storage.gguf_reader import open_gguf
 
 
 def with_field(kind: int, value: bytes, name: bytes = b"a") -> bytes:
@@ -43,7 +43,7 @@ ASKS_TOO_MUCH = {
 @pytest.mark.parametrize("name", ASKS_TOO_MUCH)
 def test_a_gguf_that_asks_for_more_than_it_has(tmp_path, name):
     (tmp_path / "x.gguf").write_bytes(ASKS_TOO_MUCH[name] + bytes(512))
-    assert "is no GGUF file" in refused(read_gguf, tmp_path / "x.gguf")
+    assert "is no GGUF file" in refused(open_gguf, tmp_path / "x.gguf")
 
 
 @pytest.mark.hostile("malformed")

@@ -1,26 +1,18 @@
 """Rotations in a copy of a GGUF file, and which base they are copied into."""
 
-import shutil
 import sys
-from functools import partial
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from support import engine_readers as engines
-from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
-from support.jobs import calibrate_short
-from support.models import edit_config, save_tiny
+from support.engine_artifacts import base_for, exported, layers_of, matrices, rows_of
 from support.oscar_files import refused
 
 from rotationzoo.artifact.reductions import Request
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines import formats
 from rotationzoo.engines.export import export
-from rotationzoo.engines.import_ import import_
 from rotationzoo.errors import RotationZooError
-from rotationzoo.settings import Import
 
 
 def test_two_head_dimensions_in_a_gguf(made, tmp_path):
@@ -98,52 +90,13 @@ def test_bases_that_do_not_fit(made, tmp_path):
     assert "--base" in failure.value.hint
 
 
-@pytest.fixture(scope="module")
-def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
-    """A model of head dimension 32, and an artifact that was made for it."""
-    folder = tmp_path_factory.mktemp("model")
-    model = save_tiny(folder / "tiny", head_dim=32, hidden_size=64, rope_theta=5e5)
-    return model, calibrate_short(model, folder / "artifact", OSCAR, tokens=1024)
-
-
-CHANGES = {
-    "the same": {},
-    "width": {"hidden_size": 96},
-    "layers": {"num_hidden_layers": 3},
-    "heads": {"num_attention_heads": 8},
-    "base of RoPE": {"rope_parameters": {"rope_theta": 1e6}},
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_base_has_to_be_converted_from_the_model(of_a_model, tmp_path, name):
-    model, artifact = of_a_model
-    other = edit_config(shutil.copytree(model, tmp_path / "other"), **CHANGES[name])
-    base = engines.convert_model(other, tmp_path / "base.gguf")
-    if name == "the same":
-        notes = exported("llama.cpp", artifact, tmp_path, base=base, model=str(model)).launch.notes
-        assert f"the base has the config of {model}; its weights were not compared" in notes
-        return
-    said = refused(exported, "llama.cpp", artifact, tmp_path, base=base, model=str(model))
-    assert f"base.gguf was not converted from {model}" in said
-    assert not (tmp_path / "out").exists()
-    said = refused(exported, "llama.cpp", artifact, tmp_path, base=base, model="demo")
-    assert "demo is not the model of this artifact" in said
-
-
 def test_without_the_package_it_is_named_before_anything_is_read(made, tmp_path, monkeypatch):
     artifact = made(head_dim=32)
     monkeypatch.delitem(sys.modules, "rotationzoo.engines.formats.llama_cpp", raising=False)
     monkeypatch.delattr(formats, "llama_cpp", raising=False)
     monkeypatch.delitem(sys.modules, "rotationzoo.storage.gguf_reader", raising=False)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    (tmp_path / "model.gguf").write_bytes(b"no model")
-    needing = [
-        partial(export, artifact, Request("llama.cpp", tmp_path / "out")),
-        partial(import_, Import([tmp_path / "model.gguf"], tmp_path / "out", "demo")),
-    ]
-    for command in needing:
-        with pytest.raises(RotationZooError, match="gguf is not installed") as failure:
-            command()
-        assert failure.value.hint == "run: pip install 'gguf>=0.17'"
+    with pytest.raises(RotationZooError, match="gguf is not installed") as failure:
+        export(artifact, Request("llama.cpp", tmp_path / "out"))
+    assert failure.value.hint == "run: pip install 'gguf>=0.17'"
     assert not (tmp_path / "out").exists()

@@ -1,9 +1,7 @@
 """Signed with a key, and what push and pull say and refuse around it."""
 
-import datetime
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,6 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import add_files, foreign_files
 from rotationzoo.zoo import index
 from rotationzoo.zoo import signing as signature_check
-from rotationzoo.zoo.push import Destination, prepare_upload, push
-from rotationzoo.zoo.signed_index import IndexSigner
-from rotationzoo.zoo.signing import SigningTool
 
 SIGNATURE = "zoo_index.json.sig"
 
@@ -165,25 +160,12 @@ def test_a_push_does_not_sign_what_somebody_else_has_listed(zoo, made, keys):
     assert "not by the key" in refused(zoo.run(*words, keys.other))
 
 
-def test_an_index_that_does_not_change_is_signed_again_near_the_end(zoo, signed, keys, monkeypatch):
-    before = zoo.hf.files(ZOO)[SIGNATURE]
-    folder = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"]
-    # An artifact that came with a signature, in a job that signs unless told otherwise.
-    upload = prepare_upload(Artifact.open(folder), ZOO)
-    listed = index.parse(zoo.hf.files(ZOO)[index.NAME], "zoo").entries[0]
-    upload = replace(upload, entry=upload.entry.model_copy(update={"signer": listed.signer}))
-
-    def push_again(days: int) -> bool:
-        day = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=days)
-        monkeypatch.setattr("rotationzoo.zoo.signed_index._today", lambda: day)
-        signer = IndexSigner(SigningTool(keys.ours))
-        return push(upload, Destination(ZOO, ["huggingface"]), signer=signer)["huggingface"].changed
-
-    assert not push_again(0)
-    assert not push_again(89)  # 90, should midnight pass
-    assert zoo.hf.files(ZOO)[SIGNATURE] == before
-    assert push_again(91)
-    assert zoo.hf.files(ZOO)[SIGNATURE] != before
+def test_each_push_renews_the_signature_of_the_index(zoo, signed, made, keys):
+    before = index.parse(zoo.hf.files(ZOO)[index.NAME], "zoo")
+    ok(zoo.run("push", made, ZOO, "--json", "--sign", keys.ours))
+    after = index.parse(zoo.hf.files(ZOO)[index.NAME], "zoo")
+    assert [each.identity for each in after.entries] == [each.identity for each in before.entries]
+    assert after.statement.counter > before.statement.counter
 
 
 @pytest.mark.parametrize(
