@@ -10,6 +10,7 @@ from support.command_line import edited_manifest
 from support.hubs.hub import Fault
 from support.published import ZOO, nothing_left, ok, refused
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.zoo import index
 
 # ---- another hub
@@ -93,6 +94,58 @@ def test_the_list_that_came_along_is_read_where_there_is_no_default_zoo(zoo):
     )
     zoo.hf.faults.append(Fault("GET", "/api/models/", 503, 99))
     assert "--index bundled" in refused(zoo.run("list"))
+
+
+# ---- somebody else's pull request
+
+
+def title_of(made: Path) -> str:
+    return f"Add demo, oscar-{Artifact.open(made).identity[:12]}"
+
+
+def test_a_pull_request_of_ones_own_is_gone_on_with(zoo, made):
+    zoo.hf.create(ZOO)
+    first = ok(zoo.run("push", made, ZOO, "--create-pr", "--json"))["hubs"]["huggingface"]
+    again = ok(zoo.run("push", made, ZOO, "--create-pr", "--json"))["hubs"]["huggingface"]
+    assert again["revision"] == first["revision"]
+    assert again["url"].endswith("/discussions/1")
+    assert len(zoo.hf.repositories[ZOO].pulls) == 1
+
+
+OTHERS = {
+    "of a stranger": dict(author="stranger", files={"demo/README.md": b"theirs"}),
+    "of a stranger with the same files": dict(author="stranger", files={}),
+    "with other files": dict(author="tester", files={"payload.bin": b"theirs"}),
+    "on an earlier commit": dict(author="tester", files={}, old=True),
+}
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("lists_all", [False, True], ids=["honest", "a hub that lists everybody's"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_any_other_pull_request_is_left_alone(zoo, made, other, lists_all):
+    zoo.hf.create(ZOO)
+    zoo.hf.ignores_author = lists_all
+    given = dict(OTHERS[other])
+    base = zoo.hf.head(ZOO) if given.pop("old", False) else None
+    if base:
+        zoo.hf.commit(ZOO, {"since.txt": b"x"})
+    ref = zoo.hf.propose(ZOO, title_of(made), base=base, **given)
+    before = zoo.hf.repositories[ZOO].refs[ref]
+    sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--json"))["hubs"]["huggingface"]
+    assert zoo.hf.repositories[ZOO].refs[ref] == before, "nothing was added to it"
+    assert sent["url"].endswith("/discussions/2")
+    assert "payload.bin" not in zoo.hf.files(ZOO, sent["revision"])
+
+
+@pytest.mark.hostile("hub")
+def test_a_commit_of_a_stranger_on_ones_own_pull_request_is_not_built_on(zoo, made):
+    zoo.hf.create(ZOO)
+    ok(zoo.run("push", made, ZOO, "--create-pr", "--json"))
+    added = zoo.hf.commit(ZOO, {"zoo_index.json": b"theirs"}, branch="refs/pr/1")
+    zoo.hf.repositories[ZOO].commits[added].author = "stranger"
+    sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--json"))["hubs"]["huggingface"]
+    assert sent["url"].endswith("/discussions/2")
 
 
 # ---- another model

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
+_MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists everybody's
 _NO_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
 _UNREADABLE = *_NO_JSON, KeyError, TypeError, AttributeError
 """The client raises these when it parses an answer that no real hub would send."""
@@ -133,28 +134,33 @@ class HuggingFace(Hub):
         with self._errors(repo, parent):
             self.retry(self.api.create_repo, repo, exist_ok=True)
             base = parent or self.resolve(repo)
-            commit = self.retry(self._commit, publication, operations, base)
+            commit, pull = self.retry(self._commit, publication, operations, base)
             # A new commit has an `oid`, but a commit from a listing has a `commit_id`.
             sha = getattr(commit, "oid", None) or commit.commit_id
             revision = _check_commit(sha, repo)
         url = getattr(commit, "pr_url", None) or f"{self.api.endpoint}/{repo}/tree/{revision}"
+        if pull:
+            url = pull.url
         return Published(revision, tokens.redact(str(url)), changed=revision != base)
 
     def _commit(
         self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
-    ) -> Any:
-        """The new commit, or that of an attempt whose answer was lost. Raises `StaleParent` if the
+    ) -> tuple[Any, Any]:
+        """The commit, and the open pull request that it was added to, if any. Those of an earlier
+        run, or of an attempt whose answer was lost, are recognized. Raises `StaleParent` if the
         head is no longer `base`."""
         from huggingface_hub.errors import HfHubHTTPError
 
         repo, message = publication.repo, publication.message
+        pull = self._find_pull_request(publication, base) if publication.create_pr else None
         try:
-            return self.api.create_commit(
+            commit = self.api.create_commit(
                 repo,
                 operations,
                 commit_message=message,
-                create_pr=publication.create_pr,
-                parent_commit=base,
+                revision=pull and pull.git_reference,
+                create_pr=publication.create_pr and not pull,
+                parent_commit=None if pull else base,
             )
         except HfHubHTTPError as error:
             if error.response.status_code != 412:  # 412: the head is no longer `base`
@@ -162,8 +168,37 @@ class HuggingFace(Hub):
             # The new head may be our own commit, from an attempt whose answer was lost.
             newest, *older = self.api.list_repo_commits(repo)
             if newest.title == message and older and older[0].commit_id == base:
-                return newest
+                return newest, None
             raise StaleParent(f"{repo} has changed since it was read") from error
+        return commit, pull
+
+    def _find_pull_request(self, publication: Publication, base: str) -> Any:
+        """An open pull request that this publication may continue, or None: by this token's user
+        only, with the same title, base and files."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        repo = publication.repo
+        try:
+            user = self.api.whoami()["name"]
+        except (HfHubHTTPError, KeyError, TypeError):  # a token of a repository has no user
+            return None
+        pulls = self.api.get_repo_discussions(
+            repo, author=user, discussion_type="pull_request", discussion_status="open"
+        )
+        for pull in itertools.islice(pulls, _MAX_PULL_REQUESTS):
+            # Some hubs ignore `author`, so check it again.
+            if (pull.author, pull.title) != (user, publication.message):
+                continue
+            commits = self.api.list_repo_commits(repo, revision=pull.git_reference)
+            above = list(itertools.takewhile(lambda commit: commit.commit_id != base, commits))
+            authors = {author for commit in above for author in commit.authors}
+            _, before = self.contents(repo, base)
+            _, after = self.contents(repo, pull.git_reference)
+            changed = {path for path, _ in before.items() ^ after.items()}
+            stands_on_base = len(above) < len(commits)
+            if stands_on_base and authors <= {user} and changed <= publication.files.keys():
+                return pull
+        return None
 
     @contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:

@@ -41,8 +41,22 @@ def as_sibling(path: str, blob: Blob, blobs: bool) -> dict:
     return sibling
 
 
+def as_discussion(repository: Repository, pull: PullRequest) -> dict:
+    name = repository.name.removeprefix("datasets/")
+    return {
+        "num": pull.number,
+        "title": pull.title,
+        "status": pull.status,
+        "author": {"name": pull.author},
+        "isPullRequest": True,
+        "createdAt": repository.commits[pull.base].date,
+        "repo": {"name": name, "type": "model" if name == repository.name else "dataset"},
+    }
+
+
 class HuggingFaceHub(Hub):
     token = "hf_test"
+    ignores_author = False  # a hub that lists everybody's pull requests, whatever it was asked
     no_repository = "RepoNotFound"
     no_revision = "RevisionNotFound"
 
@@ -136,6 +150,28 @@ class HuggingFaceHub(Hub):
         repository.pulls.append(pull)
         repository.refs[pull.ref] = base
         return pull
+
+    def propose(
+        self, name: str, title: str, author: str, files: dict[str, bytes], base: str | None = None
+    ) -> str:
+        """What somebody does: a pull request with these files, on the head or on an earlier commit.
+        Returns its ref."""
+        repository = self.repositories[name]
+        pull = self.open_pull(repository, title, base or self.head(name))
+        pull.author = author
+        self.commit(name, files, branch=pull.ref)
+        repository.commits[repository.refs[pull.ref]].author = author
+        return pull.ref
+
+    @route("GET", "/api/{repository}/discussions")
+    def list_discussions(self, call: Call, repository: Repository) -> Answer:
+        status, rows = call.option("status", "all"), []
+        for pull in reversed(repository.pulls):  # the newest first
+            state = "open" if pull.status in ("open", "draft") else "closed"
+            wanted = call.option("author", pull.author) == pull.author or self.ignores_author
+            if status in ("all", state) and call.option("type") != "discussion" and wanted:
+                rows.append(as_discussion(repository, pull))
+        return as_json({"discussions": rows, "count": len(rows), "start": 0})
 
     @route("POST", "/api/{repository}/discussions/{number}/merge", access="write")
     def merge(self, call: Call, repository: Repository, number: str) -> Answer:
