@@ -168,7 +168,7 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
 
     Returns the report that `rotationzoo evaluate --json` prints; its `repr` is what is decided on
     each artifact, in words. `exact` is the exact model's perplexity and answers; `arms` holds
-    `tasks`, `perplexity_increase`, `attention_kl` and `output_error` of each rotation. Raises
+    `tasks` and `perplexity_increase` of each rotation. Raises
     `RotationZooError` where the model, the artifacts and the options do not fit together.
     """
     report = run_evaluation(evaluation_job(settings), settings.progress or Bars())

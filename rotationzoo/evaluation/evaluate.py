@@ -118,7 +118,7 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
     # The chosen layers, which own a cache, and all that read one of these caches.
     read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
     layers = sorted(layer.index for layer in read)
-    return Trial(geometry, arms, ready.caches, layers, job.queries, ready.start)
+    return Trial(geometry, arms, ready.caches, layers, ready.start)
 
 
 def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Progress) -> Schedule:

@@ -69,8 +69,6 @@ class Evaluation(RunSettings):
     """Those to store in 2 bits; None means all."""
     prefill_chunk: int | None = None
     prefill_layout: Literal["server", "window"] | None = None
-    queries: int = 32
-    """Of a text, whose attention is compared."""
     rope_scaling: str | None = None
     """None means as the artifacts were calibrated."""
     adapter: Path | None = None

@@ -15,14 +15,12 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import cached_layers
-from rotationzoo.words import byte_count, change, counted, nats, number, numbers, percent
+from rotationzoo.words import byte_count, counted, nats, number, numbers, percent
 
 _CONTEXTS = 8192, 32768, 131072
 EXACT = "exact"
 _COSTS = {
     "perplexity_increase": ("perplexity", "+.2%"),
-    "attention_kl": ("attention KL", ".4f"),
-    "output_error": ("block error", ".4f"),
     "bits_per_element": ("bits", ".2f"),
     "bits_at_length": ("bits here", ".2f"),
 }
@@ -76,21 +74,9 @@ def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) ->
     ]
 
 
-def length_table(arms: Mapping[str, schema.MeasuredArm]) -> Table:
-    """The increase of perplexity by context length."""
-    starts = sorted({bucket.from_ for arm in arms.values() for bucket in arm.by_length})
-    rows = []
-    for name, arm in arms.items():
-        increases = {bucket.from_: bucket.perplexity_increase for bucket in arm.by_length}
-        rows.append([name, *[change(increases.get(start), 1) for start in starts]])
-    columns = [f"from {start:,}" for start in starts]
-    return Table("by context length", ["arm", *columns], rows)
-
-
 def evaluation_tables(measured: Measured, window: schema.Window) -> list[Table]:
     """All tables of one pair of windows, answers first."""
-    costs = cost_table(window.arms), length_table(window.arms)
-    return [*recall_tables(measured.exact, window.arms), *costs]
+    return [*recall_tables(measured.exact, window.arms), cost_table(window.arms)]
 
 
 def _score(score: Score, most: Score) -> str:

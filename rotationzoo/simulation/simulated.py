@@ -7,11 +7,10 @@ pass over whole rows, the model's own attention function is called on keys and v
 position (`TwoCopyMask`). The model's own sliding windows, soft cap and attention sinks still apply.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -67,14 +66,14 @@ class TwoCopyMask:
                 self._kept.append(block)
             yield block
 
-    def rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
+    def rows(self, queries: slice) -> torch.Tensor:
         """The two-copy mask `[B or 1, 1, q, 2T]` of some queries, of the own mask's kind (of all:
         34 GB for 131,072 tokens). Raises `UnsupportedModel` for a mask of another shape."""
         single = self._own_rows(queries)
         positions = torch.arange(self.length, device=self.device)[queries]
         return _both_copies(single, self.cache.exact_for(positions, self.length))
 
-    def _own_rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
+    def _own_rows(self, queries: slice) -> torch.Tensor:
         """The model's own mask `[B or 1, 1, q, T]` of some of the queries."""
         mask, length = self.attend.mask, self.length
         if mask is None:
@@ -86,7 +85,7 @@ class TwoCopyMask:
                 "show it a second copy of its cache"
             )
         if isinstance(mask, LongMask):
-            return mask.rows(queries) if isinstance(queries, slice) else mask.at(queries)
+            return mask.rows(queries)
         return mask[:, :, queries]
 
     def fits(self, attend: Attention, length: int, device: torch.device) -> bool:
@@ -113,27 +112,9 @@ def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
 
 
-def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a boolean mask (True = attend) to one that is added to the scores."""
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    hidden = torch.finfo(dtype).min
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, hidden)
-
-
 TOKENS = 16384
 """Tokens that are quantized at a time. The codec takes about ten times the bytes of its rows, most
 of them to sort magnitudes: 5 GB for 131,072 tokens of 8 heads of 128."""
-_ROUNDING = 1e-5  # a softmax in float32 sums to 1 within this
-SCORES = 2**26
-"""Attention scores that are compared at a time: 256 MB, and several times that in float64."""
-
-Pair = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`(layer, simulated, exact)`: both are computed from the same input."""
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing."""
 
 
 class SimulatedCodec(Sized, Protocol):
@@ -149,16 +130,6 @@ class SimulatedCodec(Sized, Protocol):
 
 
 @dataclass(frozen=True)
-class Observers:
-    """Receivers of what a simulation compares, layer by layer. One that is left out ignores it."""
-
-    output: Pair = _ignore
-    """The attention block's outputs `[B, T, hidden]`, after the output projection."""
-    kl: Pair = _ignore
-    """`(layer, divergence, positions)`: KL `[B, Q]` of attention, the mean of heads, at `[Q]`."""
-
-
-@dataclass(frozen=True)
 class Simulation:
     """A model that reads its keys and values as a codec stores them, through one cache."""
 
@@ -167,79 +138,36 @@ class Simulation:
     geometry: Geometry
     layers: set[int]
     """Layers that read their cache in 2 bits; the others read it exact."""
-    queries: torch.Tensor | None = None
-    """Positions `[Q]` of the queries whose attention is compared; None skips the comparison."""
 
     @contextmanager
-    def running(
-        self,
-        model: PreTrainedModel,
-        modules: Mapping[int, torch.nn.Module] | None = None,
-        observers: Observers | None = None,
-    ) -> Iterator[None]:
+    def running(self, model: PreTrainedModel) -> Iterator[None]:
         """Make the model read its cache through the codec while the context is open.
 
         Every attention call of a simulated layer goes to `_SimulatedAttention`, which builds both
-        copies of keys and values, and returns the output from the 2-bit cache. After each of the
-        observed attention `modules`, by layer, the module runs again on the same input with the
-        simulation switched off. The `observers` receive what is compared.
+        copies of keys and values, and returns the output from the 2-bit cache.
         """
-        attention = _SimulatedAttention(self, observers)
-        hooks = []
-        for layer, module in (modules or {}).items():
-            if layer in self.layers and observers is not None:
-                compare = partial(attention.compare_block, partial(observers.output, layer))
-                hooks.append(module.register_forward_hook(compare, with_kwargs=True))
-        try:
-            with intercept(model, attention):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with intercept(model, _SimulatedAttention(self)):
+            yield
 
 
 class _SimulatedAttention:
     """Stands in for the model's attention function while a simulation runs."""
 
-    def __init__(self, simulation: Simulation, observers: Observers | None):
+    def __init__(self, simulation: Simulation):
         self.simulation = simulation
-        self.observers = observers
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         token_group = simulation.codec.token_group
         self.cache = replace(simulation.cache, token_group=token_group)
         self.masks: list[TwoCopyMask] = []
-        self.switched_off = False
-
-    def compare_block(
-        self,
-        observe: Callable[[torch.Tensor, torch.Tensor], None],
-        module: torch.nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-    ) -> None:
-        """A forward hook that reruns an attention module exactly, and compares both outputs."""
-        self.switched_off = True
-        try:
-            # Call `forward`, because calling the module itself would run this hook again.
-            exact = module.forward(*args, **kwargs)
-        finally:
-            self.switched_off = False
-        observe(_hidden_states(output), _hidden_states(exact))
 
     def __call__(self, call: Call) -> torch.Tensor:
         """The attention output `[B, T, H_q, D_v]`, as an `Intercept`."""
         layer, query, key, attend = call.layer, call.query, call.key, call.attend
-        if self.switched_off or layer not in self.simulation.layers:
+        if layer not in self.simulation.layers:
             return call.run()
         assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
         keys, values = self._read_cache(call)
         mask = self._mask_for(attend, query)
-        queries = self.simulation.queries
-        if queries is not None and self.observers is not None:
-            with suppress(UnsupportedModel):  # without eager attention, there are no weights
-                kl = _attention_kl(attend, query, key, keys, mask, queries)
-                self.observers.kl(layer, kl.mean(1), queries)
         outputs = []
         # Each block of queries reads only the positions that it sees.
         for block in mask.blocks():
@@ -280,48 +208,3 @@ class _SimulatedAttention:
             part = rows[:, :, first : first + step]
             quantized.append(codec.fake_quantize(part, owner, side, cache.format))
         return exact, torch.cat([exact[:, :, : cache.sink], *quantized], dim=2)
-
-
-def _hidden_states(output: Any) -> torch.Tensor:
-    """The hidden states of a module that returns them alone or in a tuple."""
-    return cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
-
-
-def _attention_kl(
-    attend: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    keys: torch.Tensor,
-    mask: TwoCopyMask,
-    queries: torch.Tensor,
-) -> torch.Tensor:
-    """`KL(exact || simulated)` `[B, H_q, Q]` of the attention of queries at some positions `[Q]`.
-    `query` and `key` are the exact model's, and `keys` `[exact; quantized]` the simulated cache's.
-    """
-    batch, heads, length, _ = query.shape
-    size = max(1, SCORES // (batch * heads * keys.shape[2]))
-    at, parts = queries.to(query.device), []
-    for positions in at.split(size):
-        rows, some = as_additive(mask.rows(positions), torch.float32), query[:, :, positions]
-        # The query sees a position if it sees either copy.
-        visible = torch.maximum(rows[..., :length], rows[..., length:])
-        exact = replace(attend, mask=visible).weights(some, key)
-        both = replace(attend, mask=rows).weights(some, keys)
-        simulated = both[..., :length] + both[..., length:]
-        # In float64: of nearly equal weights, it is a small difference of large terms.
-        parts.append(divergence(exact.double(), simulated.double()))
-    return torch.cat(parts, dim=2)
-
-
-def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """`KL(exact || attention)` `[...]`, in nats, of attention weights `[..., T]`. The part of the
-    probability that a model's own attention sinks take counts as one more position."""
-    p, q = _with_rest(exact), _with_rest(attention)
-    # `xlogy` makes positions that the exact model ignores 0; the clamp avoids infinities.
-    return (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1)
-
-
-def _with_rest(weights: torch.Tensor) -> torch.Tensor:
-    """Append the probability that is missing from 1, beyond rounding, as one more position."""
-    rest = 1 - weights.sum(-1, keepdim=True)
-    return torch.cat([weights, rest.where(rest > _ROUNDING, 0)], dim=-1)

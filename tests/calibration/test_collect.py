@@ -14,8 +14,7 @@ from rotationzoo.calibration import checkpoint as checkpoints
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
-from rotationzoo.linalg.compositions import permutation
-from rotationzoo.linalg.hadamard import hadamard
+from rotationzoo.linalg.compositions import hadamard, permutation
 from rotationzoo.linalg.moments import Moment
 from rotationzoo.model import prediction
 from rotationzoo.model.geometry import geometry_of

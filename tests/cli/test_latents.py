@@ -42,8 +42,8 @@ def test_calibrate_says_what_is_cached(inside, names):
 def test_evaluate_measures_latents(inside, names):
     words = [names["latent"], names["of-latent"], *SHORT, "--windows", "16/32"]
     arms = ok(inside("evaluate", *words, "--tasks", "none", "--format", "sglang", "--json"))["arms"]
-    assert 0 < arms["of-latent+transform"]["output_error"] < 0.5
-    assert arms["of-latent"]["output_error"] > 0
+    assert 0 < abs(arms["of-latent+transform"]["perplexity_increase"]) < 0.5
+    assert arms["of-latent"]["perplexity_increase"] != 0
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate", "verify"])

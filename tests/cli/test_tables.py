@@ -26,15 +26,14 @@ def plain(text: str) -> str:
 
 
 def evaluation() -> Measured:
-    """A report of `evaluate` with every task and ten context lengths."""
+    """A report of `evaluate` with every task."""
     content = make_evaluation(Made(model=NAME, arm=NAME))
     score = {"answered": 123, "questions": 128, "log_probability": -12.3}
     recall = score | {"standard_error": {"answered": 0.012, "log_probability": 0.12}}
-    costs = {"perplexity_increase": 0.1234, "attention_kl": 0.1234, "output_error": 0.1234}
-    lengths = [{"from": 256 << number, "to": 512 << number, **costs} for number in range(10)]
+    costs = {"perplexity_increase": 0.1234}
     of_arm, of_exact = (dict.fromkeys(TASKS, make_task(recall, is_exact)) for is_exact in (0, 1))
     for arm in content["windows"][0]["arms"].values():
-        arm |= costs | {"standard_error": costs, "by_length": lengths}
+        arm |= costs | {"standard_error": costs}
         arm |= {"tasks": of_arm, "all_tasks": recall}
     content["exact"] |= {"perplexity": 12.3456, "tasks": of_exact, "all_tasks": recall}
     return Measured.model_validate(content)
@@ -45,7 +44,7 @@ def show_evaluate():
 
     show_evaluation(Output(), evaluation(), details=True)
     answers = ["96.1% ±1.2%", "-12.30 ±0.12", "96% -12.3"]
-    return ["12.3456", *answers, "from 131,072", "+12.34% ±12.34%"]
+    return ["12.3456", *answers, "+12.34% ±12.34%"]
 
 
 def show_published():

@@ -23,7 +23,7 @@ from rotationzoo.settings import EvaluationSettings
 @pytest.fixture(scope="module")
 def job(induction, mine):
     tasks = TaskSettings(("needles", "quote"), questions=2 * STEP)
-    options = dict(queries=0, baselines=("identity", "hadamard"), device="cpu")
+    options = dict(baselines=("identity", "hadamard"), device="cpu")
     return Evaluation(str(induction), [mine], Data(tokens=1024, length=512), tasks, **options)
 
 

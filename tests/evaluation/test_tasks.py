@@ -34,7 +34,7 @@ TEXT = Data(tokens=LENGTH, length=LENGTH)
 @pytest.fixture(scope="module")
 def job(induction, mine):
     tasks = TaskSettings(("needles", "key-value", "quote"), questions=8)
-    options = dict(queries=0, baselines=("identity",), device="cpu")
+    options = dict(baselines=("identity",), device="cpu")
     return Evaluation(str(induction), [mine], TEXT, tasks, **options)
 
 
