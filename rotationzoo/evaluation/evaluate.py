@@ -23,7 +23,6 @@ from rotationzoo.evaluation.prepare import (
     Evaluation,
     Prepared,
     check_model,
-    float16_notes,
     notes_for_reader,
     prepare,
 )
@@ -217,7 +216,6 @@ def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[st
     return [
         *ready.job.notes,
         *notes_for_reader(ready.text, ready.source, ready.artifacts, geometry),
-        *float16_notes(ready.artifacts, ready.caches[0].format, ready.job.uncentered),
         *loading.notes_of(model),
         *rope_notes(ready.artifacts, ready.scaling),
         *doubt_loss(loss, vocabulary),

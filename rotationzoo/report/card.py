@@ -71,8 +71,8 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
 
 
 def recipe_lines(recipe: Recipe) -> str:
-    """The lines of the recipe's YAML file."""
-    return yaml.safe_dump(recipe.model_dump(), sort_keys=False).strip()
+    """The lines of the recipe's YAML file. What it leaves out is as in the recipe `oscar`."""
+    return yaml.safe_dump({"extends": "oscar", **recipe.model_dump()}, sort_keys=False).strip()
 
 
 @cache
@@ -113,7 +113,7 @@ def _count_questions(arm: ArmSummary | ExactSummary) -> int:
 
 
 def _front_matter(manifest: Manifest) -> str:
-    """The YAML that hubs show and search: base model, license, data sets and results."""
+    """The YAML that hubs show and search: base model, license and data sets."""
     front: dict[str, Any] = {"library_name": "rotationzoo"}
     front["tags"], model = ["kv-cache", "2-bit", "rotation", f"arxiv:{PAPER}"], manifest.model
     # The hubs link to the base model.
@@ -124,21 +124,4 @@ def _front_matter(manifest: Manifest) -> str:
     text = manifest.calibration
     if text and manifest.imported is None and _DATA_SET.fullmatch(text.source):
         front["datasets"] = [text.source]
-    if results := _results(manifest):
-        front["model-index"] = [{"name": model_title(model), "results": results}]
     return yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
-
-
-def _results(manifest: Manifest) -> list[dict[str, Any]]:
-    """The results of the artifact's arm with the most questions, as a `model-index`."""
-    evaluation, found = manifest.metrics.evaluation, []
-    if evaluation is None or not (own := arms_of(evaluation.arms, manifest.rotations_sha256)):
-        return []
-    arm = max(own, key=_count_questions)
-    on_text = {"perplexity": arm.perplexity, "perplexity_increase": arm.perplexity_increase}
-    rows = {f"{task} (recall)": {"exact_match": each.share} for task, each in arm.tasks.items()}
-    for name, measured in ({evaluation.text.source: on_text} | rows).items():
-        data = {"name": name, "type": name if _DATA_SET.fullmatch(name) else "custom"}
-        metrics = [{"type": metric, "value": value} for metric, value in measured.items()]
-        found.append({"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics})
-    return found

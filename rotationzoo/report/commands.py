@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
@@ -10,14 +9,12 @@ from rotationzoo.artifact.measured import Conditions, Measured
 from rotationzoo.artifact.scores import FLOOR, Decision
 from rotationzoo.budget import MOST
 from rotationzoo.codec.engine_needs import DEFAULT, engines_for, find_engine
-from rotationzoo.errors import UsageError
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Recipe, loading
 
 FOLDER = "FOLDER"
 """Stands for the folder of an artifact."""
 RECIPE_FILE = "recipe.yaml"
-_DATA_KEYS = ("source", "subset", "split", "column", "tokens", "length", "seed")
 _RUN_KEYS = ("batch", "device_map", "max_memory")
 _USUAL_BITS = 3.0  # an element, where an evaluation does not say it
 
@@ -84,16 +81,17 @@ def use_commands(
     name = [model.id]
     prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
     generate = ["generate", *name, "--rotations", FOLDER, *prompt]
+    served = ["--for", engine] if engine else []
     words = None
     if measured and decision:
-        served, asked = ["--for", engine] if engine else [], asked_options(measured)
-        words = decided_words(decision, name, FOLDER, served, asked)
+        words = decided_words(decision, name, FOLDER, served, asked_options(measured))
     if decision is None or decision.action == "ask":
         commands = [words or ["evaluate", *name, FOLDER, "--for", named, "--save"], generate]
     elif words:
         commands = [words]
     elif decision.action == "nothing":
-        commands = [[*generate, "--compare"]]
+        shorter = ["evaluate", *name, FOLDER, *served, "--lengths", "512", "--save"]
+        commands = [shorter, [*generate, "--compare"]]
     elif named == "vllm":  # for which nothing is exported
         commands = [["serve", *name, "--rotations", FOLDER], generate]
     else:
@@ -108,7 +106,7 @@ def replace_words(command: str, named: Mapping[str, str]) -> str:
 
 def reproduce_command(manifest: Manifest) -> str | None:
     """The `calibrate` command that makes the same bytes; None for imported files. A recipe that is
-    not a preset with options must be in `RECIPE_FILE`, as YAML."""
+    no preset must be in `RECIPE_FILE`, as YAML."""
     if manifest.imported is not None:
         return None
     model, recipe = manifest.model, Recipe.model_validate(manifest.recipe)
@@ -119,34 +117,9 @@ def reproduce_command(manifest: Manifest) -> str | None:
 
 
 def _recipe_words(recipe: Recipe) -> list[str]:
-    # Longest name first: oscar-v1-nearest is the preset oscar-v1 with an option.
-    for name in sorted(loading.PRESETS, key=len, reverse=True):
-        is_named = recipe.name == name or recipe.name.startswith(f"{name}-")
-        if is_named and (words := _preset_words(loading.PRESETS[name], recipe)):
-            return words
-    return ["--recipe", RECIPE_FILE]
-
-
-def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
-    """The options that turn a preset into the recipe; None if there are none."""
-    words, changes = ["--recipe", preset.name], {}
-    for key in _DATA_KEYS:
-        value = getattr(recipe.data, key)
-        if value is not None and value != getattr(preset.data, key):
-            words += ["--data" if key == "source" else f"--{key}", str(value)]
-            changes[key] = value
-    try:
-        made = loading.override(preset, **changes)
-    except UsageError:  # settings that only a file can have
-        return None
-    if recipe.budget != made.budget and recipe.budget:
-        made = loading.with_budget(made, recipe.budget)
-        given = {key: bits for key, bits in asdict(recipe.budget).items() if bits is not None}
-        words += [f"--{key.replace('_', '-')}={bits:g}" for key, bits in given.items()]
-    if recipe.rope_scaling is not None:
-        made = loading.with_rope_scaling(made, recipe.rope_scaling)
-        words += ["--rope-scaling", recipe.rope_scaling]
-    return words if made.hash == recipe.hash else None
+    preset = loading.PRESETS.get(recipe.name)
+    is_preset = preset is not None and preset.hash == recipe.hash
+    return ["--recipe", recipe.name if is_preset else RECIPE_FILE]
 
 
 def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> Iterator[str]:

@@ -70,12 +70,16 @@ class Report:
     layout: CacheLayout
     memory: tables.Table
 
+    def local_names(self) -> dict[str, str]:
+        """This machine's folder and model, by what commands call them."""
+        model, *_ = model_words(self.artifact)
+        of_model = {self.artifact.manifest.model.id: model, "MODEL": model}
+        return {**of_model, FOLDER: str(self.artifact.folder)}
+
     def html(self, is_local: bool = False) -> str:
         """The page. One that `is_local` names this machine's folder and model."""
-        manifest, files, named = self.artifact.manifest, self.artifact.manifest.files, {}
-        if is_local:
-            model, *_ = model_words(self.artifact)
-            named = {manifest.model.id: model, "MODEL": model, FOLDER: str(self.artifact.folder)}
+        manifest, files = self.artifact.manifest, self.artifact.manifest.files
+        named = self.local_names() if is_local else {}
         commands = [replace_words(command, named) for command in self.verdict.commands]
         made = reproduce_command(manifest)
         names = sorted(files.keys() - {ANSWERS, REPORT})  # which are made from the others

@@ -90,20 +90,17 @@ def test_tables_fit_80_columns_with_long_names(terminal, show):
         assert number in shown
 
 
-def test_a_table_that_is_too_wide_becomes_several_with_the_same_names(terminal):
+def test_a_table_that_is_too_wide_is_folded(terminal):
     screen = terminal(40)
     columns = ["arm", *(f"from {1 << number}" for number in range(8))]
     rows = [[name, *(f"{number}.25%" for number in range(8))] for name in ("first", "second")]
     table("title", columns, rows)
-    title, *parts = plain(screen.getvalue()).split("\n", 1)
-    blocks = [part.splitlines() for part in parts[0].split("\n\n")]
+    title, *lines = plain(screen.getvalue()).splitlines()
     assert title == "title"
-    assert len(blocks) > 1
-    assert all(max(map(len, block)) <= 40 for block in blocks)
-    for number, row in enumerate(rows, 1):
-        cells = [cell for block in blocks for cell in block[number].split()[1:]]
-        assert cells == row[1:], "every number is shown once, in order"
-        assert {block[number].split()[0] for block in blocks} == {row[0]}
+    assert max(map(len, lines)) <= 40
+    shown = "".join(lines)
+    cells = "".join("".join(row) for row in [columns, *rows])
+    assert sorted(shown.replace(" ", "")) == sorted(cells.replace(" ", "")), "nothing is cut off"
 
 
 def test_a_file_gets_one_table_however_wide(capsys):

@@ -187,7 +187,7 @@ def test_the_decision_is_on_the_arm_that_is_highlighted(tmp_path):
         ("ask", 96, ["evaluate", "generate"]),
         ("ask", None, ["evaluate", "generate"]),
         ("refuse", None, ["calibrate"]),
-        ("nothing", None, ["generate"]),
+        ("nothing", None, ["evaluate", "generate"]),
     ],
 )
 def test_the_commands_follow_the_decision_and_are_ones_that_are_taken(
