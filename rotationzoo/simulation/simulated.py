@@ -4,12 +4,12 @@ A server keeps the first `sink` and the last `recent` tokens of a request exact.
 a position therefore read it exact, and later queries read it quantized. To simulate this in one
 pass over whole rows, the model's own attention function is called on keys and values
 `[exact; quantized]` of twice the length. A mask shows each query one of the two copies of each
-position (`TwoCopyMask`). The model's own sliding windows, soft cap and attention sinks still apply.
+position (`mask_blocks`). The model's own sliding windows, soft cap and attention sinks still apply.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,84 +24,34 @@ from rotationzoo.model.capture import Attention, Call, intercept
 from rotationzoo.model.latent import cached_of
 from rotationzoo.model.long_masks import LongMask, query_blocks, seen_keys
 
-KEPT_BYTES = 2**28
-"""Bytes of blocks kept for later layers: those of 16,384 tokens. Longer rows' are made again."""
+
+def mask_blocks(
+    attend: Attention, cache: CacheLayout, query: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """For blocks of the queries `[B, H, T, D]` of one attention call: the queries, the `[exact;
+    quantized]` positions that they see, and their mask. It is made from the model's own, None of
+    which is plain causal. Raises `UnsupportedModel` for a mask of another shape."""
+    length, device = query.shape[2], query.device
+    positions = torch.arange(length, device=device)
+    for queries in query_blocks(length):
+        single = _own_rows(attend, queries, positions)
+        # Of all queries, it would take 34 GB for 131,072 tokens.
+        mask = _both_copies(single, cache.exact_for(positions[queries], length))
+        seen = seen_keys(mask)
+        yield queries, seen, mask[..., seen]
 
 
-@dataclass(frozen=True)
-class Block:
-    """A block of queries, the `[exact; quantized]` positions that it sees, and their mask."""
-
-    queries: slice
-    seen: torch.Tensor
-    mask: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TwoCopyMask:
-    """The two-copy mask made from the model's own mask of one attention call, block by block.
-
-    `attend` (whose mask None is plain causal), `device` and `length` (T queries and as many keys)
-    identify the mask that it is made from.
-    """
-
-    attend: Attention
-    cache: CacheLayout
-    device: torch.device
-    length: int
-    _kept: list[Block] = field(default_factory=list)
-
-    def blocks(self) -> Iterator[Block]:
-        """The mask in blocks of queries, each with only the positions that it sees."""
-        kept_bytes = sum(block.mask.nbytes for block in self._kept)
-        for number, queries in enumerate(query_blocks(self.length)):
-            if number < len(self._kept):
-                yield self._kept[number]
-                continue
-            mask = self.rows(queries)
-            seen = seen_keys(mask)
-            block = Block(queries, seen, mask[..., seen])
-            kept_bytes += block.mask.nbytes
-            if kept_bytes <= KEPT_BYTES:
-                self._kept.append(block)
-            yield block
-
-    def rows(self, queries: slice) -> torch.Tensor:
-        """The two-copy mask `[B or 1, 1, q, 2T]` of some queries, of the own mask's kind (of all:
-        34 GB for 131,072 tokens). Raises `UnsupportedModel` for a mask of another shape."""
-        single = self._own_rows(queries)
-        positions = torch.arange(self.length, device=self.device)[queries]
-        return _both_copies(single, self.cache.exact_for(positions, self.length))
-
-    def _own_rows(self, queries: slice) -> torch.Tensor:
-        """The model's own mask `[B or 1, 1, q, T]` of some of the queries."""
-        mask, length = self.attend.mask, self.length
-        if mask is None:
-            keys = torch.arange(length, device=self.device)
-            return (keys <= keys[queries][:, None])[None, None]
-        if len(mask.shape) != 4 or tuple(mask.shape[-2:]) != (length, length):
-            raise UnsupportedModel(
-                f"{type(self.attend.module).__name__} masks its attention in a way that cannot "
-                "show it a second copy of its cache"
-            )
-        if isinstance(mask, LongMask):
-            return mask.rows(queries)
-        return mask[:, :, queries]
-
-    def fits(self, attend: Attention, length: int, device: torch.device) -> bool:
-        """Whether this mask was made from the same model mask, length and device; content
-        counts."""
-        if self.device != device or self.length != length:
-            return False
-        mask, other = self.attend.mask, attend.mask
-        if mask is None or other is None or mask is other:
-            return mask is other
-        if isinstance(mask, LongMask):
-            return isinstance(other, LongMask) and mask.equals(other)
-        if isinstance(other, LongMask):
-            return False
-        same_kind = (mask.device, mask.dtype) == (other.device, other.dtype)
-        return same_kind and torch.equal(mask, other)
+def _own_rows(attend: Attention, queries: slice, positions: torch.Tensor) -> torch.Tensor:
+    """The model's own mask `[B or 1, 1, q, T]` of some of the queries."""
+    mask, length = attend.mask, len(positions)
+    if mask is None:
+        return (positions <= positions[queries][:, None])[None, None]
+    if len(mask.shape) != 4 or tuple(mask.shape[-2:]) != (length, length):
+        raise UnsupportedModel(
+            f"{type(attend.module).__name__} masks its attention in a way that cannot "
+            "show it a second copy of its cache"
+        )
+    return mask.rows(queries) if isinstance(mask, LongMask) else mask[:, :, queries]
 
 
 def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -141,55 +91,29 @@ class Simulation:
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[None]:
-        """Make the model read its cache through the codec while the context is open.
-
-        Every attention call of a simulated layer goes to `_SimulatedAttention`, which builds both
-        copies of keys and values, and returns the output from the 2-bit cache.
-        """
-        with intercept(model, _SimulatedAttention(self)):
+        """Make the model read its cache through the codec while the context is open."""
+        with intercept(model, self.attend):
             yield
 
-
-class _SimulatedAttention:
-    """Stands in for the model's attention function while a simulation runs."""
-
-    def __init__(self, simulation: Simulation):
-        self.simulation = simulation
-        self.owners = {layer.index: layer.owner for layer in simulation.geometry}
-        token_group = simulation.codec.token_group
-        self.cache = replace(simulation.cache, token_group=token_group)
-        self.masks: list[TwoCopyMask] = []
-
-    def __call__(self, call: Call) -> torch.Tensor:
-        """The attention output `[B, T, H_q, D_v]`, as an `Intercept`."""
-        layer, query, key, attend = call.layer, call.query, call.key, call.attend
-        if layer not in self.simulation.layers:
+    def attend(self, call: Call) -> torch.Tensor:
+        """The attention output `[B, T, H_q, D_v]` of a call, as an `Intercept`."""
+        if call.layer not in self.layers:
             return call.run()
-        assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
+        query, outputs = call.query, []
+        assert query.shape[2] == call.key.shape[2], "a simulation reads whole rows"
         keys, values = self._read_cache(call)
-        mask = self._mask_for(attend, query)
-        outputs = []
+        cache = replace(self.cache, token_group=self.codec.token_group)
         # Each block of queries reads only the positions that it sees.
-        for block in mask.blocks():
-            read = replace(attend, mask=block.mask)
-            seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
-            outputs.append(read(query[:, :, block.queries], seen_keys, seen_values))
+        for queries, seen, mask in mask_blocks(call.attend, cache, query):
+            read = replace(call.attend, mask=mask)
+            outputs.append(read(query[:, :, queries], keys[:, :, seen], values[:, :, seen]))
         return torch.cat(outputs, dim=1)
 
-    def _mask_for(self, attend: Attention, query: torch.Tensor) -> TwoCopyMask:
-        """The mask for an attention call, shared by all layers with the same mask and device."""
-        length, device = query.shape[2], query.device
-        for mask in self.masks:
-            if mask.fits(attend, length, device):
-                return mask
-        # Masks of an earlier row of another length are not asked for again.
-        self.masks = [mask for mask in self.masks if mask.length == length]
-        self.masks.append(TwoCopyMask(attend, self.cache, device, length))
-        return self.masks[-1]
-
     def _read_cache(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[exact; quantized]` of twice the length."""
-        cached, owner, exact, quantized = cached_of(call), self.owners[call.layer], {}, {}
+        """Keys and values `[exact; quantized]` of twice the length, as the layer that owns the
+        cache stores them."""
+        owner = next(layer.owner for layer in self.geometry if layer.index == call.layer)
+        cached, exact, quantized = cached_of(call), {}, {}
         for side, rows in cached.sides.items():
             exact[side], quantized[side] = self._both_copies(rows, owner, side)
         both = zip(cached.read(exact), cached.read(quantized), strict=True)
@@ -199,8 +123,8 @@ class _SimulatedAttention:
     def _both_copies(
         self, rows: torch.Tensor, owner: int, side: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of a side exact, and quantized as the layer that owns the cache stores them."""
-        codec, cache = self.simulation.codec, self.simulation.cache
+        """Rows of a side exact, and quantized as the layer `owner` stores them."""
+        codec, cache = self.codec, self.cache
         exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token. Groups of tokens begin after the sink.
         quantized, step = [], TOKENS // codec.token_group * codec.token_group

@@ -15,7 +15,6 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.long_masks import LongMask, NeedsWholeMask
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.simulation import simulated
 from rotationzoo.simulation.simulated import Simulation
 
 MASKED = ["phi3", "gemma2", "gemma3", "gemma4", "gpt_oss", "mimo_v2_flash", "llama4", "gemma3-vlm"]
@@ -74,7 +73,6 @@ def test_a_simulation_computes_the_same_with_masks_in_blocks(name, short, monkey
 
     whole = run()
     made = short()
-    monkeypatch.setattr(simulated, "KEPT_BYTES", 0)
     blocks = run()
     assert bool(made) == (name != "llama")
     assert (blocks - whole).abs().max() <= CLOSE * whole.abs().max()

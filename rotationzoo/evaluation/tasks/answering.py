@@ -123,7 +123,6 @@ class Asking:
                 done += len(of_request)
                 progress(stage, done, len(passes))
                 continue
-            # One for all batches of a request, because it keeps the masks of every length.
             running = nullcontext() if simulation is None else simulation.running(self.model)
             catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
             timing = self.pace.timing(request.timed_as, count_tokens(prompts))
