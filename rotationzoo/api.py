@@ -10,8 +10,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.cache.rotated import check_model
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
-from rotationzoo.calibration.memory import SIZED
-from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.plan import SIZED, Job
 from rotationzoo.codec.engine_needs import DEFAULT, choose_format, find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES

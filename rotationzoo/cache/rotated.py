@@ -9,29 +9,37 @@ from types import MethodType
 from typing import Any, Self, cast
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
 
+from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.reductions import reduced_rotations
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import Budget
 from rotationzoo.cache import layer as cached
 from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSlidingLayer
-from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
+from rotationzoo.codec import settings as caches
+from rotationzoo.codec.engine_needs import DEFAULT, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions, Layout, Reading
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
-from rotationzoo.geometry import shift_reason, shifted_layers
+from rotationzoo.geometry import check_group_size, shares_blocks, shift_reason, shifted_layers
 from rotationzoo.model.capture import cache_argument, decoder, returned_cache
 from rotationzoo.model.changing_rope import changing_ropes, check_factors, generate
-from rotationzoo.model.compatibility import warn_of_other_weights
+from rotationzoo.model.compatibility import check_fits, warn_of_other_weights
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.recipe.rope import changing_at
 from rotationzoo.rotations import Rotations
 from rotationzoo.words import counted
 
 _say_once = cache(logging.getLogger("rotationzoo").warning)
 _SLOW = "on a CPU, RotatedCache saves memory and no time: a token takes 2 to 4 times as long"
+
+Given = str | Path | Artifact | Rotations | None
 
 
 class RotatedCache(DynamicCache):
@@ -283,3 +291,44 @@ def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
         problem = f"keys of this model cannot be centered: {shift_reason(layers)}"
         hint = "give rotations of a recipe without center_keys"
         raise RotationZooError(problem, hint)
+
+
+def build_settings(
+    rotations: Given | CacheSettings, model: PreTrainedModel, options: CacheOptions
+) -> CacheSettings:
+    """How a cache of this model stores its tokens. Arguments and errors are those of
+    `RotatedCache`."""
+    if isinstance(rotations, CacheSettings):
+        if options != CacheOptions():
+            raise UsageError("settings of a cache take no options", hint="leave out the options")
+        return rotations
+    recipe, engine = Recipe(), options.engine or DEFAULT
+    if isinstance(rotations, Artifact):
+        recipe = rotations.recipe
+        check_fits(rotations, model)
+        budget = served_budget(options, rotations, model.config)
+        check_sides(engine, rotations.rotations.sides)
+        entry = find_engine(engine)
+        rotations = reduced_rotations(rotations, not entry.heads, entry.uncentered, budget)
+    elif rotations is None:
+        rotations = fit(None, PRESETS["identity"], geometry_of(model))
+    elif not isinstance(rotations, Rotations):
+        hint = "give an artifact or its folder, or None"
+        raise UsageError(f"an object of type {type(rotations).__name__} holds no rotations", hint)
+    elif options.bits is not None:
+        raise UsageError("bits is for an artifact, whose recipe it changes", hint="leave it out")
+    settings = caches.complete_settings(recipe, rotations, options)
+    dims = {rotation.dim for _, _, rotation in rotations.each()}
+    check_group_size(settings.layout.group_size, dims)
+    return settings
+
+
+def served_budget(
+    options: CacheOptions, artifact: Artifact, config: PretrainedConfig
+) -> Budget | None:
+    """The budget of an artifact in a cache with these options, as `budget_beside_others` has it
+    where the engine keeps layers with a sliding window exact."""
+    budget = None if options.bits is None else Budget(options.bits)
+    if find_engine(options.engine or DEFAULT).sliding:
+        return budget
+    return caches.budget_beside_others(budget, artifact.recipe.budget, shares_blocks(config))

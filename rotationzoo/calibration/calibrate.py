@@ -25,8 +25,7 @@ from rotationzoo.calibration.fisher import (
     choose_texts,
     count_passes,
 )
-from rotationzoo.calibration.memory import device_name, peak_memory
-from rotationzoo.calibration.plan import Job, Plan, plan, settle_centering
+from rotationzoo.calibration.plan import Job, Plan, device_name, peak_memory, plan, settle_centering
 from rotationzoo.calibration.sensitivity import add_attention_metric, check_cache, write_texts
 from rotationzoo.calibration.soundness import FETCH_AGAIN, check_recipe, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits

@@ -104,7 +104,7 @@ def _find_bits(
     from rotationzoo.artifact.scores import plain_name
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.evaluate import evaluate
-    from rotationzoo.report.commands import usual_engine
+    from rotationzoo.report.card import usual_engine
 
     model = str(settings.model)
     asked = EvaluationSettings(

@@ -29,7 +29,7 @@ def report_command(
     rotationzoo report rotations/demo-transform
     """
     from rotationzoo.artifact.store import EVALUATION, REPORT, SIGNATURE, Artifact
-    from rotationzoo.report.commands import replace_words
+    from rotationzoo.report.card import replace_words
     from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files, folders
 

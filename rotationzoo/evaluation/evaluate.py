@@ -17,7 +17,7 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
-from rotationzoo.evaluation.decision import Rule, decide, spend_level
+from rotationzoo.evaluation.decision import Rule, decide, put_into_words, spend_level
 from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
 from rotationzoo.evaluation.prepare import (
     Evaluation,
@@ -28,7 +28,6 @@ from rotationzoo.evaluation.prepare import (
 )
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.schedule import Schedule, find_pace
-from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, score_arm, score_exact
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers

@@ -13,8 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from rotationzoo.artifact.reductions import describe_choice
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.options import build_settings
-from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.cache.rotated import RotatedCache, build_settings
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable

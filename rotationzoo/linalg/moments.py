@@ -156,8 +156,9 @@ of 32 M parameters was off by 1.6e-4, and with runs of 256 by 4.3e-4."""
 GROUP = 8
 """Runs added in float32. In float64 most of the time would go into copies of every run."""
 
-# bfloat16 keeps 8 significant bits: this many pieces hold a number of each type.
-_PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+# bfloat16 keeps 8 significant bits: three pieces hold a number of float32. Products of float16 are
+# exact in float32, and need no pieces.
+_PIECES = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 3}
 # Products of pieces whose places add up to this or more are dropped: less than 2^-26 of a product.
 _DROPPED = 3
 _FLOAT32 = 4  # bytes
@@ -181,11 +182,9 @@ def rows_of_heads(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return rows.view(tensor.dtype)
 
 
-def add_runs(
-    moment: Moment, rows: torch.Tensor, weights: torch.Tensor | None = None, run: int = RUN
-) -> None:
-    """Add rows `[H, N, D]`, with optional weights `[H, N]`, in runs of `run` rows of a head, cut
-    into bfloat16 pieces, which are multiplied one by one, if they are float32 or weighted."""
+def add_runs(moment: Moment, rows: torch.Tensor, run: int = RUN) -> None:
+    """Add rows `[H, N, D]` in runs of `run` rows of a head. Those in float32 are cut into bfloat16
+    pieces, which are multiplied one by one."""
     count = rows.shape[1]
     if not count:
         return
@@ -195,40 +194,18 @@ def add_runs(
     missing = -count % (run * group)
     if missing:  # `pad` copies even where it adds nothing
         rows = pad(rows, (0, 0, 0, missing))
-    if weights is None:
-        # Products of float16 are exact in float32, and need no pieces.
-        left = right = [rows] if rows.dtype == torch.float16 else bfloat16_pieces(rows)
-        weighted = rows
-        moment.weight += count
-    else:
-        weights = pad(weights.float(), (0, missing))
-        weighted = rows.float() * weights.unsqueeze(-1)
-        left, right = bfloat16_pieces(weighted), bfloat16_pieces(rows)
-        moment.weight += weights.sum(1, dtype=torch.float64)
-    in_runs = weighted.unflatten(1, (-1, run))
+    pieces = cut_into_pieces(rows)
+    moment.weight += count
+    in_runs = rows.unflatten(1, (-1, run))
     moment.first += in_runs.sum(2, dtype=torch.float32).sum(1, dtype=torch.float64)
-    for place, left_piece in enumerate(left):
-        for right_piece in right[: _DROPPED - place]:
+    for place, left_piece in enumerate(pieces):
+        for right_piece in pieces[: _DROPPED - place]:
             moment.second += _sum_products(left_piece, right_piece, run, group)
 
 
-def quadratic_form(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """`x M x^T` `[H, N]`, float32, of rows `[H, N, D]` with symmetric matrices `[H, D, D]`.
-
-    Off by less than `D * 2^-22 * |x| |M| |x|`, with the magnitudes of the entries.
-    """
-    image = torch.zeros(rows.shape, device=rows.device)
-    pieces = bfloat16_pieces(matrix.float())
-    for place, row_piece in enumerate(bfloat16_pieces(rows)):
-        for piece in pieces[: _DROPPED - place]:
-            image += _multiply(row_piece, piece)
-    products: torch.Tensor = image * rows
-    return products.sum(-1)
-
-
-def bfloat16_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Bfloat16 tensors that add up to `rows`: one for bfloat16, two for float16, three for float32,
-    each at most 2^-9 of the one before. Only magnitudes below 1e-40 are lost."""
+def cut_into_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
+    """The rows, or three bfloat16 tensors that add up to those in float32, each at most 2^-9 of the
+    one before. Only magnitudes below 1e-40 are lost."""
     count = _PIECES[rows.dtype]
     if count == 1:
         return [rows]
@@ -240,18 +217,13 @@ def bfloat16_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
     return pieces
 
 
-def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False) -> int:
+def run_bytes(heads: int, rows: int, dim: int, item: int) -> int:
     """The most memory that `add_runs` takes for rows of `item` bytes an entry: copies by head,
     pieces, and the sums of runs in flight, in groups in float32 and float64."""
     copies = 2 * item
-    cut = item >= _FLOAT32
-    if weighted:
-        copies += _FLOAT32
-    if weighted or cut:
+    if item >= _FLOAT32:
         # What is left exists twice: before and after a piece is taken from it.
         copies += _PIECE_BYTES + 2 * _FLOAT32
-    if weighted and cut:
-        copies += _PIECE_BYTES
     one_head = -(-rows // RUN) * dim**2
     held = min(heads * one_head, max(_BLOCK, one_head))
     return copies * heads * rows * dim + 4 * held + (4 + 8) * held // GROUP

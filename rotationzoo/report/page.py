@@ -19,9 +19,15 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.source import model_words
 from rotationzoo.report import tables
-from rotationzoo.report.card import TURN, template_environment
+from rotationzoo.report.card import (
+    FOLDER,
+    TURN,
+    replace_words,
+    reproduce_command,
+    template_environment,
+    use_commands,
+)
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
-from rotationzoo.report.commands import FOLDER, replace_words, reproduce_command, use_commands
 from rotationzoo.report.tables import Request, layout_of, memory_table, stored_bits
 from rotationzoo.words import numbers, percent
 

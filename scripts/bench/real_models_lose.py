@@ -43,8 +43,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decoder
 from rotationzoo.model.source import fetch, find
-from rotationzoo.recall.answers import Answers, join_answers, read_answers
-from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recall.prompts import Answers, Prompt, join_answers, read_answers
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package

@@ -14,8 +14,7 @@ from rotationzoo.evaluation.tasks import prompts
 from rotationzoo.evaluation.tasks.answering import ExactAnswers, choose_cheap
 from rotationzoo.evaluation.tasks.prompts import STEP, Series, TaskPlan, TaskSettings
 from rotationzoo.progress import silent
-from rotationzoo.recall.answers import Answers
-from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recall.prompts import Answers, Prompt
 from rotationzoo.recipe import Data
 from rotationzoo.settings import EvaluationSettings
 

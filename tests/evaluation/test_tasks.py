@@ -21,7 +21,7 @@ from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.progress import silent
-from rotationzoo.recall.answers import Answers, read_answers
+from rotationzoo.recall.prompts import Answers, read_answers
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks

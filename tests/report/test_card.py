@@ -16,8 +16,7 @@ from support.reports import make_artifact, summary
 from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.recipe.loading import PRESETS, override
-from rotationzoo.report.card import render_card
-from rotationzoo.report.commands import name_in_commands, reproduce_command
+from rotationzoo.report.card import name_in_commands, render_card, reproduce_command
 
 
 def made(model, folder, **changes) -> Artifact:

@@ -23,7 +23,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
 from rotationzoo.report import charts
-from rotationzoo.report.commands import reproduce_command
+from rotationzoo.report.card import reproduce_command
 from rotationzoo.report.page import make_report
 
 LABELS = "made", "no rotation", "Hadamard, one by one", "random, one by one", "KIVI"

@@ -22,10 +22,9 @@ from rotationzoo.artifact.scores import (
 )
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.evaluation import probes
-from rotationzoo.evaluation.decision import Rule, decide, spend_level
+from rotationzoo.evaluation.decision import Rule, decide, put_into_words, spend_level
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
-from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 from rotationzoo.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent

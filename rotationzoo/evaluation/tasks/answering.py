@@ -20,8 +20,7 @@ from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.prediction import counting_layers
 from rotationzoo.progress import InTokens, Progress
-from rotationzoo.recall.answers import Answers, join_answers, read_answers
-from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recall.prompts import Answers, Prompt, join_answers, read_answers
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.words import finish
 
