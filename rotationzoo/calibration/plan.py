@@ -68,8 +68,6 @@ class Job(RunSettings):
     """Whether rows that are too long are shortened, not refused: if the length is the default."""
     source: Source | None = None
     """The model that the caller loaded."""
-    asked_tokens: tuple[float, float] = (0, 0)
-    """What questions read after it, at least and at most, counted as tokens of the exact model."""
 
     def __post_init__(self) -> None:
         folders.check_name(self.output)

@@ -130,15 +130,6 @@ class Losses:
         )
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """The losses of the exact model and of every arm, over all texts."""
-
-    exact: Losses
-    arms: dict[tuple[CacheLayout, str], Losses]
-    """Keyed by cache and name of the arm."""
-
-
 @torch.no_grad()
 def run_models(
     model: PreTrainedModel,
@@ -147,10 +138,10 @@ def run_models(
     progress: Progress,
     pace: Pace | None = None,
     reserve: float = 0,
-) -> Measurements:
-    """Run every batch `[B, T]` of token ids through the exact model and through every combination
-    of cache and arm. A batch after the first is left out where `reserve` seconds would not be left
-    after it.
+) -> dict[Reader, Losses]:
+    """The losses of the exact model and of every combination of cache and arm, over all batches
+    `[B, T]` of token ids. A batch after the first is left out where `reserve` seconds would not be
+    left after it.
 
     Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache, and
     `Unsound` for an exact model whose losses are not finite.
@@ -160,31 +151,30 @@ def run_models(
     if not batches:
         hint = "give longer documents, or smaller --windows"
         raise RotationZooError(f"no row is longer than {trial.start + 1} tokens", hint)
-    device, exact = input_device(model), Losses()
-    pairs = list(product(trial.caches, trial.arms))
-    arms = {(cache, arm.name): Losses() for cache, arm in pairs}
+    device, pairs = input_device(model), list(product(trial.caches, trial.arms))
+    losses: dict[Reader, Losses] = {None: Losses()}
+    losses |= {(cache, arm.name): Losses() for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
     passes = InTokens(progress, [batches[run[0]].numel() for run in runs])
     pace, names = pace or Pace(), [arm.name for arm in trial.arms]
     passes("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
-        ids, losses = batches[number].to(device), exact
+        ids, reader = batches[number].to(device), pair and (pair[0], pair[1].name)
         if done and pair is None and pace.left - reserve < pace.estimate(ids.numel(), names):
             break
         running: AbstractContextManager[None] = nullcontext()
         if pair is not None:
             cache, arm = pair
-            losses = arms[cache, arm.name]
             simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers))
             running = simulation.running(model)
         counting = counting_layers(model, passes.tell_part)
-        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running, counting:
+        with pace.timing(reader, ids.numel()), running, counting:
             found = token_losses(model, ids, trial.start)
         if pair is None:
             check_finite(model, found, partial(run_decoder, model, ids))
-        losses.add(found)
+        losses[reader].add(found)
         passes("evaluating", done + 1, len(runs))
-    return Measurements(exact, arms)
+    return losses
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:

@@ -15,7 +15,6 @@ from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, served
 from rotationzoo.artifact.scores import ALL_ELSE, Decision, kept_share, plain_name
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
-from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.source import model_words
 from rotationzoo.report import tables
@@ -28,7 +27,7 @@ from rotationzoo.report.card import (
     use_commands,
 )
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
-from rotationzoo.report.tables import Request, layout_of, memory_table, stored_bits
+from rotationzoo.report.tables import Request, stored_bits
 from rotationzoo.words import numbers, percent
 
 FOOTER = "Made from stored figures by rotationzoo"
@@ -73,8 +72,6 @@ class Report:
     artifact: Artifact
     verdict: Advice
     arms: Arms | None
-    layout: CacheLayout
-    memory: tables.Table
 
     def local_names(self) -> dict[str, str]:
         """This machine's folder and model, by what commands call them."""
@@ -112,7 +109,7 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
     if arms is None:
-        bits = stored_bits(artifact, None, context)
+        bits = stored_bits(artifact, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
         verdict = Advice("Measure them first.", words)
     else:
@@ -126,8 +123,7 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
         reasons += tables.list_exact_parts(arms.evaluation, layers)
         verdict = Advice(lead, reasons, _draw_answers(arms, request))
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
-    layout, memory = layout_of(artifact, measured), memory_table(artifact, measured, context)
-    return Report(artifact, replace(verdict, commands=commands), arms, layout, memory)
+    return Report(artifact, replace(verdict, commands=commands), arms)
 
 
 def label_arms(evaluation: Measured, identity: str) -> Arms:

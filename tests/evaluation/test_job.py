@@ -283,7 +283,7 @@ def test_both_ways_to_store_rows_are_arms_and_transform_coding_is_judged(inducti
     nearest, coded = (report["arms"][name] for name in ("mine", "mine+transform"))
     assert coded["perplexity_increase"] < nearest["perplexity_increase"]
     assert coded["tasks"]["quote"]["questions"] == 8
-    by_shapes = stored_bits(Artifact.open(mine), None, CONTEXT)
+    by_shapes = stored_bits(Artifact.open(mine), CONTEXT)
     assert by_shapes == pytest.approx(coded["bits_per_element"])
 
     verdict = report["verdict"]

@@ -331,12 +331,3 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
     # Half of the elements was in few bits: one of two layers.
     share = 0.5 * 2.53 / 16 + 0.5
     assert labels[mine] / labels["exact model"] == pytest.approx(share)
-
-
-def test_the_memory_is_that_of_the_codes_of_the_format(tmp_path):
-    evaluation = make_evaluation() | {"format": "segments"}
-    arms = evaluation["windows"][0]["arms"]
-    changes = {"name": "coded", "rounding": "transform", "bits_per_element": 1.6}
-    arms["coded"] = {**arms["made"], **changes}
-    report = report_of(tmp_path / "made", evaluation)
-    assert make_report(report.artifact, 131_072).memory.rows[-1][-1] == "10.0 times"
