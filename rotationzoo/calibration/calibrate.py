@@ -49,8 +49,7 @@ from rotationzoo.rotations import Rotations
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import locked, recover
-from rotationzoo.text.media import read_media_corpus
-from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.text.rows import Corpus, read_corpus, read_media_corpus
 from rotationzoo.words import finish
 from rotationzoo.writer import check_replaceable, library_versions
 

@@ -46,7 +46,7 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.rope import check_positions, position_count
 from rotationzoo.settings import RunSettings
 from rotationzoo.storage import files, folders, strict_json
-from rotationzoo.text.media import media_tokens
+from rotationzoo.text.rows import media_tokens
 from rotationzoo.words import counted
 
 _STATED = {"batch": "[1-9][0-9]{0,6}", "date": "[0-9]{4}(-[0-9]{2}){2}"}

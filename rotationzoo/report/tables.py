@@ -208,8 +208,8 @@ class Request:
         each = self.elements * self.context / 8
         held, exact = byte_count(each * bits), byte_count(each * EXACT_BITS)
         return (
-            f"At {self.context:,} tokens in every layer, the cache takes {held} in place of {exact}: "
-            f"{EXACT_BITS / bits:.1f} times smaller."
+            f"At {self.context:,} tokens in every layer, the cache takes {held} in place of "
+            f"{exact}: {EXACT_BITS / bits:.1f} times smaller."
         )
 
 
