@@ -6,7 +6,7 @@ from inspect import Signature, signature
 from pathlib import Path
 from statistics import mean
 from types import MethodType
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
@@ -25,7 +25,7 @@ from rotationzoo.codec.options import CacheOptions, Layout, Reading
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.geometry import check_group_size, shares_blocks, shift_reason, shifted_layers
-from rotationzoo.model.capture import cache_argument, decoder, returned_cache
+from rotationzoo.model.capture import cache_argument, decoder
 from rotationzoo.model.changing_rope import changing_ropes, check_factors, generate
 from rotationzoo.model.compatibility import check_fits, warn_of_other_weights
 from rotationzoo.model.geometry import geometry_of
@@ -78,16 +78,6 @@ class RotatedCache(DynamicCache):
     """
 
     settings: CacheSettings
-    _adds_layers = False
-    """Whether layers are added one by one, when they are first updated: a cache class of a model's
-    own takes the number of layers for that of its states."""
-
-    def __new__(cls, *given: Any, **options: Any) -> Self:
-        # A few models accept only a cache of their own class. A copy is made without arguments.
-        model = given[1] if len(given) > 1 else options.get("model")
-        kind = _own_class(model) if isinstance(model, PreTrainedModel) else None
-        of: Any = cls
-        return cast(Self, super().__new__(_combine(of, kind) if kind else of))
 
     def __init__(
         self,
@@ -125,10 +115,8 @@ class RotatedCache(DynamicCache):
         self.settings = settings
         (self._name,) = cache_argument(model, None)
         self.padding = cached.Padding()
-        self._planned = self._build_layers(model)
-        self.layers = [] if self._adds_layers else self._planned
-        next_layer: Any = self._next_layer if self._adds_layers else None
-        self.layer_class_to_replicate = next_layer
+        self.layers = self._build_layers(model)
+        self.layer_class_to_replicate = None
         _check_means(settings.codec.rotations, model)
         cached.watch_padding(model)
         self.page_reading = PageReading(settings.reading != "rows")
@@ -217,19 +205,16 @@ class RotatedCache(DynamicCache):
             self.padding.forget()
 
     def reset(self) -> None:
-        """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
-        cache class of its own: what that keeps is not known."""
-        if self._planned is not self.layers:  # of a class that the model insists on
-            hint = "make a new cache"
-            raise RotationZooError(f"a {type(self).__mro__[2].__name__} cannot be emptied", hint)
+        """Forget everything, for the next prompt."""
         for layer in self.layers:
             layer.reset()
         self.padding.forget()
 
-    def _next_layer(self) -> Any:
-        return self._planned[len(self.layers)]
-
     def _build_layers(self, model: PreTrainedModel) -> list[Any]:
+        untyped: Any = model
+        if not untyped._supports_default_dynamic_cache():
+            problem = f"{type(model).__name__} takes only a cache of a class of its own"
+            raise UnsupportedModel(problem, "evaluate it in a simulation: rotationzoo evaluate")
         config = model.config.get_text_config(decoder=True)
         layers: list[Any] = [*DynamicCache(config=config).layers]
         rotations, name = self.settings.codec.rotations, type(model).__name__
@@ -258,21 +243,6 @@ class RotatedCache(DynamicCache):
 
 _given = [*signature(RotatedCache.__init__).parameters.values()][1:]
 RotatedCache.__signature__ = Signature(_given)  # type: ignore[attr-defined]
-
-
-@cache
-def _combine(cls: Any, kind: type) -> type:
-    return type(cls.__name__, (cls, kind), {"_adds_layers": True})
-
-
-def _own_class(model: PreTrainedModel) -> type | None:
-    """The cache class that a model insists on; None where it takes any."""
-    untyped: Any = model
-    if untyped._supports_default_dynamic_cache():
-        return None
-    ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
-    with torch.no_grad():
-        return type(returned_cache(untyped(input_ids=ids, use_cache=True)))
 
 
 def check_model(model: object) -> None:

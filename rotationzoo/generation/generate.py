@@ -286,9 +286,7 @@ def continue_prompt(
     options = dict(_PLAIN)
     if cache is not None:
         options |= cache_argument(model, cache)
-    # A cache class of the model's own is made too late for the library to read in chunks.
-    has_cache = cache is not None or untyped._supports_default_dynamic_cache()
-    if has_cache and ids.shape[1] > job.prefill_chunk:
+    if ids.shape[1] > job.prefill_chunk:
         options["prefill_chunk_size"] = job.prefill_chunk
 
     def check_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,6 @@ of engines, each written anew from the engine's source. Rows are `[..., D]`, flo
 * vLLM: `vllm/v1/attention/ops/int4_per_token_head.py`; for TurboQuant (arXiv 2504.19874)
   `vllm/v1/attention/ops/triton_turboquant_store.py`, `triton_turboquant_decode.py` and
   `vllm/model_executor/layers/quantization/turboquant/`. Its FP8 cache is SGLang's, too;
-* KVarN (arXiv 2606.03458), a fork of vLLM: `vllm/v1/attention/ops/kvarn_store.py`,
-  `kvarn_decode.py` and `triton_kvarn_sinkhorn.py`;
 * ExLlamaV3: `exllamav3/exllamav3_ext/cache/q_cache_kernels.cuh`, without its compander, which is
   off by default.
 
@@ -31,14 +29,10 @@ from rotationzoo.rotations import SIDES
 
 BLOCK = 32
 """Channels that share a scale in llama.cpp and ExLlamaV3."""
-TILE = 128
-"""Successive tokens that KVarN quantizes together."""
 _FP8_LARGEST = 448.0
 _SMALLEST_ROTATION = 64  # llama.cpp rotates head dimensions that are multiples of this
 _SIGN_SEED = 0x9E3779B9  # of vLLM's random signs
 _ITERATIONS = 1000  # enough for Lloyd-Max centroids of 4 bits to converge to 1e-9
-_TILE_ITERATIONS = 16
-_TILE_SCALES = math.exp(-0.3), math.exp(10)  # the least and the largest scale of a KVarN tile
 
 
 def read_q4_0(rows: torch.Tensor) -> torch.Tensor:
@@ -118,56 +112,6 @@ def read_exl3(rows: torch.Tensor, bits: int) -> torch.Tensor:
     codes = (blocks / largest * half + half).floor().clamp(0, 2 * half - 1)
     levels = (codes - half + 0.5) / half
     return (levels * _as_half(largest) @ matrix).flatten(-2)
-
-
-def read_kvarn(rows: torch.Tensor, bits: int, per_channel: bool) -> torch.Tensor:
-    """KVarN: rows `[..., T, D]` times a Hadamard matrix, in tiles of 128 tokens scaled by
-    `scale_tile`. Codes have a minimum and scale `per_channel` (keys) or token (values), all
-    float16."""
-    matrix = hadamard(rows.shape[-1]).to(rows.device, torch.float32)
-    tiles = torch.unflatten(rows @ matrix, -2, (-1, TILE))
-    tiles = tiles.mT if per_channel else tiles
-    across, along = scale_tile(tiles)
-    balanced = tiles / across / along
-    low, high = balanced.amin(-1, keepdim=True), balanced.amax(-1, keepdim=True)
-    steps = (1 << bits) - 1
-    scale = ((high - low) / steps).clamp(min=1e-10)
-    codes = ((balanced - low) / scale).round().clamp(0, steps)
-    stored = (codes * _as_half(along * scale) + _as_half(along * low)) * _as_half(across)
-    stored = stored.mT if per_channel else stored
-    return stored.flatten(-3, -2) @ matrix.mT
-
-
-def scale_tile(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of columns `[..., 1, C]` and of rows `[..., R, 1]` by which KVarN divides tiles
-    `[..., R, C]`, so that all of them have similar standard deviations.
-
-    Both are divided by their standard deviations in turn; the least `_imbalance` counts.
-    """
-    columns, rows = torch.ones_like(tiles[..., :1, :]), torch.ones_like(tiles[..., :1])
-    best, least = (columns, rows), _imbalance(tiles)
-    for _ in range(_TILE_ITERATIONS):
-        columns = _scale_on(columns, (tiles / columns / rows).std(-2, keepdim=True))
-        rows = _scale_on(rows, (tiles / columns / rows).std(-1, keepdim=True))
-        imbalance = _imbalance(tiles / columns / rows)
-        better = imbalance <= least
-        best = torch.where(better, columns, best[0]), torch.where(better, rows, best[1])
-        least = torch.minimum(imbalance, least)
-    return best
-
-
-def _scale_on(scales: torch.Tensor, deviations: torch.Tensor) -> torch.Tensor:
-    return (scales * deviations.clamp(1e-3, 1e3)).clamp(*_TILE_SCALES)
-
-
-def _imbalance(tiles: torch.Tensor) -> torch.Tensor:
-    """How unequal standard deviations of columns and rows are: their ratios, `[..., 1, 1]`."""
-    ratios = []
-    for axis in (-2, -1):
-        deviations = tiles.std(axis, keepdim=True)
-        largest, least = deviations.amax((-2, -1), True), deviations.amin((-2, -1), True)
-        ratios.append(largest / least.clamp(min=1e-8))
-    return ratios[0] + ratios[1]
 
 
 def _unit_centroids(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,16 +204,6 @@ def _exl3(bits: int) -> EngineCache:
     return _both(_in_blocks(partial(read_exl3, bits=bits), bits))
 
 
-def _kvarn(key_bits: int, value_bits: int) -> EngineCache:
-    """A channel of a tile has a scale and a minimum and a token a scale; of values, vice versa."""
-    key = partial(read_kvarn, bits=key_bits, per_channel=True)
-    value = partial(read_kvarn, bits=value_bits, per_channel=False)
-    return {
-        "key": Storage(key, key_bits + 32 / TILE, row_bits=16, tokens=TILE),
-        "value": Storage(value, value_bits + 16 / TILE, row_bits=32, tokens=TILE),
-    }
-
-
 _FP8 = Storage(read_fp8, 8)
 ENGINE_CACHES: dict[str, EngineCache] = {
     "q4_0": {
@@ -282,8 +216,6 @@ ENGINE_CACHES: dict[str, EngineCache] = {
     "turboquant_4bit_nc": _turboquant(4, 4),
     "turboquant_k3v4_nc": _turboquant(3, 4),
     "turboquant_3bit_nc": _turboquant(3, 3),
-    "kvarn-k2v2": _kvarn(2, 2),
-    "kvarn-k4v2": _kvarn(4, 2),
     "exl3-2": _exl3(2),
     "exl3-3": _exl3(3),
     "exl3-4": _exl3(4),

@@ -51,9 +51,7 @@ from real_questions import CHAT, LENGTHS, SPLITS, TASKS, Split
 
 Place = tuple[int, str]
 """A layer and a side."""
-OTHERS = (
-    "kvarn-k2v2", "exl3-2", KIVI, "turboquant_3bit_nc", "kvarn-k4v2", "exl3-3", "q4_0", "fp8",
-)  # fmt: skip
+OTHERS = ("exl3-2", KIVI, "turboquant_3bit_nc", "exl3-3", "q4_0", "fp8")
 """Arms of part k, by the bits that they take."""
 TEXT_LENGTH = 2048
 

@@ -16,7 +16,6 @@ from rotationzoo.simulation.rivals import (
     check_engine_cache,
     read_exl3,
     read_int4_per_token_head,
-    read_kvarn,
     read_lloyd_max,
     read_q4_0,
 )
@@ -89,52 +88,6 @@ def test_exl3_rounds_to_the_nearest_of_symmetric_levels(bits):
     assert difference(read_exl3(ROWS, bits), expected) < CLOSE
 
 
-def imbalance_of(tile: np.ndarray) -> float:
-    return sum(
-        deviations.max() / max(deviations.min(), 1e-8)
-        for deviations in (tile.std(0, ddof=1), tile.std(1, ddof=1))
-    )
-
-
-def kvarn_tile(tile: np.ndarray, bits: int) -> np.ndarray:
-    """A tile `[R, C]` whose rows share scale and minimum, written anew from KVarN's kernels, which
-    count scales in logarithms."""
-    columns, rows = np.zeros((1, tile.shape[1])), np.zeros((tile.shape[0], 1))
-    current, best, least = tile, (columns, rows), imbalance_of(tile)
-    for _ in range(16):
-        deviations = current.std(0, ddof=1, keepdims=True)
-        columns = np.clip(columns + np.log(np.clip(deviations, 1e-3, 1e3)), -0.3, 10)
-        current = tile / np.exp(columns) / np.exp(rows)
-        deviations = current.std(1, ddof=1, keepdims=True)
-        rows = np.clip(rows + np.log(np.clip(deviations, 1e-3, 1e3)), -0.3, 10)
-        current = tile / np.exp(columns) / np.exp(rows)
-        if imbalance_of(current) <= least:
-            best, least = (columns, rows), imbalance_of(current)
-    across, along = np.exp(best[0]), np.exp(best[1])
-    balanced = tile / across / along
-    low, high = balanced.min(1, keepdims=True), balanced.max(1, keepdims=True)
-    scale = np.maximum((high - low) / (2**bits - 1), 1e-10)
-    codes = np.clip(np.rint((balanced - low) / scale), 0, 2**bits - 1)
-    half = [np.float16(x).astype(float) for x in (along * scale, along * low, across)]
-    return (codes * half[0] + half[1]) * half[2]
-
-
-@pytest.mark.parametrize(("bits", "per_channel"), [(2, True), (4, True), (2, False)])
-def test_kvarn_against_a_loop(bits, per_channel):
-    generator = torch.Generator().manual_seed(4)
-    rows = 5 * torch.randn(2, 256, 64, generator=generator)
-    rows[:, 40] *= 20
-    rows[..., 5] *= 30
-    expected = []
-    for tile in turn(rows.double().numpy()).reshape(4, 128, 64):
-        stored = kvarn_tile(tile.T, bits).T if per_channel else kvarn_tile(tile, bits)
-        expected.append(turn(stored))
-    expected = np.array(expected).reshape(rows.shape)
-    # One ulp of the float16 scale of the largest token moves 1e-3.
-    assert difference(read_kvarn(rows, bits, per_channel), expected) < 5 * CLOSE
-    assert torch.equal(read_kvarn(torch.zeros(128, 64), bits, per_channel), torch.zeros(128, 64))
-
-
 LONG = torch.randn(3, 2, 300, 128, generator=torch.Generator().manual_seed(0))
 LONG[..., 5] *= 30
 
@@ -166,25 +119,8 @@ def test_bits_are_those_of_the_packed_rows():
     # `key_packed_size` and `value_packed_size` of vLLM's TurboQuantConfig, in bytes.
     assert bits["turboquant_3bit_nc"] * 128 / 8 == 128 * 3 / 8 + 2
     assert stored_bits("turboquant_3bit_nc", "value") * 16 == 48 + 4
-    # `k_packed_bytes`, `k_scale_bytes`, `v_packed_bytes` and `v_scale_bytes` of KVarN's config.
-    assert stored_bits("kvarn-k4v2", "key") * 128 * 128 / 8 == 8192 + 2 * (2 * 128 + 128)
-    assert stored_bits("kvarn-k4v2", "value", 64) * 128 * 64 / 8 == 2048 + 2 * (64 + 2 * 128)
     # Words and float16 scales of ExLlamaV3's `qshape_k` and `qshape_s`.
     assert [bits[f"exl3-{n}"] * 32 for n in (2, 3, 4)] == [n * 32 + 16 for n in (2, 3, 4)]
-
-
-def test_tokens_of_an_incomplete_tile_stay_exact():
-    codec = RivalCodec.of_engine("kvarn-k4v2")
-    assert codec.token_group == 128
-    for side, bits in (("key", 4), ("value", 2)):
-        stored = codec.fake_quantize(LONG, 0, side, SGLANG)
-        assert torch.equal(stored[:, :, 256:], LONG[:, :, 256:])
-        tile = LONG[1, 1, 128:256]
-        expected = read_kvarn(tile, bits, per_channel=side == "key")
-        error = (stored[1, 1, 128:256] - expected).norm() / tile.norm()
-        # Measured: 0. Sums in another order may round a code otherwise, and no tile reads another.
-        assert error < 1e-2
-        assert torch.equal(codec.fake_quantize(LONG[:, :, :100], 0, side, SGLANG), LONG[:, :, :100])
 
 
 def test_heads_that_a_cache_cannot_store_are_refused():
