@@ -352,15 +352,15 @@ class Footprint:
 
     def _adding(self, batch: int) -> int:
         """The most memory that adding one layer's rows to the sums takes: float64 copies of one
-        row of text on a CPU, and runs of a whole batch on a GPU."""
+        row of text, and on a GPU runs of a whole batch in 16 bits."""
         length = self.recipe.data.length
-        if self.on_cpu:
+        if self.on_cpu or self.item > 2:
             return 2 * 8 * length * self._widest
         adding = [0]
         for layer in self.geometry:
             rows = length * batch
             for dim in (layer.key_dim, layer.value_dim):
-                adding.append(run_bytes(layer.kv_heads, layer.group * rows, dim, self.item))
+                adding.append(run_bytes(layer.kv_heads, layer.group * rows, dim))
             if self.recipe.value_statistic == "key_energy":
                 # Of one row of text: its keys or values in float64, and what is made of them.
                 adding.append(3 * 8 * length * layer.kv_heads * max(layer.key_dim, layer.value_dim))
