@@ -2,7 +2,6 @@
 
 import logging
 from functools import cache
-from inspect import Signature, signature
 from pathlib import Path
 from statistics import mean
 from types import MethodType
@@ -239,10 +238,6 @@ class RotatedCache(DynamicCache):
                 problem = f"layer {index} of {name} stores no keys and values"
                 raise RotationZooError(f"{problem}, and there are rotations for it", hint)
         return layers
-
-
-_given = [*signature(RotatedCache.__init__).parameters.values()][1:]
-RotatedCache.__signature__ = Signature(_given)  # type: ignore[attr-defined]
 
 
 def check_model(model: object) -> None:

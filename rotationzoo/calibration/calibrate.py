@@ -213,7 +213,9 @@ def run_model(
         if recipe.transform:
             tokenizer = loading.load_tokenizer(planned.source)
             if text.media:  # predictions are compared without images and audio
-                rows = read_corpus(_without_media(recipe.data), tokenizer).rows
+                data = recipe.data
+                alike = Data(tokens=data.tokens, length=data.length, seed=data.seed)
+                rows = read_corpus(alike, tokenizer).rows
             texts = write_texts(rows, recipe, tokenizer)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         scored = choose_texts(rows, texts, recipe, job.torch_device == "cpu")
@@ -231,11 +233,6 @@ def run_model(
         rotations = spend_bits(fit(statistics, recipe, geometry), recipe.budget)
         notes += loading.notes_of(model)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
-
-
-def _without_media(data: Data) -> Data:
-    """The bundled text, in rows of the same number and length."""
-    return Data(tokens=data.tokens, length=data.length, seed=data.seed)
 
 
 @torch.no_grad()

@@ -301,12 +301,8 @@ class KeyEnergyObserver(MomentObserver):
         query_moment = self.query_moments[index].to(key.device)
         self.query_moments[index] = query_moment
         keys, values = key[:, :, self.skip :], call.value[:, :, self.skip :]
-        energies = [_key_energy(row, query_moment) for row in keys]
+        energies = []
+        for row in keys.unbind():  # one row of text at a time, in float64
+            row = row.double()
+            energies.append(((row @ query_moment) * row).sum(-1))
         add_rows(self.statistics, layer, "key_energy", values, torch.stack(energies))
-
-
-def _key_energy(keys: torch.Tensor, query_moment: torch.Tensor) -> torch.Tensor:
-    """`k C_Q k^T` `[H, T]` of the keys `[H, T, D]` of one row of text."""
-    keys = keys.double()
-    energy: torch.Tensor = ((keys @ query_moment) * keys).sum(-1)
-    return energy

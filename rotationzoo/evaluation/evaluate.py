@@ -204,15 +204,15 @@ def _choose_rung(schedule: Schedule, chosen: Decision) -> Schedule:
         budget = job.rungs[schedule.judged.index(chosen.arm)]
         artifact = rungs.write_rung(artifact, budget, name)
         save_to = [artifact.folder]
-    arms = [arm for arm in schedule.trial.arms if plain_name(arm.name) == name]
-    trial = replace(schedule.trial, arms=[_of_artifact(arm, artifact) for arm in arms])
+    arms = []
+    for arm in schedule.trial.arms:
+        if plain_name(arm.name) == name:
+            about = arm.about.model_copy(update={"artifact": artifact.identity})
+            arms.append(replace(arm, about=about))
+    trial = replace(schedule.trial, arms=arms)
     ready = replace(schedule.ready, job=replace(job, save_to=save_to), artifacts=[artifact])
     judged = judged_arms(trial.arms, job.format, job.pooled)
     return replace(schedule, ready=ready, trial=trial, judged=judged)
-
-
-def _of_artifact(arm: Arm, artifact: Artifact) -> Arm:
-    return replace(arm, about=arm.about.model_copy(update={"artifact": artifact.identity}))
 
 
 def _notes(schedule: Schedule, model: PreTrainedModel, exact: Losses) -> list[str]:

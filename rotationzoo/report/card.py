@@ -126,14 +126,10 @@ def reproduce_command(manifest: Manifest) -> str | None:
     model, recipe = manifest.model, Recipe.model_validate(manifest.recipe)
     revision = ["--revision", model.revision] if model.revision else []
     run = _run_words(manifest.identity, manifest.run.device, recipe.data.usual_batch)
-    words = ["calibrate", _name(model), *revision, *_recipe_words(recipe), *run]
-    return shlex.join(["rotationzoo", *words])
-
-
-def _recipe_words(recipe: Recipe) -> list[str]:
     preset = loading.PRESETS.get(recipe.name)
-    is_preset = preset is not None and preset.hash == recipe.hash
-    return ["--recipe", recipe.name if is_preset else RECIPE_FILE]
+    named = recipe.name if preset and preset.hash == recipe.hash else RECIPE_FILE
+    words = ["calibrate", _name(model), *revision, "--recipe", named, *run]
+    return shlex.join(["rotationzoo", *words])
 
 
 def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> Iterator[str]:

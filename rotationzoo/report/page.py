@@ -119,8 +119,6 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
         if arms.chosen is not None:
             bits = request.arm_bits(arms.chosen, arms.evaluation)
             reasons.append(request.describe_saving(bits))
-        layers = [layer.index for layer in cached_layers(artifact.geometry)]
-        reasons += tables.list_exact_parts(arms.evaluation, layers)
         verdict = Advice(lead, reasons, _draw_answers(arms, request))
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     return Report(artifact, replace(verdict, commands=commands), arms)

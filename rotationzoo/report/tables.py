@@ -1,7 +1,7 @@
 """The tables of an evaluation, the memory of a cache, and sentences on how it was measured and what
 it does not show: the terminal, the card and the page show the same."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,7 +15,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import cached_layers
-from rotationzoo.words import byte_count, counted, nats, number, numbers, percent
+from rotationzoo.words import byte_count, counted, number, numbers, percent
 
 EXACT = "exact"
 _COSTS = {
@@ -64,7 +64,7 @@ def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) ->
     for label, recall, scores in [(EXACT, exact.all_tasks, exact.tasks), *asked]:
         errors, most = recall.standard_error, exact.all_tasks.share
         answered = share_words(recall, most, 1, errors.get("answered"))
-        lost = nats(recall.log_probability, errors.get("log_probability"))
+        lost = number(recall.log_probability, ".2f", errors.get("log_probability"))
         together.append([label, answered, lost])
         by_task.append([label, *(_score(scores[task], exact.tasks[task]) for task in tasks)])
     return [
@@ -153,13 +153,6 @@ def describe_recall(measured: Measured) -> list[str]:
         "≥: no fewer than the exact model; log probability: of the right answer, in nats, also "
         "next to the shares"
     ]
-
-
-def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:
-    """Sentences on which of the cached `layers` stayed exact."""
-    exact = [str(layer) for layer in layers if layer not in measured.layers]
-    if measured.layers and exact:
-        yield f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact."
 
 
 # ---- memory of a cache

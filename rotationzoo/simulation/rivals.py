@@ -39,7 +39,7 @@ def read_q4_0(rows: torch.Tensor) -> torch.Tensor:
     """llama.cpp's q4_0: blocks of 32 channels, codes -8 to 7 (-8: the largest), float16 scale."""
     blocks = torch.unflatten(rows, -1, (-1, BLOCK))
     scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
-    codes = (blocks * _reciprocal(scale) + 8.5).trunc().clamp(max=15)
+    codes = (blocks * torch.where(scale == 0, 0, 1 / scale) + 8.5).trunc().clamp(max=15)
     return ((codes - 8) * _as_half(scale)).flatten(-2)
 
 
@@ -68,7 +68,9 @@ def read_lloyd_max(rows: torch.Tensor, bits: int) -> torch.Tensor:
     matrix = hadamard(rows.shape[-1]).to(rows.device, torch.float32)
     norm = rows.norm(dim=-1, keepdim=True)
     rotated = rows / (norm + 1e-8) @ matrix
-    centroids, midpoints = _unit_centroids(rows, bits)
+    # Of the channels of a random direction.
+    centroids = (gaussian_centroids(bits) * rows.shape[-1] ** -0.5).to(rows.device, torch.float32)
+    midpoints = (centroids[1:] + centroids[:-1]) / 2
     directions = centroids[torch.bucketize(rotated, midpoints, right=True)]
     directions = directions / directions.square().sum(-1, keepdim=True).add(1e-16).sqrt()
     return directions * _as_half(norm) @ matrix.mT
@@ -114,21 +116,9 @@ def read_exl3(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return (levels * _as_half(largest) @ matrix).flatten(-2)
 
 
-def _unit_centroids(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Lloyd-Max centroids of the channels of a random direction, and their midpoints."""
-    deviation = rows.shape[-1] ** -0.5
-    centroids = (gaussian_centroids(bits) * deviation).to(rows.device, torch.float32)
-    return centroids, (centroids[1:] + centroids[:-1]) / 2
-
-
 def _round_away(steps: torch.Tensor) -> torch.Tensor:
     """Round to the nearest integer, halves away from zero, as C's `roundf` does."""
     return (steps.abs() + 0.5).floor() * steps.sign()
-
-
-def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, and 0 where the scale is 0."""
-    return torch.where(scale == 0, 0, 1 / scale)
 
 
 def _as_half(number: torch.Tensor) -> torch.Tensor:
