@@ -17,7 +17,7 @@ from rotationzoo.codec.options import check_budget
 from rotationzoo.codec.settings import budget_beside_others
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
+from rotationzoo.evaluation.arms import BASELINES, RIVALS, shared_recipe
 from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.geometry import (
@@ -41,6 +41,7 @@ from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions, position_count
 from rotationzoo.settings import RunSettings
+from rotationzoo.simulation.rivals import check_engine_cache
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import counted, nearest
@@ -209,7 +210,8 @@ def _check_settings(job: Evaluation) -> None:
 def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
     """Raise `RotationZooError` for artifacts or rivals that do not fit the model."""
     check_artifacts(job.model, artifacts, geometry)
-    check_rivals(job.baselines, geometry)
+    for name in set(RIVALS).intersection(job.baselines):
+        check_engine_cache(name, geometry)
 
 
 def _leave_windows(

@@ -69,7 +69,8 @@ def read_lloyd_max(rows: torch.Tensor, bits: int) -> torch.Tensor:
     norm = rows.norm(dim=-1, keepdim=True)
     rotated = rows / (norm + 1e-8) @ matrix
     # Of the channels of a random direction.
-    centroids = (gaussian_centroids(bits) * rows.shape[-1] ** -0.5).to(rows.device, torch.float32)
+    deviation: float = rows.shape[-1] ** -0.5
+    centroids = (gaussian_centroids(bits) * deviation).to(rows.device, torch.float32)
     midpoints = (centroids[1:] + centroids[:-1]) / 2
     directions = centroids[torch.bucketize(rotated, midpoints, right=True)]
     directions = directions / directions.square().sum(-1, keepdim=True).add(1e-16).sqrt()
