@@ -37,13 +37,14 @@ from rotationzoo.budget import Budget
 from rotationzoo.codec.formats import SGLANG
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import KIVI, build_arms, build_baselines, check_rivals
+from rotationzoo.evaluation.arms import KIVI, RIVALS, build_arms, build_baselines
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decoder
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recall.prompts import Answers, Prompt, join_answers, read_answers
+from rotationzoo.simulation.rivals import check_engine_cache
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
@@ -256,7 +257,8 @@ class Parts:
         geometry, able = self.study.geometry, []
         for name in OTHERS:
             try:
-                check_rivals([name], geometry)
+                if name in RIVALS:
+                    check_engine_cache(name, geometry)
                 able.append(name)
             except UsageError as error:
                 print(error)
