@@ -71,5 +71,5 @@ def test_the_script_runs_and_goes_on_where_it_was_cut_short(
         assert bool(arms) == (seconds > 0)
     shown = capsys.readouterr().out
     assert "q4_0 stores 32 channels together" in shown
-    assert {"kivi", "exl3-2", "out as it is: out+transform"} <= set(arms)
+    assert {"kivi", "turboquant_3bit_nc", "out as it is: out+transform"} <= set(arms)
     assert all(arm["kl"] > 0 for arm in arms.values())
