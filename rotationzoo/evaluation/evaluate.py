@@ -34,7 +34,6 @@ from rotationzoo.evaluation.forward import (
     Tell,
     Trial,
     run_models,
-    say_nothing,
 )
 from rotationzoo.evaluation.prepare import (
     Evaluation,
@@ -61,7 +60,9 @@ from rotationzoo.words import finish
 from rotationzoo.writer import add_files, library_versions
 
 
-def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_nothing) -> Measured:
+def evaluate(
+    job: Evaluation, progress: Progress = silent, tell: Tell = lambda words: None
+) -> Measured:
     """Evaluate artifacts and baselines, and return everything that was measured. `tell` is given
     how many tokens there are, if fewer than asked for, and how long it takes, once that is known.
 
@@ -93,7 +94,9 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         else:
             answers = _ask(schedule, asking)
         ready = schedule.ready
-        losses = _read_texts(schedule, asking)
+        with loading.forward_errors(job.model, job.batch, job.data.length):
+            batches, how = ready.text.batches(job.batch), (progress, pace)
+            losses = run_models(model, batches, schedule.trial, *how, schedule.record)
         notes = _notes(schedule, model, losses[None])
         probes = _record_probes(schedule, model, notes, progress)
     report = _describe(schedule, losses, answers, notes)
@@ -156,13 +159,6 @@ def _ask(schedule: Schedule, asking: Asking) -> TaskAnswers:
 
     trial, is_short = schedule.trial, schedule.is_short
     return answering.answer_tasks(asking, plan, trial, open_arms, is_short=is_short)
-
-
-def _read_texts(schedule: Schedule, asking: Asking) -> dict[Reader, Losses]:
-    ready, job = schedule.ready, schedule.ready.job
-    with loading.forward_errors(job.model, job.batch, job.data.length):
-        batches, how = ready.text.batches(job.batch), (asking.progress, asking.pace)
-        return run_models(asking.model, batches, schedule.trial, *how, schedule.record)
 
 
 def _ask_rungs(schedule: Schedule, asking: Asking) -> tuple[Schedule, TaskAnswers]:

@@ -29,15 +29,11 @@ Reader = tuple[CacheLayout, str] | None
 Tell = Callable[[str], None]
 
 
-def say_nothing(words: str) -> None:
-    """Ignore the words."""
-
-
 @dataclass(frozen=True)
 class Pace:
     """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
 
-    tell: Tell = say_nothing
+    tell: Tell = lambda words: None
     until: float = math.inf
     """When everything is to be done, by the clock of `perf_counter`."""
     seconds: dict[Reader, float] = field(default_factory=dict)

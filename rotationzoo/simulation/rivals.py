@@ -185,25 +185,22 @@ def _in_blocks(read: Callable[[torch.Tensor], torch.Tensor], bits: int) -> Stora
 
 
 def _turboquant(key_bits: int, value_bits: int) -> EngineCache:
-    """Keys of 8 bits are FP8."""
     key = Storage(partial(read_lloyd_max, bits=key_bits), key_bits, row_bits=16)
     value = Storage(partial(read_uniform, bits=value_bits), value_bits, row_bits=32)
-    return {"key": _FP8 if key_bits == 8 else key, "value": value}
+    return {"key": key, "value": value}
 
 
 def _exl3(bits: int) -> EngineCache:
     return _both(_in_blocks(partial(read_exl3, bits=bits), bits))
 
 
-_FP8 = Storage(read_fp8, 8)
 ENGINE_CACHES: dict[str, EngineCache] = {
     "q4_0": {
         "key": _in_blocks(partial(_rotated, read=read_q4_0, whole=True), 4),
         "value": _in_blocks(partial(_rotated, read=read_q4_0, whole=False), 4),
     },
-    "fp8": _both(_FP8),
+    "fp8": _both(Storage(read_fp8, 8)),
     "int4_per_token_head": _both(Storage(read_int4_per_token_head, 4, row_bits=32)),
-    "turboquant_k8v4": _turboquant(8, 4),
     "turboquant_4bit_nc": _turboquant(4, 4),
     "turboquant_k3v4_nc": _turboquant(3, 4),
     "turboquant_3bit_nc": _turboquant(3, 3),

@@ -54,7 +54,7 @@ def test_rotations_of_the_other_kind_are_refused(inside, names, command, model, 
         "generate": ["generate", names[model], "--rotations", names[f"of-{other}"], "-p", "x"],
         "verify": ["verify", names[f"of-{other}"], "--model", names[model], "--run"],
     }[command]
-    kinds = {"latent": "latents (MLA)", "heads": "keys and values of heads"}
+    kinds = {"latent": "latents (MLA)", "heads": "keys and values"}
     said = only_error(inside(*words))
     assert f"of-{other} holds rotations of {kinds[other]}, and " in said
     assert said.splitlines()[0].endswith(f"caches {kinds[model]}")
