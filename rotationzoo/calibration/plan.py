@@ -1,8 +1,7 @@
 """A calibration job, and its plan from the config: refusals, adapted recipes, memory and disk.
 
-Each term of an estimate counts tensors that exist at the same time; the tests compare them with
-allocations. With weights spread over devices, a pass gets as many rows as fit, since each fetches
-them again.
+Terms of an estimate count tensors that exist at the same time; tests compare them with allocations.
+With weights spread over devices, a pass gets as many rows as fit, since each fetches them again.
 """
 
 import os
