@@ -9,8 +9,7 @@ from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
 from rotationzoo.calibration.calibrate import calibrate as run_calibration
-from rotationzoo.calibration.memory import SIZED
-from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.plan import SIZED, Job
 from rotationzoo.codec.engine_needs import DEFAULT, choose_format, find_engine
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES
@@ -154,7 +153,7 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
 
     Returns the report that `rotationzoo evaluate --json` prints; its `repr` is what is decided on
     each artifact, in words. `exact` is the exact model's perplexity and answers; `arms` holds
-    `tasks`, `perplexity_increase`, `attention_kl` and `output_error` of each rotation. Raises
+    `tasks` and `perplexity_increase` of each rotation. Raises
     `RotationZooError` where the model, the artifacts and the options do not fit together.
     """
     report = run_evaluation(evaluation_job(settings), settings.progress or Bars())

@@ -15,9 +15,7 @@ class CachedRows:
     words: str
     """What people call them ..."""
     name: str
-    """... with the usual abbreviation ..."""
-    title: str
-    """... and in contrast to the rows of other models."""
+    """... with the usual abbreviation."""
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -31,10 +29,8 @@ class CachedRows:
 
 
 LATENT = "latent"
-HEADS = CachedRows(
-    ("key", "value"), (), "keys and values", "keys and values", "keys and values of heads"
-)
-LATENTS = CachedRows((LATENT,), ("rope",), "latents", "latents (MLA)", "latents (MLA)")
+HEADS = CachedRows(("key", "value"), (), "keys and values", "keys and values")
+LATENTS = CachedRows((LATENT,), ("rope",), "latents", "latents (MLA)")
 """MLA: one row for all heads, and a key with RoPE (`model.latent`)."""
 SIDES = HEADS.sides
 EVERY_SIDE = *HEADS.sides, *LATENTS.sides

@@ -65,11 +65,6 @@ def perplexity(value: float | None) -> str:
     return number(value, ".3f")
 
 
-def nats(value: float | None, error: float | None = None, sign: bool = False) -> str:
-    """A log probability, or with a `sign` a difference of two, or a dash."""
-    return number(value, "+.2f" if sign else ".2f", error)
-
-
 def byte_count(size: float) -> str:
     """A number of bytes of memory, in the largest unit of which there is at least one."""
     for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):

@@ -87,9 +87,7 @@ def test_an_evaluation_over_two_devices_is_that_of_one(tmp_path, chunk):
     one, two = evaluate(job), evaluate(replace(job, **TWO))
     assert two["exact"]["perplexity"] == pytest.approx(one["exact"]["perplexity"], rel=1e-6)
     for name, arm in one["arms"].items():
-        for measure in ("perplexity", "attention_kl", "output_error"):
-            expected = pytest.approx(arm[measure], rel=1e-4)
-            assert two["arms"][name][measure] == expected, (name, measure)
+        assert two["arms"][name]["perplexity"] == pytest.approx(arm["perplexity"], rel=1e-4), name
 
 
 @two_devices

@@ -65,5 +65,5 @@ def test_the_script_runs(tmp_path, tiny, coded, monkeypatch, capsys):
     real_models_lose.main()
     arms = json.loads((tmp_path / "kept.json").read_text())["arms"]
     assert "q4_0 stores 32 channels together" in capsys.readouterr().out
-    assert {"kivi", "kvarn-k2v2", "out as it is: out+transform"} <= set(arms)
+    assert {"kivi", "turboquant_3bit_nc", "out as it is: out+transform"} <= set(arms)
     assert all(arm["kl"] > 0 for arm in arms.values())

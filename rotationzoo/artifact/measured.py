@@ -38,19 +38,7 @@ class Measures(Figures):
     perplexity: float
     perplexity_increase: float
     """The relative increase over the exact model on the same tokens."""
-    attention_kl: float | None
-    """In nats, averaged over layers, heads and sampled queries; None if none were sampled."""
-    output_error: float
-    """Relative RMS error of the attention block's output, averaged over layers."""
     standard_error: Errors
-
-
-class BucketMeasures(Figures):
-    """The cost of one arm from one position up to, and without, another."""
-
-    from_: Count
-    to: Count
-    perplexity_increase: float
 
 
 class ArmSummary(Measures, AboutArm):
@@ -65,9 +53,8 @@ class ArmSummary(Measures, AboutArm):
 
 
 class ArmCosts(Measures):
-    """The measures of one arm, by context length, and the mean loss of each text."""
+    """The measures of one arm, and the mean loss of each text."""
 
-    by_length: list[BucketMeasures]
     text_losses: list[float]
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from rotationzoo.cache.decoding_step import MOST_CANDIDATES, DecodingStep, LazyRows, MaskCheck
+from rotationzoo.cache.paged_attention import MOST_CANDIDATES, DecodingStep, LazyRows, MaskCheck
 from rotationzoo.cache.stream import Reach, Rows, Stream
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError

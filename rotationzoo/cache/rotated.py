@@ -2,36 +2,43 @@
 
 import logging
 from functools import cache
-from inspect import Signature, signature
 from pathlib import Path
 from statistics import mean
 from types import MethodType
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
 
+from rotationzoo.artifact.fit import fit
+from rotationzoo.artifact.reductions import reduced_rotations
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.budget import Budget
 from rotationzoo.cache import layer as cached
 from rotationzoo.cache.layer import RotatedHybridLayer, RotatedLayer, RotatedSlidingLayer
-from rotationzoo.cache.options import Given, build_settings
 from rotationzoo.cache.paged_attention import PageReading, watch_attention
+from rotationzoo.codec import settings as caches
+from rotationzoo.codec.engine_needs import DEFAULT, check_sides, find_engine
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions, Layout, Reading
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
-from rotationzoo.geometry import shift_reason, shifted_layers
-from rotationzoo.model.capture import cache_argument, decoder, returned_cache
+from rotationzoo.geometry import check_group_size, shares_blocks, shift_reason, shifted_layers
+from rotationzoo.model.capture import cache_argument, decoder
 from rotationzoo.model.changing_rope import changing_ropes, check_factors, generate
-from rotationzoo.model.compatibility import warn_of_other_weights
+from rotationzoo.model.compatibility import check_fits, warn_of_other_weights
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import input_device
+from rotationzoo.recipe import Recipe
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.recipe.rope import changing_at
 from rotationzoo.rotations import Rotations
 from rotationzoo.words import counted
 
 _say_once = cache(logging.getLogger("rotationzoo").warning)
 _SLOW = "on a CPU, RotatedCache saves memory and no time: a token takes 2 to 4 times as long"
+
+Given = str | Path | Artifact | Rotations | None
 
 
 class RotatedCache(DynamicCache):
@@ -70,16 +77,6 @@ class RotatedCache(DynamicCache):
     """
 
     settings: CacheSettings
-    _adds_layers = False
-    """Whether layers are added one by one, when they are first updated: a cache class of a model's
-    own takes the number of layers for that of its states."""
-
-    def __new__(cls, *given: Any, **options: Any) -> Self:
-        # A few models accept only a cache of their own class. A copy is made without arguments.
-        model = given[1] if len(given) > 1 else options.get("model")
-        kind = _own_class(model) if isinstance(model, PreTrainedModel) else None
-        of: Any = cls
-        return cast(Self, super().__new__(_combine(of, kind) if kind else of))
 
     def __init__(
         self,
@@ -117,10 +114,8 @@ class RotatedCache(DynamicCache):
         self.settings = settings
         (self._name,) = cache_argument(model, None)
         self.padding = cached.Padding()
-        self._planned = self._build_layers(model)
-        self.layers = [] if self._adds_layers else self._planned
-        next_layer: Any = self._next_layer if self._adds_layers else None
-        self.layer_class_to_replicate = next_layer
+        self.layers = self._build_layers(model)
+        self.layer_class_to_replicate = None
         _check_means(settings.codec.rotations, model)
         cached.watch_padding(model)
         self.page_reading = PageReading(settings.reading != "rows")
@@ -209,19 +204,16 @@ class RotatedCache(DynamicCache):
             self.padding.forget()
 
     def reset(self) -> None:
-        """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
-        cache class of its own: what that keeps is not known."""
-        if self._planned is not self.layers:  # of a class that the model insists on
-            hint = "make a new cache"
-            raise RotationZooError(f"a {type(self).__mro__[2].__name__} cannot be emptied", hint)
+        """Forget everything, for the next prompt."""
         for layer in self.layers:
             layer.reset()
         self.padding.forget()
 
-    def _next_layer(self) -> Any:
-        return self._planned[len(self.layers)]
-
     def _build_layers(self, model: PreTrainedModel) -> list[Any]:
+        untyped: Any = model
+        if not untyped._supports_default_dynamic_cache():
+            problem = f"{type(model).__name__} takes only a cache of a class of its own"
+            raise UnsupportedModel(problem, "evaluate it in a simulation: rotationzoo evaluate")
         config = model.config.get_text_config(decoder=True)
         layers: list[Any] = [*DynamicCache(config=config).layers]
         rotations, name = self.settings.codec.rotations, type(model).__name__
@@ -248,25 +240,6 @@ class RotatedCache(DynamicCache):
         return layers
 
 
-_given = [*signature(RotatedCache.__init__).parameters.values()][1:]
-RotatedCache.__signature__ = Signature(_given)  # type: ignore[attr-defined]
-
-
-@cache
-def _combine(cls: Any, kind: type) -> type:
-    return type(cls.__name__, (cls, kind), {"_adds_layers": True})
-
-
-def _own_class(model: PreTrainedModel) -> type | None:
-    """The cache class that a model insists on; None where it takes any."""
-    untyped: Any = model
-    if untyped._supports_default_dynamic_cache():
-        return None
-    ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
-    with torch.no_grad():
-        return type(returned_cache(untyped(input_ids=ids, use_cache=True)))
-
-
 def check_model(model: object) -> None:
     """Raise `UsageError` for what is no transformers model."""
     if not isinstance(model, PreTrainedModel):
@@ -283,3 +256,44 @@ def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
         problem = f"keys of this model cannot be centered: {shift_reason(layers)}"
         hint = "give rotations of a recipe without center_keys"
         raise RotationZooError(problem, hint)
+
+
+def build_settings(
+    rotations: Given | CacheSettings, model: PreTrainedModel, options: CacheOptions
+) -> CacheSettings:
+    """How a cache of this model stores its tokens. Arguments and errors are those of
+    `RotatedCache`."""
+    if isinstance(rotations, CacheSettings):
+        if options != CacheOptions():
+            raise UsageError("settings of a cache take no options", hint="leave out the options")
+        return rotations
+    recipe, engine = Recipe(), options.engine or DEFAULT
+    if isinstance(rotations, Artifact):
+        recipe = rotations.recipe
+        check_fits(rotations, model)
+        budget = served_budget(options, rotations, model.config)
+        check_sides(engine, rotations.rotations.sides)
+        entry = find_engine(engine)
+        rotations = reduced_rotations(rotations, not entry.heads, entry.uncentered, budget)
+    elif rotations is None:
+        rotations = fit(None, PRESETS["identity"], geometry_of(model))
+    elif not isinstance(rotations, Rotations):
+        hint = "give an artifact or its folder, or None"
+        raise UsageError(f"an object of type {type(rotations).__name__} holds no rotations", hint)
+    elif options.bits is not None:
+        raise UsageError("bits is for an artifact, whose recipe it changes", hint="leave it out")
+    settings = caches.complete_settings(recipe, rotations, options)
+    dims = {rotation.dim for _, _, rotation in rotations.each()}
+    check_group_size(settings.layout.group_size, dims)
+    return settings
+
+
+def served_budget(
+    options: CacheOptions, artifact: Artifact, config: PretrainedConfig
+) -> Budget | None:
+    """The budget of an artifact in a cache with these options, as `budget_beside_others` has it
+    where the engine keeps layers with a sliding window exact."""
+    budget = None if options.bits is None else Budget(options.bits)
+    if find_engine(options.engine or DEFAULT).sliding:
+        return budget
+    return caches.budget_beside_others(budget, artifact.recipe.budget, shares_blocks(config))

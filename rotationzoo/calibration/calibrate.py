@@ -25,8 +25,7 @@ from rotationzoo.calibration.fisher import (
     choose_texts,
     count_passes,
 )
-from rotationzoo.calibration.memory import device_name, peak_memory
-from rotationzoo.calibration.plan import Job, Plan, plan, settle_centering
+from rotationzoo.calibration.plan import Job, Plan, device_name, peak_memory, plan, settle_centering
 from rotationzoo.calibration.sensitivity import add_attention_metric, check_cache, write_texts
 from rotationzoo.calibration.soundness import FETCH_AGAIN, check_recipe, write_sound_artifact
 from rotationzoo.codec.bit_allocation import spend_bits
@@ -50,9 +49,8 @@ from rotationzoo.rotations import Rotations
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import locked, recover
-from rotationzoo.text.media import read_media_corpus
-from rotationzoo.text.rows import Corpus, read_corpus
-from rotationzoo.words import duration, finish
+from rotationzoo.text.rows import Corpus, read_corpus, read_media_corpus
+from rotationzoo.words import finish
 from rotationzoo.writer import check_replaceable, library_versions
 
 Note = Callable[[str], None] | None
@@ -71,21 +69,11 @@ def check_output(job: Job) -> None:
         if (job.output / MANIFEST).is_file():
             artifact = Artifact.open(job.output)
             if not (job.restart or job.unfinished or asked_recipe(artifact) == job.recipe.hash):
-                raise _other_recipe(job, artifact)
+                made = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
+                problem = f"{job.output} holds the work of another recipe or text ({made})"
+                hint = "choose another place with --output, or replace it with --restart"
+                raise RotationZooError(problem, hint)
     folders.check_writable(job.output)
-
-
-def _other_recipe(job: Job, artifact: Artifact) -> RotationZooError:
-    """The error for the artifact of another recipe, with settings of the text that differ."""
-    existing = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
-    saved, asked = artifact.manifest.recipe["data"], job.recipe.published()["data"]
-    changed = [key for key in {**saved, **asked} if saved.get(key) != asked.get(key)]
-    if artifact.recipe.name == job.recipe.name and changed:
-        existing += f", with other {', '.join(changed)}"
-    return RotationZooError(
-        f"{job.output} holds the work of another recipe ({existing})",
-        hint="choose another place with --output, or replace it with --restart",
-    )
 
 
 def calibrate(job: Job, progress: Progress = silent, note: Note = None) -> Artifact:
@@ -225,14 +213,16 @@ def run_model(
         if recipe.transform:
             tokenizer = loading.load_tokenizer(planned.source)
             if text.media:  # predictions are compared without images and audio
-                rows = read_corpus(_without_media(recipe.data), tokenizer).rows
+                data = recipe.data
+                alike = Data(tokens=data.tokens, length=data.length, seed=data.seed)
+                rows = read_corpus(alike, tokenizer).rows
             texts = write_texts(rows, recipe, tokenizer)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         scored = choose_texts(rows, texts, recipe, job.torch_device == "cpu")
         tokens = text.tokens + count_passes(scored, recipe)
         if measures:
             tokens += sum(each.count_passes(layers) for each in texts)
-        _tell_time(model, job, text.rows[0], tokens, note)
+        _tell_time(model, text.rows[0], tokens, note)
         batches = text.media or text.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         if scored:
@@ -244,26 +234,17 @@ def run_model(
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
 
 
-def _without_media(data: Data) -> Data:
-    """The bundled text, in rows of the same number and length."""
-    return Data(tokens=data.tokens, length=data.length, seed=data.seed)
-
-
 @torch.no_grad()
-def _tell_time(
-    model: PreTrainedModel, job: Job, row: torch.Tensor, tokens: int, note: Note
-) -> None:
-    """Tell how long the model takes for `tokens` tokens and the questions, from its pace on a few,
-    unless it is short. Spread weights would be fetched once more."""
+def _tell_time(model: PreTrainedModel, row: torch.Tensor, tokens: int, note: Note) -> None:
+    """Tell how long the model takes for `tokens` tokens, from its pace on a few, unless it is
+    short. Spread weights would be fetched once more."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return
     ids, begun = row[None, :_PACED_TOKENS], time.monotonic()
     read_row(model, ids)
     pace = (time.monotonic() - begun) / ids.numel()
-    least, most = (duration(each * pace) for each in job.asked_tokens)
-    asked = f"; questions after that, from {least} to {most}" * any(job.asked_tokens)
-    if note and (asked or tokens * pace > _SHORT):
-        note(f"the passes through the model{finish(tokens * pace)}{asked}")
+    if note and tokens * pace > _SHORT:
+        note(f"the passes through the model{finish(tokens * pace)}")
 
 
 # ---- what the manifest records

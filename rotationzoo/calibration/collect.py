@@ -20,7 +20,6 @@ from rotationzoo.linalg.moments import (
     Statistics,
     add_runs,
     on_tensor_cores,
-    quadratic_form,
     rows_of_heads,
 )
 from rotationzoo.model import prediction
@@ -219,13 +218,11 @@ def add_rows(
 def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = None) -> None:
     """Add `[B, H, T, D]`, weighted by `[B, H, T]`, to a moment of as many heads or fewer."""
     heads = len(moment.weight)
+    if weights is None and on_tensor_cores(tensor):
+        add_runs(moment, rows_of_heads(tensor, heads).to(moment.second.device))
+        return
     by_kv_head = torch.unflatten(tensor, 1, (heads, -1))
     weight = None if weights is None else torch.unflatten(weights, 1, (heads, -1))
-    if on_tensor_cores(tensor):
-        if weight is not None:
-            weight = weight.transpose(0, 1).flatten(1).to(moment.second.device)
-        add_runs(moment, rows_of_heads(tensor, heads).to(moment.second.device), weight)
-        return
     for number, row in enumerate(by_kv_head):  # one at a time limits the size of float64 copies
         moment.add(row.flatten(1, 2), None if weight is None else weight[number].flatten(1))
 
@@ -304,14 +301,8 @@ class KeyEnergyObserver(MomentObserver):
         query_moment = self.query_moments[index].to(key.device)
         self.query_moments[index] = query_moment
         keys, values = key[:, :, self.skip :], call.value[:, :, self.skip :]
-        energies = [_key_energy(row, query_moment) for row in keys]
+        energies = []
+        for row in keys.unbind():  # one row of text at a time, in float64
+            row = row.double()
+            energies.append(((row @ query_moment) * row).sum(-1))
         add_rows(self.statistics, layer, "key_energy", values, torch.stack(energies))
-
-
-def _key_energy(keys: torch.Tensor, query_moment: torch.Tensor) -> torch.Tensor:
-    """`k C_Q k^T` `[H, T]` of the keys `[H, T, D]` of one row of text."""
-    if on_tensor_cores(keys):
-        return quadratic_form(keys, query_moment)
-    keys = keys.double()
-    energy: torch.Tensor = ((keys @ query_moment) * keys).sum(-1)
-    return energy

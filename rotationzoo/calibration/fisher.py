@@ -8,7 +8,6 @@ one metric holds what each layer, KV head and channel is worth, and nothing else
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -205,19 +204,6 @@ def count_passes(texts: Mapping[str, Sequence[Scored]], recipe: Recipe) -> int:
     return tokens
 
 
-@contextmanager
-def _explain_full_memory(length: int) -> Iterator[None]:
-    """Say what to do where rows of so many tokens are too long to go back through."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        problem = f"the activations of {length:,} tokens do not fit the device's memory"
-        hint = f"add: --length {length // 2}, or --recipe attention"
-        raise RotationZooError(problem, hint) from error
-
-
 def add_fisher(
     statistics: Statistics,
     model: PreTrainedModel,
@@ -238,11 +224,18 @@ def add_fisher(
             yield text
 
     for name, its in texts.items():
-        with _explain_full_memory(len(its[0].ids)):
-            its_metrics = collect_fisher(
+        try:
+            metrics = collect_fisher(
                 model, geometry, told(its, done), cache, draws[name], recipe.seed
             )
-        found.append(its_metrics)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            length = len(its[0].ids)
+            problem = f"the activations of {length:,} tokens do not fit the device's memory"
+            hint = f"add: --length {length // 2}, or --recipe attention"
+            raise RotationZooError(problem, hint) from error
+        found.append(metrics)
         done, count = done + len(its), count + sum(len(each.positions) for each in its)
     for layer, side in found[0]:
         rows = statistics[layer][side]

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from rotationzoo.capacity.shape import CACHES, Shape, Storage, read_shape, weigh
@@ -77,9 +76,6 @@ def _plain(text: str) -> str:
     return re.sub(r"[\s_-]|nvidia|geforce|tesla|blackwell|80gb|sxm", "", text.lower())
 
 
-# `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
-_INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
-
 WEIGHTS_WORDS = {"published": "weights as published", "4bit": "weights in 4 bits"}
 _MORE_CARDS = 2, 4, 8  # that are offered where one is too small
 _SMALLEST = CACHES[-1]
@@ -145,13 +141,6 @@ def measure_capacity(wish: Wish) -> Capacity:
     context = wish.context or min(CONTEXT, positions or CONTEXT)
     sizes = {cache: shape.request_bytes(cache, context, wish.storage) for cache in CACHES}
     return Capacity(wish, source, shape, weights, origin, positions, context, sizes)
-
-
-def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
-    """The entries for this model, as it is scaled, in the index that comes with the package."""
-    entries = read_json(_INDEX).get("entries", [])
-    wished = capacity.source.label.lower(), capacity.wish.rope_scaling
-    return [each for each in entries if (each["model"].lower(), each.get("rope_scaling")) == wished]
 
 
 @dataclass(frozen=True)
@@ -251,7 +240,6 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
         "kv_bytes_per_request": sizes,
         "state_bytes_per_request": states,
         "server_bytes": shape.server_bytes(wish.storage, wish.requests),
-        "refusal": None,  # what can be planned has every cache
         "gpu": chosen,
         "max_context": published["max_context"],
         "max_requests": published["max_requests"],

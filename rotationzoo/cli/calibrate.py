@@ -15,7 +15,7 @@ from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import BUDGETED, FORMATS, SEGMENTS
 from rotationzoo.errors import Interrupted, ModelUnavailable, RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json
-from rotationzoo.options import as_tuple, flag, option
+from rotationzoo.options import flag, option
 from rotationzoo.settings import (
     RECIPES,
     CalibrationSettings,
@@ -30,8 +30,6 @@ from rotationzoo.words import counted, finish, size_words
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.plan import Job, Plan
-
-_SLOWER = 4  # times as long as the exact model alone take this and a simulated cache, on a CPU
 
 
 def calibrate_command(
@@ -57,10 +55,8 @@ def calibrate_command(
     if isinstance(settings.recipe, str):
         load(settings.recipe)  # raises, and so does the next, before torch is imported
     _ = settings.budget
-    from rotationzoo.api import QUESTION_LENGTH, calibration_job
+    from rotationzoo.api import calibration_job
     from rotationzoo.evaluation.prepare import check_keep
-    from rotationzoo.evaluation.rungs import RUNGS
-    from rotationzoo.evaluation.tasks.prompts import TaskSettings
 
     job = calibration_job(replace(settings, output=follow_link(settings.output)))
     model, engine = str(settings.model), settings.engine
@@ -68,15 +64,10 @@ def calibrate_command(
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
-    question_tokens = 0
     if keep is not None:
         check_keep(keep)
-        tasks, caches = TaskSettings(lengths=as_tuple(lengths)), 1 + len(RUNGS)
-        tokens = tasks.most_tokens(QUESTION_LENGTH)
-        question_tokens, least = caches * tokens, tokens * tasks.looks[0] / tasks.looks[-1]
-        job = replace(job, asked_tokens=(_SLOWER * least, _SLOWER * question_tokens))
     if dry_run:
-        show_plan(out, job, question_tokens)
+        show_plan(out, job)
         return
     # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
     before = _last_change(job.output)
@@ -104,7 +95,7 @@ def _find_bits(
     from rotationzoo.artifact.scores import plain_name
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.evaluation.evaluate import evaluate
-    from rotationzoo.report.commands import usual_engine
+    from rotationzoo.report.card import usual_engine
 
     model = str(settings.model)
     asked = EvaluationSettings(
@@ -170,9 +161,9 @@ def run_job(out: Output, job: "Job") -> "Artifact":
 # ---- the plan
 
 
-def show_plan(out: Output, job: "Job", question_tokens: int = 0) -> None:
-    """Plan the job from the model's config, and print the plan. `question_tokens`: of the questions
-    that may follow, over all caches. Raises `RotationZooError` for text that cannot be used."""
+def show_plan(out: Output, job: "Job") -> None:
+    """Plan the job from the model's config, and print the plan. Raises `RotationZooError` for text
+    that cannot be used."""
     from rotationzoo.calibration.calibrate import read_text
     from rotationzoo.calibration.plan import plan
 
@@ -184,7 +175,7 @@ def show_plan(out: Output, job: "Job", question_tokens: int = 0) -> None:
         except ModelUnavailable as error:  # its tokenizer, or the processor of its media
             further = [f"it cannot be calibrated yet: {error}"]
         known = replace(known, notes=(*known.notes, *further))
-    data = _plan_json(known) | {"question_tokens": question_tokens}
+    data = _plan_json(known)
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
     if known.refusal is None:
@@ -256,7 +247,4 @@ def _say_plan(known: "Plan", data: dict[str, Any]) -> None:
     if data["layers"]:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
         say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")
-    if data["question_tokens"]:
-        more = counted(data["question_tokens"], "token")
-        say(f"Then it asks questions in rounds: at most {more} through the model")
     say(f"Would write: {job.output}")

@@ -79,7 +79,7 @@ def suggest_next(
     out: Output, decisions: Sequence["Decision"], settings: EvaluationSettings
 ) -> None:
     """Suggest what the decision on the first artifact calls for."""
-    from rotationzoo.report.commands import decided_words
+    from rotationzoo.report.card import decided_words
 
     model, simulated = named(settings.model, settings.revision), served(settings.engine)
     artifacts = [Path(str(each)) for each in as_tuple(settings.artifacts)]

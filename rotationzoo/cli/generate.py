@@ -1,7 +1,6 @@
 """`rotationzoo generate`: write text with a model whose cache stores 2 bits."""
 
 import os
-import select
 import shlex
 import stat
 import sys
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 NO_ROTATION = "none"
 _SHOWN = 24  # characters of each text after the place where two part
 _LONGEST = 16 << 20  # bytes of a prompt, of which English has four a token
-_PATIENCE = 2.0  # seconds
 _HINT = 'give a text with --prompt "TEXT" or --file FILE, or pipe it into the command'
 _ANSWER = 19  # tokens of the line that the demo's own prompt begins
 
@@ -47,7 +45,7 @@ def generate_command(
     """
     if out.mode == "quiet" and settings.compare:
         raise UsageError("--quiet prints one text, and --compare makes two", "--json prints both")
-    text, new = _read_prompt(settings.prompt, file, out.note), settings.max_new_tokens
+    text, new = _read_prompt(settings.prompt, file), settings.max_new_tokens
     model, rotations = settings.model, settings.rotations
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.generation.generate import check_settings, generate
@@ -166,9 +164,9 @@ def _summary(report: dict[str, Any]) -> str:
 # ---- the prompt
 
 
-def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]) -> str | None:
-    """The prompt of these options or, without them, what is piped into the command, or None. `note`
-    prints that the command waits. Raises `UsageError` for two prompts, and for what is not text."""
+def _read_prompt(text: str | None, file: Path | None) -> str | None:
+    """The prompt of these options or, without them, what is piped into the command, or None. Raises
+    `UsageError` for two prompts, and for what is not text."""
     if text is not None and file is not None:
         raise UsageError("--prompt and --file exclude each other", hint="leave out one of them")
     if text is not None:
@@ -185,8 +183,6 @@ def _read_prompt(text: str | None, file: Path | None, note: Callable[[str], None
     else:
         content, name = b"", "standard input"
         if sys.stdin is not None:
-            if not select.select([sys.stdin], [], [], _PATIENCE)[0]:
-                note("Waiting for a prompt on standard input")
             content = sys.stdin.buffer.read(_LONGEST + 1)
     # Editors and `echo` end with a newline, after which a model would start a new line.
     return _checked(content, name).removesuffix("\n").removesuffix("\r")

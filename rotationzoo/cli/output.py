@@ -19,7 +19,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
@@ -30,8 +29,6 @@ from rotationzoo.options import option
 from rotationzoo.words import sentence, shortened
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
-_GAP = 2  # columns between two columns of a table
-_NAME = 16  # columns that a folded column keeps
 _UNLIMITED = 10_000  # columns, for files and programs
 _COMMAND = re.compile(": (?=rotationzoo |pip install )")
 # A model's text is not limited to printable characters: many scripts need others to join letters.
@@ -110,40 +107,21 @@ def table(
     apart: bool = False,
     folded: Collection[str] = (),
 ) -> None:
-    """Print a table on stdout, set `apart` by an empty line before it. On a narrow terminal, the
-    first column and those with titles in `folded` are folded; these are left-aligned, all others
-    right-aligned. A table that is still too wide becomes several, each with the first column. No
-    cell is cut off."""
-    cells = [list(map(visible, row)) for row in [columns, *rows]]
-    is_words = [number == 0 or title in folded for number, title in enumerate(cells[0])]
-    least = []
-    for folding, *column in zip(is_words, *cells, strict=True):
-        width = max(map(cell_len, column))
-        least.append(min(width, _NAME) if folding else width)
+    """Print a table on stdout, set `apart` by an empty line before it. The first column and those
+    with titles in `folded` are words, at the left of their column. On a narrow terminal, the widest
+    columns are folded, and no cell is cut off."""
+    grid = Grid(box=None, pad_edge=False, show_edge=False)
+    for number, title_of in enumerate(columns):
+        justify: Literal["left", "right"] = "right"
+        if number == 0 or title_of in folded:
+            justify = "left"
+        grid.add_column(Text(visible(title_of)), justify=justify, overflow="fold")
+    for row in rows:
+        # Without `Text`, rich would read markup in names such as [bold].
+        grid.add_row(*(Text(visible(cell)) for cell in row))
     console = Console()
-    room = console.width if console.is_terminal else _UNLIMITED
-    groups = [[0]]  # columns of each part
-    for number in range(1, len(least)):
-        if len(groups[-1]) > 1 and _width(least, [*groups[-1], number]) > room:
-            groups.append([0])
-        groups[-1].append(number)
     say(*[""] * apart, title)
-    for part, group in enumerate(groups):
-        if part:
-            say("")
-        grid = Grid(box=None, pad_edge=False, show_edge=False)
-        for number in group:
-            justify: Literal["left", "right"] = "left" if is_words[number] else "right"
-            whole = not is_words[number]
-            grid.add_column(Text(cells[0][number]), justify=justify, overflow="fold", no_wrap=whole)
-        for row in cells[1:]:
-            # Without `Text`, rich would read markup in names such as [bold].
-            grid.add_row(*(Text(row[number]) for number in group))
-        Console(width=max(room, _width(least, group))).print(grid)
-
-
-def _width(widths: list[int], group: list[int]) -> int:
-    return sum(widths[number] + _GAP for number in group) - _GAP
+    Console(width=console.width if console.is_terminal else _UNLIMITED).print(grid)
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from rotationzoo.calibration.plan import Job
     from rotationzoo.capacity.plan import Capacity
 
-_PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
-
 
 def plan_command(
     model: ModelName,
@@ -64,7 +62,6 @@ def plan_command(
         "answer": answer.words,
         "needs": {"weights": answer.weights, "cache": answer.cache},
         "remarks": [*assumed, *plan.remarks(capacity)],
-        "zoo": plan.zoo_entries(capacity),
         "commands": [shell_line(*words) for words in commands],
     }
 
@@ -74,9 +71,7 @@ def plan_command(
         say(*(f"Note: {note}" for note in data["remarks"]))
 
     out.result(data, answer.words, human)
-    if any(entry["format"] in _PULLED for entry in data["zoo"]):
-        out.suggest("pull", *named(model, None, scaling))
-    elif answer.context:
+    if answer.context:
         out.suggest(*retyped({"--context": str(answer.context)}))
     elif answer.cache is not None:
         out.suggest(*commands[0])
@@ -90,17 +85,15 @@ def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> 
     rows = []
     for requests in sorted({1, 64, wished if wished not in (1, 64) else 8}):
         most = [capacity.longest(weights, cache, card, requests) for cache in caches]
-        rows.append([counted(requests, "request"), *map(_cell, most)])
+        rows.append([counted(requests, "request")])
+        for count in most:
+            rows[-1].append("any" if count is None else f"{count:,}")
     size = size_words(data["weights_bytes"][weights])
     title = f"Tokens of each on {card.name}, next to {WEIGHTS_WORDS[weights]} ({size})"
     table(title, ["", *map(capacity.cache_words, caches)], rows)
     taken = {"exact copies and prompts": data["server_bytes"], "vLLM itself": card.count * OWN}
     parts = [f"{size_words(size)} for {what}" for what, size in taken.items() if size]
     say(f"Also counted: {', '.join(parts)}")
-
-
-def _cell(count: int | None) -> str:
-    return "any" if count is None else f"{count:,}"
 
 
 def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:

@@ -1,10 +1,10 @@
 """`rotationzoo report`: write a page about an artifact."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
 from rotationzoo.options import flag, option
@@ -29,6 +29,7 @@ def report_command(
     rotationzoo report rotations/demo-transform
     """
     from rotationzoo.artifact.store import EVALUATION, REPORT, SIGNATURE, Artifact
+    from rotationzoo.report.card import replace_words
     from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files, folders
 
@@ -53,28 +54,8 @@ def report_command(
     data = {"report": page, "artifact": changed, "evaluated": evaluated}
     added = [f"Added to: {artifact}"] if save and beside else []
     out.result(data, page, lambda: say(f"Page: {page}", *added))
-    if evaluated:
-        out.suggest(*_next_words(opened, str(artifact)))
-    else:
-        suggest_step(out, opened)
-
-
-def _next_words(artifact: "Artifact", place: str) -> list[str]:
-    """The command that the decision calls for, or else the export to the measured engine."""
-    from rotationzoo.model.source import model_words
-    from rotationzoo.report.commands import asked_options, decided_words, usual_engine
-    from rotationzoo.report.page import label_arms
-
-    measured, words = artifact.measured, None
-    engine = measured and measured.engine
-    served = ["--for", engine] if engine else []
-    if measured and (decision := label_arms(measured, artifact.identity).decision):
-        model, asked = model_words(artifact), asked_options(measured)
-        words = decided_words(decision, model, place, served, asked)
-        if words is None and decision.action in ("ask", "nothing"):  # no answer decides
-            shorter = decision.action == "nothing"
-            words = ["evaluate", *model, place, *served, *["--lengths", "512"] * shorter, "--save"]
-    return words or ["export", place, "--for", engine or usual_engine(artifact.manifest)]
+    first = replace_words(report.verdict.commands[0], report.local_names())
+    out.suggest(*shlex.split(first)[1:])
 
 
 def add_report(out: Output, artifact: "Artifact", report: "Report | None" = None) -> "Artifact":

@@ -147,10 +147,3 @@ def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
     if name in used:
         name = f"{name} ({len(taken) + 1})"
     return name
-
-
-def check_rivals(baselines: Collection[str], geometry: Geometry) -> None:
-    """Raise `UsageError` for a rival among the baselines that cannot store this model's heads."""
-    for name in RIVALS:
-        if name in baselines:
-            rivals.check_engine_cache(name, geometry)

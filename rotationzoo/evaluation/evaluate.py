@@ -1,15 +1,24 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, what each arm
-costs in perplexity, attention KL and output error, and the report that `evaluate --save` keeps."""
+costs in perplexity, and the report that `evaluate --save` keeps."""
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, Probe, Text, Verdict, Window
+from rotationzoo.artifact.measured import (
+    ArmCosts,
+    Exact,
+    Measured,
+    MeasuredArm,
+    Probe,
+    Text,
+    Verdict,
+    Window,
+)
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.size import CONTEXT, codec_bits
@@ -17,19 +26,24 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
 from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
-from rotationzoo.evaluation.decision import Rule, decide, spend_level
-from rotationzoo.evaluation.forward import Measurements, Pace, Tell, Trial, run_models, say_nothing
+from rotationzoo.evaluation.decision import Rule, decide, put_into_words, spend_level
+from rotationzoo.evaluation.forward import (
+    Losses,
+    Pace,
+    Reader,
+    Tell,
+    Trial,
+    run_models,
+)
 from rotationzoo.evaluation.prepare import (
     Evaluation,
     Prepared,
     check_model,
-    float16_notes,
     notes_for_reader,
     prepare,
 )
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.schedule import Schedule, find_pace
-from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import Asking, TaskAnswers, score_arm, score_exact
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
@@ -46,16 +60,9 @@ from rotationzoo.words import finish
 from rotationzoo.writer import add_files, library_versions
 
 
-@dataclass(frozen=True)
-class Results:
-    """The results of the forward passes of an evaluation."""
-
-    schedule: Schedule
-    measured: Measurements
-    answers: TaskAnswers
-
-
-def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_nothing) -> Measured:
+def evaluate(
+    job: Evaluation, progress: Progress = silent, tell: Tell = lambda words: None
+) -> Measured:
     """Evaluate artifacts and baselines, and return everything that was measured. `tell` is given
     how many tokens there are, if fewer than asked for, and how long it takes, once that is known.
 
@@ -85,10 +92,12 @@ def evaluate(job: Evaluation, progress: Progress = silent, tell: Tell = say_noth
         else:
             answers = _ask(schedule, asking)
         ready = schedule.ready
-        results = Results(schedule, _read_texts(schedule, asking), answers)
-        notes = _notes(ready, model, results)
+        with loading.forward_errors(job.model, job.batch, job.data.length):
+            batches, how = ready.text.batches(job.batch), (progress, pace)
+            losses = run_models(model, batches, schedule.trial, *how, schedule.record)
+        notes = _notes(schedule, model, losses[None])
         probes = _record_probes(schedule, model, notes, progress)
-    report = _describe(results, notes)
+    report = _describe(schedule, losses, answers, notes)
     for artifact in ready.saved:
         save_evaluation(report, artifact, probes.get(artifact.folder, []))
     saved.remove()
@@ -116,7 +125,7 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
     # The chosen layers, which own a cache, and all that read one of these caches.
     read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
     layers = sorted(layer.index for layer in read)
-    return Trial(geometry, arms, ready.caches, layers, job.queries, ready.start)
+    return Trial(geometry, arms, ready.caches, layers, ready.start)
 
 
 def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Progress) -> Schedule:
@@ -148,13 +157,6 @@ def _ask(schedule: Schedule, asking: Asking) -> TaskAnswers:
 
     trial, is_short = schedule.trial, schedule.is_short
     return answering.answer_tasks(asking, plan, trial, open_arms, is_short=is_short)
-
-
-def _read_texts(schedule: Schedule, asking: Asking) -> Measurements:
-    ready, job = schedule.ready, schedule.ready.job
-    with loading.forward_errors(job.model, job.batch, job.data.length):
-        batches, how = ready.text.batches(job.batch), (asking.progress, asking.pace)
-        return run_models(asking.model, batches, schedule.trial, *how, schedule.record)
 
 
 def _ask_rungs(schedule: Schedule, asking: Asking) -> tuple[Schedule, TaskAnswers]:
@@ -196,28 +198,26 @@ def _choose_rung(schedule: Schedule, chosen: Decision) -> Schedule:
         budget = job.rungs[schedule.judged.index(chosen.arm)]
         artifact = rungs.write_rung(artifact, budget, name)
         save_to = [artifact.folder]
-    arms = [arm for arm in schedule.trial.arms if plain_name(arm.name) == name]
-    trial = replace(schedule.trial, arms=[_of_artifact(arm, artifact) for arm in arms])
+    arms = []
+    for arm in schedule.trial.arms:
+        if plain_name(arm.name) == name:
+            about = arm.about.model_copy(update={"artifact": artifact.identity})
+            arms.append(replace(arm, about=about))
+    trial = replace(schedule.trial, arms=arms)
     ready = replace(schedule.ready, job=replace(job, save_to=save_to), artifacts=[artifact])
     judged = judged_arms(trial.arms, job.format, job.pooled)
     return replace(schedule, ready=ready, trial=trial, judged=judged)
 
 
-def _of_artifact(arm: Arm, artifact: Artifact) -> Arm:
-    return replace(arm, about=arm.about.model_copy(update={"artifact": artifact.identity}))
-
-
-def _notes(ready: Prepared, model: PreTrainedModel, results: Results) -> list[str]:
+def _notes(schedule: Schedule, model: PreTrainedModel, exact: Losses) -> list[str]:
     """What the report says of the settings, the artifacts, the text and the model."""
-    loss = math.log(results.measured.exact.measure_exact().perplexity)
+    ready, geometry = schedule.ready, schedule.trial.geometry
     vocabulary = ready.config.get_text_config(decoder=True).vocab_size
-    geometry = results.schedule.trial.geometry
     return [
         *ready.job.notes,
         *notes_for_reader(ready.text, ready.source, ready.artifacts, geometry),
-        *float16_notes(ready.artifacts, ready.caches[0].format, ready.job.uncentered),
         *rope_notes(ready.artifacts, ready.scaling),
-        *doubt_loss(loss, vocabulary),
+        *doubt_loss(math.log(exact.perplexity), vocabulary),
     ]
 
 
@@ -243,17 +243,20 @@ def _record_probes(
     return probes
 
 
-def _describe(results: Results, notes: list[str]) -> Measured:
+def _describe(
+    schedule: Schedule, losses: dict[Reader, Losses], answers: TaskAnswers, notes: list[str]
+) -> Measured:
     """Everything that was measured, and how."""
-    schedule, answers = results.schedule, results.answers
     ready, trial = schedule.ready, schedule.trial
     job, source, text = ready.job, ready.source, ready.text
     tasks, all_tasks = score_exact(answers)
-    costs = results.measured.exact.measure_exact()
-    exact = Exact(**dict(costs), tasks=tasks, all_tasks=all_tasks)
+    exact = Exact(**dict(losses[None].measure_exact()), tasks=tasks, all_tasks=all_tasks)
     windows, rows = [], len(exact.text_tokens)
     for cache in trial.caches:
-        arms = {arm.name: _assemble_arm(results, cache, arm) for arm in trial.arms}
+        arms = {}
+        for arm in trial.arms:
+            costs = losses[cache, arm.name].measure_arm(losses[None])
+            arms[arm.name] = _assemble_arm(schedule, answers, cache, arm, costs)
         answered = {name: arm.tasks for name, arm in arms.items()}
         bits = {name: arm.bits_per_element for name, arm in arms.items()}
         decisions = []
@@ -267,7 +270,7 @@ def _describe(results: Results, notes: list[str]) -> Measured:
         text=Text(
             source=job.data.label, fingerprint=text.fingerprint, rows=rows, length=job.data.length
         ),
-        tokens=results.measured.exact.tokens,
+        tokens=losses[None].tokens,
         first_position=trial.start,
         model=source.label,
         revision=source.revision,
@@ -286,13 +289,14 @@ def _describe(results: Results, notes: list[str]) -> Measured:
     )
 
 
-def _assemble_arm(results: Results, cache: CacheLayout, arm: Arm) -> MeasuredArm:
-    schedule, measured = results.schedule, results.measured
+def _assemble_arm(
+    schedule: Schedule, answers: TaskAnswers, cache: CacheLayout, arm: Arm, costs: ArmCosts
+) -> MeasuredArm:
     geometry, length = schedule.trial.geometry, schedule.ready.job.data.length
-    tasks, all_tasks = score_arm(results.answers, cache, arm.name)
+    tasks, all_tasks = score_arm(answers, cache, arm.name)
     return MeasuredArm(
         **dict(arm.about),
-        **dict(measured.arms[cache, arm.name].measure_arm(measured.exact)),
+        **dict(costs),
         tasks=tasks,
         all_tasks=all_tasks,
         bits_per_element=codec_bits(geometry, arm.codec, cache, CONTEXT),

@@ -1,8 +1,8 @@
 """The forward passes of an evaluation: every text through the exact model, and through every
-combination of arm and cache; and their pace, from which the time that is left is estimated."""
+combination of arm and cache, whose perplexities are compared; and their pace, from which the time
+that is left is estimated."""
 
 import math
-import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from time import perf_counter
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.artifact import measured
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import Arm
-from rotationzoo.evaluation.metrics import Metrics, bucket_edges
 from rotationzoo.geometry import Geometry
-from rotationzoo.model.capture import Call, intercept
+from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import check_finite, counting_layers, run_decoder
 from rotationzoo.progress import InTokens, Progress
@@ -29,15 +29,11 @@ Reader = tuple[CacheLayout, str] | None
 Tell = Callable[[str], None]
 
 
-def say_nothing(words: str) -> None:
-    """Ignore the words."""
-
-
 @dataclass(frozen=True)
 class Pace:
     """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
 
-    tell: Tell = say_nothing
+    tell: Tell = lambda words: None
     until: float = math.inf
     """When everything is to be done, by the clock of `perf_counter`."""
     seconds: dict[Reader, float] = field(default_factory=dict)
@@ -60,9 +56,6 @@ class Pace:
         return tokens * sum(each for read, each in pace if read is None or read[1] in arms)
 
 
-_LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
-
-
 @dataclass(frozen=True)
 class Trial:
     """The settings that every text is run with: most are those of the `Evaluation`."""
@@ -72,18 +65,65 @@ class Trial:
     caches: list[CacheLayout]
     layers: list[int]
     """The layers that read a 2-bit cache."""
-    queries: int
     start: int
     """The first measured position."""
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """The metrics of the exact model and of every arm, over all texts."""
+class Losses:
+    """What one arm, or the exact model, lost on every text. Standard errors are those of paired
+    differences over texts, weighted by their numbers of tokens."""
 
-    exact: Metrics
-    arms: dict[tuple[CacheLayout, str], Metrics]
-    """Keyed by cache and name of the arm."""
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
+
+    def add(self, losses: torch.Tensor) -> None:
+        """Add the negative log likelihoods `[B, P]` of texts."""
+        # Sum in float64: over a long text, arms may differ by less than float32 rounding.
+        self._losses.append(losses.double().cpu().sum(1))
+        self._counts.append(torch.full((len(losses),), losses.shape[1], dtype=torch.float64))
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The sum of each text, `[texts]`."""
+        return torch.cat(self._losses)
+
+    @property
+    def count(self) -> torch.Tensor:
+        """The tokens of each text that have a loss, `[texts]`."""
+        return torch.cat(self._counts)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that have a loss."""
+        return int(self.count.sum())
+
+    @property
+    def perplexity(self) -> float:
+        """That of all texts together."""
+        return math.exp((self.loss.sum() / self.count.sum()).item())
+
+    def measure_exact(self) -> measured.ExactCosts:
+        """The report on the exact model."""
+        return measured.ExactCosts(
+            text_tokens=self.count.long().tolist(),
+            perplexity=self.perplexity,
+            text_losses=(self.loss / self.count).tolist(),
+        )
+
+    def measure_arm(self, exact: "Losses") -> measured.ArmCosts:
+        """The report on an arm, compared with the exact model on the same texts."""
+        count = self.count
+        mean, error = weighted_mean((self.loss - exact.loss) / count, count)
+        increase = math.expm1(mean)
+        # To first order, the standard error of exp(x) - 1 is exp(x) times that of x.
+        increase_error = None if error is None else (1 + increase) * error
+        return measured.ArmCosts(
+            perplexity=self.perplexity,
+            perplexity_increase=increase,
+            standard_error={"perplexity_increase": increase_error},
+            text_losses=(self.loss / count).tolist(),
+        )
 
 
 @torch.no_grad()
@@ -94,10 +134,10 @@ def run_models(
     progress: Progress,
     pace: Pace | None = None,
     reserve: float = 0,
-) -> Measurements:
-    """Run every batch `[B, T]` of token ids through the exact model and through every combination
-    of cache and arm. A batch after the first is left out where `reserve` seconds would not be left
-    after it.
+) -> dict[Reader, Losses]:
+    """The losses of the exact model and of every combination of cache and arm, over all batches
+    `[B, T]` of token ids. A batch after the first is left out where `reserve` seconds would not be
+    left after it.
 
     Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache, and
     `Unsound` for an exact model whose losses are not finite.
@@ -107,48 +147,30 @@ def run_models(
     if not batches:
         hint = "give longer documents, or smaller --windows"
         raise RotationZooError(f"no row is longer than {trial.start + 1} tokens", hint)
-    edges = bucket_edges(trial.start, max(ids.shape[1] for ids in batches))
-    device = input_device(model)
-    modules = attention_modules(model, batches[0][:1, :_LOCATING_TOKENS].to(device))
-    exact = Metrics(edges, trial.layers)
-    pairs = list(product(trial.caches, trial.arms))
-    arms = {(cache, arm.name): Metrics(edges, trial.layers) for cache, arm in pairs}
+    device, pairs = input_device(model), list(product(trial.caches, trial.arms))
+    losses: dict[Reader, Losses] = {None: Losses()}
+    losses |= {(cache, arm.name): Losses() for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
     passes = InTokens(progress, [batches[run[0]].numel() for run in runs])
     pace, names = pace or Pace(), [arm.name for arm in trial.arms]
     passes("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
-        ids, metrics = batches[number].to(device), exact
+        ids, reader = batches[number].to(device), pair and (pair[0], pair[1].name)
         if done and pair is None and pace.left - reserve < pace.estimate(ids.numel(), names):
             break
         running: AbstractContextManager[None] = nullcontext()
         if pair is not None:
             cache, arm = pair
-            metrics = arms[cache, arm.name]
-            queries = _draw_queries(trial, ids.shape[1], seed=number)
-            simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers), queries)
-            running = simulation.running(model, modules, metrics.observers)
+            simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers))
+            running = simulation.running(model)
         counting = counting_layers(model, passes.tell_part)
-        with pace.timing(pair and (pair[0], pair[1].name), ids.numel()), running, counting:
-            losses = token_losses(model, ids, trial.start)
+        with pace.timing(reader, ids.numel()), running, counting:
+            found = token_losses(model, ids, trial.start)
         if pair is None:
-            check_finite(model, losses, partial(run_decoder, model, ids))
-        metrics.add_losses(losses)
+            check_finite(model, found, partial(run_decoder, model, ids))
+        losses[reader].add(found)
         passes("evaluating", done + 1, len(runs))
-    return Measurements(exact, arms)
-
-
-def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, torch.nn.Module]:
-    """Layer -> the module that calls attention there, found by running a few tokens `[B, T]`."""
-    modules: dict[int, torch.nn.Module] = {}
-
-    def note(call: Call) -> torch.Tensor:
-        modules[call.layer] = call.attend.module
-        return call.run()
-
-    with intercept(model, note):
-        model(input_ids=ids, use_cache=False)
-    return modules
+    return losses
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
@@ -165,14 +187,3 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch
         )
         losses[:, at.start - start : at.stop - start] = block.unflatten(0, targets.shape)
     return losses
-
-
-def _draw_queries(trial: Trial, length: int, seed: int) -> torch.Tensor | None:
-    """The positions of the queries whose attention is compared, the same for every arm: ascending,
-    `[Q]`, from `trial.start` on; or None."""
-    if not trial.queries:
-        return None
-    positions = range(trial.start, length)
-    # A sample, because attention weights need memory for queries times keys.
-    count = min(trial.queries, len(positions))
-    return torch.tensor(sorted(random.Random(seed).sample(positions, count)))

@@ -1,7 +1,6 @@
 """What an evaluation is asked for, and everything that is settled and checked before weights are
 fetched."""
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -13,12 +12,12 @@ from rotationzoo.artifact.scores import FLOOR
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL, Budget, EvenBudget
 from rotationzoo.codec import int2
-from rotationzoo.codec.formats import BUDGETED, Format
+from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.options import check_budget
 from rotationzoo.codec.settings import budget_beside_others
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.arms import BASELINES, RIVALS, check_rivals, shared_recipe
+from rotationzoo.evaluation.arms import BASELINES, RIVALS, shared_recipe
 from rotationzoo.evaluation.forward import Tell
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.geometry import (
@@ -42,6 +41,7 @@ from rotationzoo.progress import Progress
 from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope import check_positions, position_count
 from rotationzoo.settings import RunSettings
+from rotationzoo.simulation.rivals import check_engine_cache
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus, read_corpus, shortfall
 from rotationzoo.words import counted, nearest
@@ -69,8 +69,6 @@ class Evaluation(RunSettings):
     """Those to store in 2 bits; None means all."""
     prefill_chunk: int | None = None
     prefill_layout: Literal["server", "window"] | None = None
-    queries: int = 32
-    """Of a text, whose attention is compared."""
     rope_scaling: str | None = None
     """None means as the artifacts were calibrated."""
     baselines: tuple[str, ...] = BASELINES
@@ -200,7 +198,8 @@ def _check_settings(job: Evaluation) -> None:
 def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
     """Raise `RotationZooError` for artifacts or rivals that do not fit the model."""
     check_artifacts(job.model, artifacts, geometry)
-    check_rivals(job.baselines, geometry)
+    for name in set(RIVALS).intersection(job.baselines):
+        check_engine_cache(name, geometry)
 
 
 def _leave_windows(
@@ -295,37 +294,4 @@ def notes_for_reader(
         if artifact.recipe.center_keys and (layers := shifted_layers(geometry)):
             reason = shift_reason(layers)
             notes.append(f"{name} centers keys, which changes what this model computes: {reason}")
-    return notes
-
-
-_FAR = 34
-"""How many ranges from zero a row's minimum may lie: float16 rounds it by 1/2048 of itself, which
-is then a tenth of half a step of 2 bits, a sixth of the range."""
-
-
-def float16_notes(
-    artifacts: Sequence[Artifact], format: Format, uncentered: Collection[str]
-) -> list[str]:
-    """Notes on artifacts whose keys or values keep a mean so far from zero that a float16 minimum
-    blurs it, by the means and variances of their rotated channels."""
-    if format.metadata != "float16" or format.offset == "none":
-        return []
-    notes = []
-    for artifact in artifacts:
-        statistics = artifact.statistics or {}
-        for layer, side, rotation in artifact.rotations.each():
-            moment = statistics.get(layer, {}).get(side)
-            keeps_mean = rotation.mean is None or side in uncentered
-            if moment is None or moment.mean is None or not keeps_mean:
-                continue
-            matrix = rotation.matrix.double()
-            mean = (moment.mean[:, None] @ matrix)[:, 0]
-            square = (matrix.mT @ moment.second_moment @ matrix).diagonal(dim1=-2, dim2=-1)
-            spread = 2 * (square - mean.square()).clamp(min=0).sqrt()
-            least, most = (mean - spread).amin(-1), (mean + spread).amax(-1)
-            if (far := (least.abs() / (most - least)).max().item()) > _FAR:
-                notes.append(
-                    f"{artifact.folder.resolve().name}: {side}s of layer {layer} lie {far:,.0f} "
-                    "times their range from zero, too far for scales in float16: --format sglang"
-                )
     return notes

@@ -13,8 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from rotationzoo.artifact.reductions import describe_losses
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.options import build_settings
-from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.cache.rotated import RotatedCache, build_settings
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UsageError, as_unavailable
@@ -285,9 +284,7 @@ def continue_prompt(
     options = dict(_PLAIN)
     if cache is not None:
         options |= cache_argument(model, cache)
-    # A cache class of the model's own is made too late for the library to read in chunks.
-    has_cache = cache is not None or untyped._supports_default_dynamic_cache()
-    if has_cache and ids.shape[1] > job.prefill_chunk:
+    if ids.shape[1] > job.prefill_chunk:
         options["prefill_chunk_size"] = job.prefill_chunk
 
     def check_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

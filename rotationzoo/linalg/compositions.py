@@ -6,14 +6,18 @@ right, as OSCAR's published code does. To add a composition, add a row to a tabl
 `linalg.composition_table`; recipes and `import` take it from there. A new factor is a row below.
 """
 
+import math
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 
 import torch
 
+from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.composition_table import AROUND_EIGENBASIS, FIXED
-from rotationzoo.linalg.hadamard import bit_reversal, hadamard
 from rotationzoo.linalg.orthogonality import identity, one_thread
+
+_SYLVESTER = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+"""The Hadamard matrix of order 2; larger ones are its Kronecker powers."""
 
 
 def strongest_first(directions: torch.Tensor) -> torch.Tensor:
@@ -35,6 +39,74 @@ def permutation(dim: int) -> torch.Tensor:
 def block_hadamard(dim: int, group: int) -> torch.Tensor:
     """Block-diagonal Hadamard matrix `[D, D]`, which mixes each group of `group` channels."""
     return torch.kron(identity(dim // group), hadamard(group))
+
+
+@cache
+def hadamard(order: int) -> torch.Tensor:
+    """Normalized Hadamard matrix `[order, order]`, float64, with entries +-1/sqrt(order).
+
+    A power of two gives the symmetric Sylvester matrix in natural order. Any other order is a
+    product of the largest possible Sylvester and a Paley matrix of a prime (Paley 1933,
+    constructions I and II). Callers share one tensor: do not write to it.
+
+    Raises `RotationZooError` for an order without one, such as any odd order above 1.
+    """
+    # From the largest Sylvester factor down, so that every order has one fixed matrix.
+    for power in reversed(range(order.bit_length())):
+        factor, rest = divmod(order, 1 << power)
+        if rest == 0 and (core := _paley(factor)) is not None:
+            root: float = order**0.5
+            return reduce(torch.kron, [*[_SYLVESTER] * power, core]) / root
+    problem = f"no Paley x Sylvester construction gives a Hadamard matrix of order {order}"
+    raise RotationZooError(problem, "use a recipe without a Hadamard factor: composition: plain")
+
+
+def _paley(order: int) -> torch.Tensor | None:
+    """The +-1 Paley matrix of this order, or None. Construction I needs a prime order - 1 = 3 (mod
+    4), and II a prime order / 2 - 1 = 1 (mod 4)."""
+    if order == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    if order % 4 == 0 and _is_prime(order - 1):
+        return identity(order) + _conference(order - 1, corner=-1)
+    half = order // 2 - 1
+    if order % 4 == 0 and half % 4 == 1 and _is_prime(half):
+        minus = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+        return torch.kron(_conference(half, corner=1), _SYLVESTER) + torch.kron(
+            identity(half + 1), minus
+        )
+    return None
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
+def _conference(prime: int, corner: int) -> torch.Tensor:
+    """The conference matrix of a prime: `chi(a - b)`, which is 1 for squares, -1 for others and 0
+    for zero, within a zero corner, a row of ones and +-ones."""
+    numbers = torch.arange(prime)
+    chi = torch.full((prime,), -1.0, dtype=torch.float64)
+    chi[numbers.square() % prime] = 1
+    chi[0] = 0
+    conference = torch.nn.functional.pad(chi[(numbers[:, None] - numbers) % prime], (1, 0, 1, 0))
+    conference[0, 1:] = 1
+    conference[1:, 0] = corner
+    return conference
+
+
+def bit_reversal(order: int) -> torch.Tensor:
+    """Permutation `[order]`, int64: entry i is the channel of the i-th strongest direction.
+
+    For a power of two, entry i is i with its bits reversed. Any other order is odd * 2^k, and i a
+    digit below the odd factor and k bits, all reversed: `i = d + odd * b` goes to `d * 2^k +
+    reversed(b)`. So the first order / G entries land in distinct groups of G, for every power of
+    two G that divides it.
+    """
+    bits = (order & -order).bit_length() - 1  # trailing zeros
+    odd = order >> bits
+    # With zero bits, the only number is formatted as "0", which reverses to 0.
+    reverse = [int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits)]
+    return torch.tensor([(i % odd << bits) + reverse[i // odd] for i in range(order)])
 
 
 # Name -> the factor `[D, D]` for a dimension and a quantization group size.

@@ -156,18 +156,14 @@ of 32 M parameters was off by 1.6e-4, and with runs of 256 by 4.3e-4."""
 GROUP = 8
 """Runs added in float32. In float64 most of the time would go into copies of every run."""
 
-# bfloat16 keeps 8 significant bits: this many pieces hold a number of each type.
-_PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-# Products of pieces whose places add up to this or more are dropped: less than 2^-26 of a product.
-_DROPPED = 3
-_FLOAT32 = 4  # bytes
-_PIECE_BYTES = 3 * 2
+_TYPES = torch.bfloat16, torch.float16
+"""Those of which products are exact in float32."""
 _BLOCK = 2**24  # float32 sums of runs that are held at once, unless one head has more
 
 
 def on_tensor_cores(rows: torch.Tensor) -> bool:
-    """Whether rows are added in runs: those on a GPU, in a dtype of at most 24 bits."""
-    return rows.is_cuda and rows.dtype in _PIECES
+    """Whether rows are added in runs: those on a GPU, in a dtype of 16 bits."""
+    return rows.is_cuda and rows.dtype in _TYPES
 
 
 def rows_of_heads(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -181,11 +177,8 @@ def rows_of_heads(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return rows.view(tensor.dtype)
 
 
-def add_runs(
-    moment: Moment, rows: torch.Tensor, weights: torch.Tensor | None = None, run: int = RUN
-) -> None:
-    """Add rows `[H, N, D]`, with optional weights `[H, N]`, in runs of `run` rows of a head, cut
-    into bfloat16 pieces, which are multiplied one by one, if they are float32 or weighted."""
+def add_runs(moment: Moment, rows: torch.Tensor, run: int = RUN) -> None:
+    """Add rows `[H, N, D]` of 16 bits an entry in runs of `run` rows of a head."""
     count = rows.shape[1]
     if not count:
         return
@@ -195,77 +188,29 @@ def add_runs(
     missing = -count % (run * group)
     if missing:  # `pad` copies even where it adds nothing
         rows = pad(rows, (0, 0, 0, missing))
-    if weights is None:
-        # Products of float16 are exact in float32, and need no pieces.
-        left = right = [rows] if rows.dtype == torch.float16 else bfloat16_pieces(rows)
-        weighted = rows
-        moment.weight += count
-    else:
-        weights = pad(weights.float(), (0, missing))
-        weighted = rows.float() * weights.unsqueeze(-1)
-        left, right = bfloat16_pieces(weighted), bfloat16_pieces(rows)
-        moment.weight += weights.sum(1, dtype=torch.float64)
-    in_runs = weighted.unflatten(1, (-1, run))
+    moment.weight += count
+    in_runs = rows.unflatten(1, (-1, run))
     moment.first += in_runs.sum(2, dtype=torch.float32).sum(1, dtype=torch.float64)
-    for place, left_piece in enumerate(left):
-        for right_piece in right[: _DROPPED - place]:
-            moment.second += _sum_products(left_piece, right_piece, run, group)
+    moment.second += _sum_products(rows, run, group)
 
 
-def quadratic_form(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """`x M x^T` `[H, N]`, float32, of rows `[H, N, D]` with symmetric matrices `[H, D, D]`.
-
-    Off by less than `D * 2^-22 * |x| |M| |x|`, with the magnitudes of the entries.
-    """
-    image = torch.zeros(rows.shape, device=rows.device)
-    pieces = bfloat16_pieces(matrix.float())
-    for place, row_piece in enumerate(bfloat16_pieces(rows)):
-        for piece in pieces[: _DROPPED - place]:
-            image += _multiply(row_piece, piece)
-    products: torch.Tensor = image * rows
-    return products.sum(-1)
-
-
-def bfloat16_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Bfloat16 tensors that add up to `rows`: one for bfloat16, two for float16, three for float32,
-    each at most 2^-9 of the one before. Only magnitudes below 1e-40 are lost."""
-    count = _PIECES[rows.dtype]
-    if count == 1:
-        return [rows]
-    pieces, rest = [], rows.float()
-    for _ in range(count):
-        piece = rest.bfloat16()
-        pieces.append(piece)
-        rest = rest - piece  # exact
-    return pieces
-
-
-def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False) -> int:
-    """The most memory that `add_runs` takes for rows of `item` bytes an entry: copies by head,
-    pieces, and the sums of runs in flight, in groups in float32 and float64."""
-    copies = 2 * item
-    cut = item >= _FLOAT32
-    if weighted:
-        copies += _FLOAT32
-    if weighted or cut:
-        # What is left exists twice: before and after a piece is taken from it.
-        copies += _PIECE_BYTES + 2 * _FLOAT32
-    if weighted and cut:
-        copies += _PIECE_BYTES
+def run_bytes(heads: int, rows: int, dim: int) -> int:
+    """The most memory that `add_runs` takes for rows of 16 bits an entry: copies by head, and the
+    sums of runs in flight, in groups in float32 and float64."""
     one_head = -(-rows // RUN) * dim**2
     held = min(heads * one_head, max(_BLOCK, one_head))
-    return copies * heads * rows * dim + 4 * held + (4 + 8) * held // GROUP
+    return 2 * 2 * heads * rows * dim + 4 * held + (4 + 8) * held // GROUP
 
 
-def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int, group: int) -> torch.Tensor:
-    """The sum `[H, D, D]`, float64, of `x^T y` over rows `[H, N, D]`, whole groups of runs."""
-    dim = left.shape[-1]
-    runs = left.shape[1] // run
+def _sum_products(rows: torch.Tensor, run: int, group: int) -> torch.Tensor:
+    """The sum `[H, D, D]`, float64, of `x^T x` over rows `[H, N, D]`, whole groups of runs."""
+    dim, runs = rows.shape[-1], rows.shape[1] // run
     held = max(1, _BLOCK // (runs * dim**2))
     sums = []
-    for lefts, rights in zip(left.split(held), right.split(held), strict=True):
-        products = _multiply(lefts.reshape(-1, run, dim).mT, rights.reshape(-1, run, dim))
-        of_groups = products.view(len(lefts), -1, group, dim, dim).sum(2)
+    for heads in rows.split(held):
+        in_runs = heads.reshape(-1, run, dim)
+        products = _multiply(in_runs.mT, in_runs)
+        of_groups = products.view(len(heads), -1, group, dim, dim).sum(2)
         sums.append(of_groups.sum(1, dtype=torch.float64))
     return torch.cat(sums)
 

@@ -10,7 +10,7 @@ function, and sparse masks that some models apply only under known names.
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -63,26 +63,6 @@ class Attention:
             read = replace(self, mask=rows[..., seen])
             outputs.append(read(query[:, :, queries], key[:, :, seen], value[:, :, seen]))
         return torch.cat(outputs, dim=1)
-
-    def weights(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """The softmax `[B, H_q, T_q, T_k]` of this call, at least in float32, as the model's eager
-        implementation computes it, with its soft cap and sinks. Needs an additive mask. Raises
-        `UnsupportedModel` for a model without an eager implementation."""
-        from accelerate.utils import align_module_device
-
-        try:
-            eager = eager_attention(self.module)
-        except AttributeError as error:
-            name = type(self.module).__name__
-            raise UnsupportedModel(f"{name} has no eager attention to read weights from") from error
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        query, key = query.to(dtype), key.to(dtype)
-        any_value = key[..., :1]  # the weights do not depend on it
-        # accelerate keeps offloaded parameters, such as sinks, elsewhere unless their module runs.
-        offloaded = any(each.is_meta for each in self.module.parameters(recurse=False))
-        with align_module_device(self.module) if offloaded else nullcontext():
-            _, weights = eager(self.module, query, key, any_value, self.mask, **self.options)
-        return cast(torch.Tensor, weights)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
     for artifact in artifacts:
         made_for, cached = cached_rows(artifact.geometry), cached_rows(geometry)
         if made_for != cached:
-            held = f"{artifact.folder} holds rotations of {made_for.title}"
-            raise RotationZooError(f"{held}, and {model} caches {cached.title}", hint)
+            held = f"{artifact.folder} holds rotations of {made_for.name}"
+            raise RotationZooError(f"{held}, and {model} caches {cached.name}", hint)
         if not same_shapes(artifact.geometry, geometry):
             other = f"other layers, heads or dimensions than {model}: {artifact.manifest.model.id}"
             raise RotationZooError(f"{artifact.folder} was made for a model of {other}", hint)

@@ -70,10 +70,6 @@ class LongMask:
             raise NeedsWholeMask("keys")
         return replace(self, options=self._options_of(queries))
 
-    def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The mask `[B, 1, q, T]` of the queries at some positions `[q]`."""
-        return torch.cat([self.rows(slice(at, at + 1)) for at in positions.tolist()], dim=2)
-
     def to(self, device: torch.device | str, *_: Any, **__: Any) -> "LongMask":
         """The same mask for another device: accelerate moves what a layer is called with."""
         return replace(self, device=device)
@@ -82,12 +78,6 @@ class LongMask:
         """Raise `NeedsWholeMask` if a module's attention reads another shape than this."""
         if self.shape[2:] != (queries, keys):
             raise NeedsWholeMask(f"shape in {type(module).__name__}")
-
-    def equals(self, other: "LongMask") -> bool:
-        """Whether another mask was made for the same attention, on any device."""
-        made_of = ("batch_size", "mask_function", "attention_mask")
-        same = all(self.options.get(name) is other.options.get(name) for name in made_of)
-        return same and self.shape == other.shape
 
 
 def query_blocks(queries: int) -> Iterator[slice]:

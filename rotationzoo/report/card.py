@@ -1,8 +1,9 @@
 """The model card, a README.md rendered from the manifest: how to use the artifact, what it keeps,
-and only then what it is and where it comes from."""
+and only then what it is and where it comes from; and the commands that cards and pages name."""
 
 import re
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,145 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rotationzoo.artifact.layout import tensor_name
-from rotationzoo.artifact.manifest import Manifest
-from rotationzoo.artifact.measured import ArmSummary, ExactSummary, arms_of
+from rotationzoo.artifact.manifest import Manifest, Model
+from rotationzoo.artifact.measured import ArmSummary, Conditions, ExactSummary, Measured, arms_of
+from rotationzoo.artifact.scores import FLOOR, Decision
+from rotationzoo.budget import MOST
 from rotationzoo.codec import int2
+from rotationzoo.codec.engine_needs import DEFAULT, engines_for, find_engine
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, bits_per_element
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import cached_layers, geometry_from_json
-from rotationzoo.recipe import Recipe
+from rotationzoo.recall.questions import TASKS
+from rotationzoo.recipe import Recipe, loading
 from rotationzoo.report import tables
-from rotationzoo.report.commands import model_title, name_in_commands, reproduce_command
 from rotationzoo.words import counted, numbers, perplexity, sentence
+
+FOLDER = "FOLDER"
+"""Stands for the folder of an artifact."""
+RECIPE_FILE = "recipe.yaml"
+_RUN_KEYS = ("batch", "device_map", "max_memory")
+_USUAL_BITS = 3.0  # an element, where an evaluation does not say it
+
+
+def name_in_commands(model: Model) -> str:
+    """The model's name in example commands, quoted for a shell: a hub id, `demo`, or `MODEL` for a
+    local folder."""
+    return shlex.quote(_name(model))
+
+
+def model_title(model: Model) -> str:
+    """The model's name in titles."""
+    return "an unnamed model" if model.id == "MODEL" else model.id
+
+
+def _name(model: Model) -> str:
+    return model.id if model.revision or model.id == "demo" else "MODEL"
+
+
+def asked_options(measured: Conditions) -> list[str]:
+    """The options of an evaluation that asks the same tasks at the same lengths."""
+    names, lengths = measured.tasks.names, map(str, measured.tasks.lengths)
+    words = ["--lengths", ",".join(lengths)]
+    return words if len(names) == len(TASKS) else ["--tasks", ",".join(names), *words]
+
+
+def decided_words(
+    decision: Decision,
+    model: Sequence[str],
+    artifact: str,
+    served: Sequence[str] = (),
+    asked: Sequence[str] = (),
+) -> list[str] | None:
+    """The command, without `rotationzoo`, that a decision calls for before the artifact is used, or
+    None. `model`: the words that name it; `served`: the option for a chosen engine; `asked`: the
+    options of the same questions."""
+    evaluate = ["evaluate", *model, artifact, *served, *asked]
+    if decision.floor not in (None, FLOOR):
+        evaluate += ["--keep", f"{100 * decision.floor:g}"]
+    if decision.action == "ask" and decision.more_questions:
+        return [*evaluate, "--questions", str(decision.more_questions), "--seed", "1", "--save"]
+    if decision.action == "refuse":
+        takes_budget = not served or find_engine(served[-1]).budget
+        bits = round(2 * (decision.bits or _USUAL_BITS)) / 2 + 0.5
+        if takes_budget and bits <= MOST:
+            return ["calibrate", *model, *served, "--bits", f"{bits:g}"]
+        return [*evaluate, "--rivals", "fp8"]
+    return None
+
+
+def usual_engine(manifest: Manifest) -> str:
+    """The engine to name if none was chosen."""
+    is_gguf = manifest.model.id.endswith(".gguf")
+    return DEFAULT if is_gguf else engines_for(manifest.cached.sides)[0]
+
+
+def use_commands(
+    manifest: Manifest, measured: Measured | None, decision: Decision | None
+) -> list[str]:
+    """The commands that fit the decision, if any, on an artifact in `FOLDER`, for the engine that
+    was measured or the usual one."""
+    model, engine = manifest.model, measured and measured.engine
+    named = engine or usual_engine(manifest)
+    name = [model.id]
+    prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
+    generate = ["generate", *name, "--rotations", FOLDER, *prompt]
+    served = ["--for", engine] if engine else []
+    words = None
+    if measured and decision:
+        words = decided_words(decision, name, FOLDER, served, asked_options(measured))
+    if decision is None or decision.action == "ask":
+        commands = [words or ["evaluate", *name, FOLDER, "--for", named, "--save"], generate]
+    elif words:
+        commands = [words]
+    elif decision.action == "nothing":
+        shorter = ["evaluate", *name, FOLDER, *served, "--lengths", "512", "--save"]
+        commands = [shorter, [*generate, "--compare"]]
+    elif named == "vllm":  # for which nothing is exported
+        commands = [["serve", *name, "--rotations", FOLDER], generate]
+    else:
+        commands = [["export", FOLDER, "--for", named], generate]
+    return [shlex.join(["rotationzoo", *words]) for words in commands]
+
+
+def replace_words(command: str, named: Mapping[str, str]) -> str:
+    """A command with this machine's names instead of placeholders such as `FOLDER`."""
+    return shlex.join(named.get(word, word) for word in shlex.split(command))
+
+
+def reproduce_command(manifest: Manifest) -> str | None:
+    """The `calibrate` command that makes the same bytes; None for imported files. A recipe that is
+    no preset must be in `RECIPE_FILE`, as YAML."""
+    if manifest.imported is not None:
+        return None
+    model, recipe = manifest.model, Recipe.model_validate(manifest.recipe)
+    revision = ["--revision", model.revision] if model.revision else []
+    run = _run_words(manifest.identity, manifest.run.device, recipe.data.usual_batch)
+    preset = loading.PRESETS.get(recipe.name)
+    named = recipe.name if preset and preset.hash == recipe.hash else RECIPE_FILE
+    words = ["calibrate", _name(model), *revision, "--recipe", named, *run]
+    return shlex.join(["rotationzoo", *words])
+
+
+def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> Iterator[str]:
+    """The options of the run that are not the default everywhere; none if no model ran."""
+    if "batch" not in identity:
+        return
+    for key in _RUN_KEYS:
+        value = identity.get(key)
+        if value is not None and (key != "batch" or str(value) != str(batch)):
+            yield from (f"--{key.replace('_', '-')}", str(value))
+    on_cpu = str(device).endswith(" CPU")  # else the name of a GPU
+    if on_cpu:
+        yield from ("--device", "cpu")
+    # The type is written as `torch.float32`, or `auto` where it is the checkpoint's own.
+    _, torch, dtype = str(identity.get("dtype")).partition("torch.")
+    if torch and not (on_cpu and dtype == "float32"):
+        yield from ("--dtype", dtype)
+
+
+# ---- the card
+
 
 PAPER = "2605.17757"  # on arXiv: the method's
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
@@ -71,8 +201,8 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
 
 
 def recipe_lines(recipe: Recipe) -> str:
-    """The lines of the recipe's YAML file."""
-    return yaml.safe_dump(recipe.model_dump(), sort_keys=False).strip()
+    """The lines of the recipe's YAML file. What it leaves out is as in the recipe `oscar`."""
+    return yaml.safe_dump({"extends": "oscar", **recipe.model_dump()}, sort_keys=False).strip()
 
 
 @cache
@@ -113,7 +243,7 @@ def _count_questions(arm: ArmSummary | ExactSummary) -> int:
 
 
 def _front_matter(manifest: Manifest) -> str:
-    """The YAML that hubs show and search: base model, license, data sets and results."""
+    """The YAML that hubs show and search: base model, license and data sets."""
     front: dict[str, Any] = {"library_name": "rotationzoo"}
     front["tags"], model = ["kv-cache", "2-bit", "rotation", f"arxiv:{PAPER}"], manifest.model
     # The hubs link to the base model.
@@ -124,21 +254,4 @@ def _front_matter(manifest: Manifest) -> str:
     text = manifest.calibration
     if text and manifest.imported is None and _DATA_SET.fullmatch(text.source):
         front["datasets"] = [text.source]
-    if results := _results(manifest):
-        front["model-index"] = [{"name": model_title(model), "results": results}]
     return yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
-
-
-def _results(manifest: Manifest) -> list[dict[str, Any]]:
-    """The results of the artifact's arm with the most questions, as a `model-index`."""
-    evaluation, found = manifest.metrics.evaluation, []
-    if evaluation is None or not (own := arms_of(evaluation.arms, manifest.rotations_sha256)):
-        return []
-    arm = max(own, key=_count_questions)
-    on_text = {"perplexity": arm.perplexity, "perplexity_increase": arm.perplexity_increase}
-    rows = {f"{task} (recall)": {"exact_match": each.share} for task, each in arm.tasks.items()}
-    for name, measured in ({evaluation.text.source: on_text} | rows).items():
-        data = {"name": name, "type": name if _DATA_SET.fullmatch(name) else "custom"}
-        metrics = [{"type": metric, "value": value} for metric, value in measured.items()]
-        found.append({"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics})
-    return found

@@ -15,14 +15,19 @@ from rotationzoo.artifact.measured import Measured, MeasuredArm, arms_of, served
 from rotationzoo.artifact.scores import ALL_ELSE, Decision, kept_share, plain_name
 from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS
-from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.source import model_words
 from rotationzoo.report import tables
-from rotationzoo.report.card import TURN, template_environment
+from rotationzoo.report.card import (
+    FOLDER,
+    TURN,
+    replace_words,
+    reproduce_command,
+    template_environment,
+    use_commands,
+)
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
-from rotationzoo.report.commands import FOLDER, replace_words, reproduce_command, use_commands
-from rotationzoo.report.tables import Request, layout_of, memory_table, stored_bits
+from rotationzoo.report.tables import Request, stored_bits
 from rotationzoo.words import numbers, percent
 
 FOOTER = "Made from stored figures by rotationzoo"
@@ -67,15 +72,17 @@ class Report:
     artifact: Artifact
     verdict: Advice
     arms: Arms | None
-    layout: CacheLayout
-    memory: tables.Table
+
+    def local_names(self) -> dict[str, str]:
+        """This machine's folder and model, by what commands call them."""
+        model, *_ = model_words(self.artifact)
+        of_model = {self.artifact.manifest.model.id: model, "MODEL": model}
+        return {**of_model, FOLDER: str(self.artifact.folder)}
 
     def html(self, is_local: bool = False) -> str:
         """The page. One that `is_local` names this machine's folder and model."""
-        manifest, files, named = self.artifact.manifest, self.artifact.manifest.files, {}
-        if is_local:
-            model, *_ = model_words(self.artifact)
-            named = {manifest.model.id: model, "MODEL": model, FOLDER: str(self.artifact.folder)}
+        manifest, files = self.artifact.manifest, self.artifact.manifest.files
+        named = self.local_names() if is_local else {}
         commands = [replace_words(command, named) for command in self.verdict.commands]
         made = reproduce_command(manifest)
         names = sorted(files.keys() - {ANSWERS, REPORT})  # which are made from the others
@@ -102,7 +109,7 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
     if arms is None:
-        bits = stored_bits(artifact, None, context)
+        bits = stored_bits(artifact, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
         verdict = Advice("Measure them first.", words)
     else:
@@ -112,12 +119,9 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
         if arms.chosen is not None:
             bits = request.arm_bits(arms.chosen, arms.evaluation)
             reasons.append(request.describe_saving(bits))
-        layers = [layer.index for layer in cached_layers(artifact.geometry)]
-        reasons += tables.list_exact_parts(arms.evaluation, layers)
         verdict = Advice(lead, reasons, _draw_answers(arms, request))
     commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
-    layout, memory = layout_of(artifact, measured), memory_table(artifact, measured, context)
-    return Report(artifact, replace(verdict, commands=commands), arms, layout, memory)
+    return Report(artifact, replace(verdict, commands=commands), arms)
 
 
 def label_arms(evaluation: Measured, identity: str) -> Arms:

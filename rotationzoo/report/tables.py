@@ -1,28 +1,25 @@
-"""The tables of an evaluation and of the memory of a cache, and sentences on how it was measured
-and what it does not show: the terminal, the card and the page show the same."""
+"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured and what
+it does not show: the terminal, the card and the page show the same."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from rotationzoo.artifact import measured as schema
-from rotationzoo.artifact.measured import ArmSummary, Measured, MeasuredArm, served_arm
+from rotationzoo.artifact.measured import ArmSummary, Measured, MeasuredArm
 from rotationzoo.artifact.scores import ALL_ELSE, Score
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.codec.formats import SEGMENTS, SGLANG, SIMULATED
+from rotationzoo.codec.formats import SEGMENTS, SGLANG
 from rotationzoo.codec.options import Rounding
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import CONTEXT, EXACT_BITS, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import cached_layers
-from rotationzoo.words import byte_count, change, counted, nats, number, numbers, percent
+from rotationzoo.words import byte_count, counted, number, numbers, percent
 
-_CONTEXTS = 8192, 32768, 131072
 EXACT = "exact"
 _COSTS = {
     "perplexity_increase": ("perplexity", "+.2%"),
-    "attention_kl": ("attention KL", ".4f"),
-    "output_error": ("block error", ".4f"),
     "bits_per_element": ("bits", ".2f"),
     "bits_at_length": ("bits here", ".2f"),
 }
@@ -67,7 +64,7 @@ def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) ->
     for label, recall, scores in [(EXACT, exact.all_tasks, exact.tasks), *asked]:
         errors, most = recall.standard_error, exact.all_tasks.share
         answered = share_words(recall, most, 1, errors.get("answered"))
-        lost = nats(recall.log_probability, errors.get("log_probability"))
+        lost = number(recall.log_probability, ".2f", errors.get("log_probability"))
         together.append([label, answered, lost])
         by_task.append([label, *(_score(scores[task], exact.tasks[task]) for task in tasks)])
     return [
@@ -76,21 +73,9 @@ def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) ->
     ]
 
 
-def length_table(arms: Mapping[str, schema.MeasuredArm]) -> Table:
-    """The increase of perplexity by context length."""
-    starts = sorted({bucket.from_ for arm in arms.values() for bucket in arm.by_length})
-    rows = []
-    for name, arm in arms.items():
-        increases = {bucket.from_: bucket.perplexity_increase for bucket in arm.by_length}
-        rows.append([name, *[change(increases.get(start), 1) for start in starts]])
-    columns = [f"from {start:,}" for start in starts]
-    return Table("by context length", ["arm", *columns], rows)
-
-
 def evaluation_tables(measured: Measured, window: schema.Window) -> list[Table]:
     """All tables of one pair of windows, answers first."""
-    costs = cost_table(window.arms), length_table(window.arms)
-    return [*recall_tables(measured.exact, window.arms), *costs]
+    return [*recall_tables(measured.exact, window.arms), cost_table(window.arms)]
 
 
 def _score(score: Score, most: Score) -> str:
@@ -170,23 +155,16 @@ def describe_recall(measured: Measured) -> list[str]:
     ]
 
 
-def list_exact_parts(measured: Measured, layers: Iterable[int]) -> Iterator[str]:
-    """Sentences on which of the cached `layers` stayed exact."""
-    exact = [str(layer) for layer in layers if layer not in measured.layers]
-    if measured.layers and exact:
-        yield f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact."
-
-
 # ---- memory of a cache
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request of `context` tokens. `elements` are cached per token, None if unknown; a `share` of
-    them was quantized."""
+    """A request of `context` tokens. `elements` are cached per token; a `share` of them was
+    quantized."""
 
-    context: int = CONTEXT
-    elements: int | None = None
+    context: int
+    elements: int
     share: float = 1.0
 
     @classmethod
@@ -212,8 +190,6 @@ class Request:
     @property
     def scale(self) -> tuple[float, str]:
         """The factor that turns bits per element into a unit, and that unit."""
-        if self.elements is None:
-            return 1.0, f"bits of an element at {self.context:,} tokens"
         size = self.elements * self.context / 8
         factor, unit = (1e9, "GB") if size * EXACT_BITS >= 1e9 else (1e6, "MB")
         return size / factor, f"{unit} of cache at {self.context:,} tokens"
@@ -222,44 +198,18 @@ class Request:
         """One sentence on what a cache of `bits` bits per element saves."""
         if not 0 < bits < EXACT_BITS:
             return f"At {self.context:,} tokens, the cache stays exact: nothing is saved."
-        sizes = [f"{bits:.2f} bits an element", str(EXACT_BITS)]
-        if self.elements is not None:
-            each = self.elements * self.context / 8
-            sizes = [byte_count(each * bits), byte_count(each * EXACT_BITS)]
+        each = self.elements * self.context / 8
+        held, exact = byte_count(each * bits), byte_count(each * EXACT_BITS)
         return (
-            f"At {self.context:,} tokens in every layer, the cache takes {sizes[0]} in place of "
-            f"{sizes[1]}: {EXACT_BITS / bits:.1f} times smaller."
+            f"At {self.context:,} tokens in every layer, the cache takes {held} in place of "
+            f"{exact}: {EXACT_BITS / bits:.1f} times smaller."
         )
 
 
-def layout_of(artifact: Artifact, measured: Measured | None) -> CacheLayout:
-    """The format and the windows that were measured, or the recipe's."""
-    recipe = artifact.recipe
-    if measured is None:
-        return CacheLayout.of_recipe(recipe, SEGMENTS if recipe.budget else SGLANG)
-    layout = CacheLayout.of_recipe(recipe, SIMULATED.get(measured.format, SGLANG))
-    return replace(layout, sink=measured.window.sink, recent=measured.window.recent)
-
-
-def stored_bits(artifact: Artifact, measured: Measured | None, tokens: int) -> float:
-    """Bits per element of a cache of `tokens` tokens, with all layers stored as measured, or by the
-    artifact's own budget."""
-    if measured is not None:
-        arm = served_arm(measured.window.arms, artifact.identity, measured.format)
-        assert arm is not None, "such an evaluation is not read"
-        return Request(tokens).arm_bits(arm, measured)
-    rounding: Rounding = "transform" if artifact.rotations.has_transform else "nearest"
-    codec = RotatedCodec(artifact.rotations, artifact.recipe.group_size, rounding)
-    return codec_bits(artifact.geometry, codec, layout_of(artifact, None), tokens)
-
-
-def memory_table(artifact: Artifact, measured: Measured | None, context: int) -> Table:
-    """The size of a cache at some lengths, which follows from shapes alone."""
-    elements = sum(layer.elements for layer in cached_layers(artifact.geometry))
-    rows = []
-    for tokens in sorted({*(each for each in _CONTEXTS if each < context), context}):
-        bits = stored_bits(artifact, measured, tokens)
-        size = elements * tokens / 8
-        sizes = [byte_count(size * EXACT_BITS), byte_count(size * bits)]
-        rows.append([f"{tokens:,}", *sizes, f"{EXACT_BITS / bits:.1f} times"])
-    return Table("Memory of the cache", ["tokens", "bfloat16", "rotated", "smaller"], rows)
+def stored_bits(artifact: Artifact, tokens: int) -> float:
+    """Bits per element of a cache of `tokens` tokens, as the artifact's own recipe stores it."""
+    recipe, rotations = artifact.recipe, artifact.rotations
+    rounding: Rounding = "transform" if rotations.has_transform else "nearest"
+    codec = RotatedCodec(rotations, recipe.group_size, rounding)
+    layout = CacheLayout.of_recipe(recipe, SEGMENTS if recipe.budget else SGLANG)
+    return codec_bits(artifact.geometry, codec, layout, tokens)

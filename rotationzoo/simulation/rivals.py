@@ -1,28 +1,143 @@
 """Quantized caches that a user may pick instead, simulated: KIVI's and those of engines.
 
-They are compared with the 2-bit formats, and take no calibrated rotation. `engine_formats` stores
-their rows. llama.cpp first multiplies rows with Hadamard matrices, since pull request 21038:
-`src/llama-kv-cache.cpp` (`build_input_k_rot`, `build_input_v_rot`).
+They are compared with the 2-bit formats, and take no calibrated rotation. `ENGINE_CACHES` has those
+of engines, each written anew from the engine's source. Rows are `[..., D]`, float32. Sources:
+
+* llama.cpp: `ggml/src/ggml-quants.c` (`quantize_row_q4_0_ref`), after rows were multiplied with
+  Hadamard matrices (`src/llama-kv-cache.cpp`: `build_input_k_rot`, `build_input_v_rot`);
+* vLLM: `vllm/v1/attention/ops/int4_per_token_head.py`; for TurboQuant (arXiv 2504.19874)
+  `vllm/v1/attention/ops/triton_turboquant_store.py`, `triton_turboquant_decode.py` and
+  `vllm/model_executor/layers/quantization/turboquant/`. Its FP8 cache is SGLang's, too;
+* ExLlamaV3: `exllamav3/exllamav3_ext/cache/q_cache_kernels.cuh`, without its compander, which is
+  off by default.
+
+16-bit scales have the model's dtype in engines, and are always float16 here.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from rotationzoo.codec import int2
 from rotationzoo.errors import UsageError
 from rotationzoo.geometry import Geometry, cached_layers
-from rotationzoo.linalg.hadamard import hadamard
+from rotationzoo.linalg.compositions import hadamard
 from rotationzoo.rotations import SIDES
-from rotationzoo.simulation import engine_formats as engines
-from rotationzoo.simulation.engine_formats import BLOCK, TILE
+
+BLOCK = 32
+"""Channels that share a scale in llama.cpp and ExLlamaV3."""
+_FP8_LARGEST = 448.0
+_SMALLEST_ROTATION = 64  # llama.cpp rotates head dimensions that are multiples of this
+_SIGN_SEED = 0x9E3779B9  # of vLLM's random signs
+_ITERATIONS = 1000  # enough for Lloyd-Max centroids of 4 bits to converge to 1e-9
+
+
+def read_q4_0(rows: torch.Tensor) -> torch.Tensor:
+    """llama.cpp's q4_0: blocks of 32 channels, codes -8 to 7 (-8: the largest), float16 scale."""
+    blocks = torch.unflatten(rows, -1, (-1, BLOCK))
+    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
+    codes = (blocks * torch.where(scale == 0, 0, 1 / scale) + 8.5).trunc().clamp(max=15)
+    return ((codes - 8) * _as_half(scale)).flatten(-2)
+
+
+def read_fp8(rows: torch.Tensor) -> torch.Tensor:
+    """FP8 (e4m3) with the scale 1, which saturates."""
+    return rows.clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).float()
+
+
+def read_int4_per_token_head(rows: torch.Tensor) -> torch.Tensor:
+    """vLLM's `int4_per_token_head`: random signs, an unnormalized Hadamard matrix, then codes 0 to
+    15 with one scale and an integer zero. The zero takes the lowest four bits of the scale."""
+    dim = rows.shape[-1]
+    matrix = (_signs(dim)[:, None] * hadamard(dim) * math.sqrt(dim)).to(rows.device, torch.float32)
+    rotated = rows @ matrix
+    low, high = rotated.amin(-1, keepdim=True), rotated.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).clamp(min=1e-6)
+    zero = _round_away(-low / scale).clamp(0, 15)
+    codes = _round_away(rotated / scale + zero).clamp(0, 15)
+    stored = (scale.view(torch.int32) & -16 | zero.int()).view(torch.float32)
+    return (codes - zero) * stored @ matrix.mT / dim
+
+
+def read_lloyd_max(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """TurboQuant's keys in vLLM: the direction of a row, times a Hadamard matrix, rounded to
+    Lloyd-Max centroids and normalized again, and the row's norm in float16."""
+    matrix = hadamard(rows.shape[-1]).to(rows.device, torch.float32)
+    norm = rows.norm(dim=-1, keepdim=True)
+    rotated = rows / (norm + 1e-8) @ matrix
+    # Of the channels of a random direction.
+    deviation: float = rows.shape[-1] ** -0.5
+    centroids = (gaussian_centroids(bits) * deviation).to(rows.device, torch.float32)
+    midpoints = (centroids[1:] + centroids[:-1]) / 2
+    directions = centroids[torch.bucketize(rotated, midpoints, right=True)]
+    directions = directions / directions.square().sum(-1, keepdim=True).add(1e-16).sqrt()
+    return directions * _as_half(norm) @ matrix.mT
+
+
+@cache
+def gaussian_centroids(bits: int) -> torch.Tensor:
+    """The `2^bits` centroids of N(0, 1) with the least mean squared error, ascending, float64:
+    the Lloyd-Max quantizer (Lloyd 1982, Max 1960), which TurboQuant rounds keys with.
+
+    Each centroid is the mean of the distribution between the midpoints to its neighbors. The mean
+    between a and b is `(phi(a) - phi(b)) / (Phi(b) - Phi(a))`.
+    """
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    end = torch.full((1,), torch.inf, dtype=torch.float64)
+    quantiles = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
+    centroids: torch.Tensor = normal.icdf(quantiles)
+    for _ in range(_ITERATIONS):
+        edges = torch.cat([-end, (centroids[1:] + centroids[:-1]) / 2, end])
+        density = normal.log_prob(edges).exp()
+        mass = normal.cdf(edges)
+        centroids = (density[:-1] - density[1:]) / (mass[1:] - mass[:-1])
+    return centroids
+
+
+def read_uniform(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """TurboQuant's values in vLLM: unrotated, with a minimum and a scale a row in float16."""
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    steps = (1 << bits) - 1
+    scale = ((high - low) / steps).clamp(min=1e-8)
+    codes = ((rows - low) / scale + 0.5).trunc().clamp(0, steps)
+    return codes * _as_half(scale) + _as_half(low)
+
+
+def read_exl3(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """ExLlamaV3: blocks of 32 channels times a Hadamard matrix, mid-rise codes, float16 maximum."""
+    matrix = hadamard(BLOCK).to(rows.device, torch.float32)
+    blocks = torch.unflatten(rows, -1, (-1, BLOCK)) @ matrix
+    largest = blocks.abs().amax(-1, keepdim=True) + 1e-10
+    half = 1 << (bits - 1)
+    codes = (blocks / largest * half + half).floor().clamp(0, 2 * half - 1)
+    levels = (codes - half + 0.5) / half
+    return (levels * _as_half(largest) @ matrix).flatten(-2)
+
+
+def _round_away(steps: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest integer, halves away from zero, as C's `roundf` does."""
+    return (steps.abs() + 0.5).floor() * steps.sign()
+
+
+def _as_half(number: torch.Tensor) -> torch.Tensor:
+    return number.half().float()
+
+
+@cache
+def _signs(dim: int) -> torch.Tensor:
+    """vLLM's random signs `[D]`, the same on every machine."""
+    generator = torch.Generator().manual_seed(_SIGN_SEED)
+    heads = torch.bernoulli(torch.full((dim,), 0.5), generator=generator)
+    return (2 * heads - 1).double()
+
+
+# ---- caches
 
 _KIVI = int2.Format(interpolated=False, metadata="float16", offset="minimum", packing="consecutive")
 """Codes are `(x - minimum) / scale`, rounded, with scale and minimum in float16 and no clip."""
-_SMALLEST_ROTATION = 64  # llama.cpp rotates head dimensions that are multiples of this
 
 
 @dataclass(frozen=True)
@@ -41,17 +156,12 @@ class Storage:
     """Successive tokens that are quantized together: they divide T."""
 
 
-@dataclass(frozen=True)
-class EngineCache:
-    """A quantized cache of an engine."""
+EngineCache = dict[str, Storage]
+"""How an engine stores each side, `key` and `value`."""
 
-    engine: str
-    key: Storage
-    value: Storage
 
-    def side(self, name: str) -> Storage:
-        """The storage of a side, `key` or `value`."""
-        return {"key": self.key, "value": self.value}[name]
+def _both(storage: Storage) -> EngineCache:
+    return {"key": storage, "value": storage}
 
 
 def _rotated(
@@ -69,74 +179,34 @@ def _rotated(
     return (stored @ matrix.mT).flatten(-2)
 
 
-def _llama_cpp(read: Callable[[torch.Tensor], torch.Tensor], bits: int) -> EngineCache:
-    key, value = (partial(_rotated, read=read, whole=whole) for whole in (True, False))
-    return EngineCache("llama.cpp", _in_blocks(key, bits), _in_blocks(value, bits))
-
-
 def _in_blocks(read: Callable[[torch.Tensor], torch.Tensor], bits: int) -> Storage:
     """Blocks of 32 channels with a float16 scale."""
     return Storage(read, bits + 16 / BLOCK, group=BLOCK)
 
 
 def _turboquant(key_bits: int, value_bits: int) -> EngineCache:
-    """Keys of 8 bits are FP8."""
-    key = Storage(partial(engines.read_lloyd_max, bits=key_bits), key_bits, row_bits=16)
-    value = Storage(partial(engines.read_uniform, bits=value_bits), value_bits, row_bits=32)
-    return EngineCache("vLLM", _FP8 if key_bits == 8 else key, value)
+    key = Storage(partial(read_lloyd_max, bits=key_bits), key_bits, row_bits=16)
+    value = Storage(partial(read_uniform, bits=value_bits), value_bits, row_bits=32)
+    return {"key": key, "value": value}
 
 
 def _exl3(bits: int) -> EngineCache:
-    each = _in_blocks(partial(engines.read_exl3, bits=bits), bits)
-    return EngineCache("ExLlamaV3", each, each)
+    return _both(_in_blocks(partial(read_exl3, bits=bits), bits))
 
 
-def _mlx(bits: int) -> EngineCache:
-    read = partial(engines.read_mlx, bits=bits)
-    each = Storage(read, bits + 32 / engines.MLX_GROUP, group=engines.MLX_GROUP)
-    return EngineCache("mlx-lm", each, each)
-
-
-def _kvarn(key_bits: int, value_bits: int) -> EngineCache:
-    """A channel of a tile has a scale and a minimum and a token a scale; of values, vice versa."""
-    key = partial(engines.read_kvarn, bits=key_bits, per_channel=True)
-    value = partial(engines.read_kvarn, bits=value_bits, per_channel=False)
-    return EngineCache(
-        "KVarN",
-        Storage(key, key_bits + 32 / TILE, row_bits=16, tokens=TILE),
-        Storage(value, value_bits + 16 / TILE, row_bits=32, tokens=TILE),
-    )
-
-
-_Q4_0, _FP8 = _in_blocks(engines.read_q4_0, 4), Storage(engines.read_fp8, 8)
-_INT4 = Storage(engines.read_int4_per_token_head, 4, row_bits=32)
-_NVFP4 = Storage(engines.read_nvfp4, 4 + 8 / engines.NVFP4_BLOCK, group=engines.NVFP4_BLOCK)
-_LMDEPLOY = EngineCache(
-    "LMDeploy",
-    Storage(partial(engines.read_lmdeploy, bits=3, with_signs=True), 4, row_bits=32),
-    Storage(partial(engines.read_lmdeploy, bits=2, with_signs=False), 2, row_bits=16),
-)
-
-ENGINE_CACHES = {
-    "q8_0": _llama_cpp(engines.read_q8_0, 8),
-    "q4_0": _llama_cpp(engines.read_q4_0, 4),
-    "q4_0-unrotated": EngineCache("llama.cpp, LLAMA_ATTN_ROT_DISABLE=1", _Q4_0, _Q4_0),
-    "fp8": EngineCache("vLLM, SGLang", _FP8, _FP8),
-    "int4_per_token_head": EngineCache("vLLM", _INT4, _INT4),
-    "turboquant_k8v4": _turboquant(8, 4),
+ENGINE_CACHES: dict[str, EngineCache] = {
+    "q4_0": {
+        "key": _in_blocks(partial(_rotated, read=read_q4_0, whole=True), 4),
+        "value": _in_blocks(partial(_rotated, read=read_q4_0, whole=False), 4),
+    },
+    "fp8": _both(Storage(read_fp8, 8)),
+    "int4_per_token_head": _both(Storage(read_int4_per_token_head, 4, row_bits=32)),
     "turboquant_4bit_nc": _turboquant(4, 4),
     "turboquant_k3v4_nc": _turboquant(3, 4),
     "turboquant_3bit_nc": _turboquant(3, 3),
-    "kvarn-k2v2": _kvarn(2, 2),
-    "kvarn-k4v2": _kvarn(4, 2),
     "exl3-2": _exl3(2),
     "exl3-3": _exl3(3),
     "exl3-4": _exl3(4),
-    "lmdeploy-42": _LMDEPLOY,
-    "mlx-2": _mlx(2),
-    "mlx-3": _mlx(3),
-    "mlx-4": _mlx(4),
-    "nvfp4": EngineCache("vLLM, TensorRT-LLM", _NVFP4, _NVFP4),
 }
 """The caches by the names that their engines give them, or by engine and bits."""
 
@@ -178,7 +248,7 @@ class RivalCodec:
     def of_engine(cls, name: str) -> "RivalCodec":
         """The codec of one of `ENGINE_CACHES`."""
         cache = ENGINE_CACHES[name]
-        return cls(lambda side, dim: cache.side(side))
+        return cls(lambda side, dim: cache[side])
 
     @property
     def token_group(self) -> int:
@@ -213,7 +283,7 @@ def check_engine_cache(name: str, geometry: Geometry) -> None:
             problem = f"{name} stores keys and values, and this model caches {layer.cached.words}"
             raise UsageError(problem, f"leave {name} out of --rivals")
         for side in SIDES:
-            group, dim = ENGINE_CACHES[name].side(side).group, layer.dims[side]
+            group, dim = ENGINE_CACHES[name][side].group, layer.dims[side]
             if dim % group:
                 has = f"{side}s of layer {layer.index} have {dim}"
                 problem = f"{name} stores {group} channels together, and {has}"

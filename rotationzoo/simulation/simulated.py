@@ -4,14 +4,13 @@ A server keeps the first `sink` and the last `recent` tokens of a request exact.
 a position therefore read it exact, and later queries read it quantized. To simulate this in one
 pass over whole rows, the model's own attention function is called on keys and values
 `[exact; quantized]` of twice the length. A mask shows each query one of the two copies of each
-position (`TwoCopyMask`). The model's own sliding windows, soft cap and attention sinks still apply.
+position (`mask_blocks`). The model's own sliding windows, soft cap and attention sinks still apply.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -25,84 +24,34 @@ from rotationzoo.model.capture import Attention, Call, intercept
 from rotationzoo.model.latent import cached_of
 from rotationzoo.model.long_masks import LongMask, query_blocks, seen_keys
 
-KEPT_BYTES = 2**28
-"""Bytes of blocks kept for later layers: those of 16,384 tokens. Longer rows' are made again."""
+
+def mask_blocks(
+    attend: Attention, cache: CacheLayout, query: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """For blocks of the queries `[B, H, T, D]` of one attention call: the queries, the `[exact;
+    quantized]` positions that they see, and their mask. It is made from the model's own, None of
+    which is plain causal. Raises `UnsupportedModel` for a mask of another shape."""
+    length, device = query.shape[2], query.device
+    positions = torch.arange(length, device=device)
+    for queries in query_blocks(length):
+        single = _own_rows(attend, queries, positions)
+        # Of all queries, it would take 34 GB for 131,072 tokens.
+        mask = _both_copies(single, cache.exact_for(positions[queries], length))
+        seen = seen_keys(mask)
+        yield queries, seen, mask[..., seen]
 
 
-@dataclass(frozen=True)
-class Block:
-    """A block of queries, the `[exact; quantized]` positions that it sees, and their mask."""
-
-    queries: slice
-    seen: torch.Tensor
-    mask: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TwoCopyMask:
-    """The two-copy mask made from the model's own mask of one attention call, block by block.
-
-    `attend` (whose mask None is plain causal), `device` and `length` (T queries and as many keys)
-    identify the mask that it is made from.
-    """
-
-    attend: Attention
-    cache: CacheLayout
-    device: torch.device
-    length: int
-    _kept: list[Block] = field(default_factory=list)
-
-    def blocks(self) -> Iterator[Block]:
-        """The mask in blocks of queries, each with only the positions that it sees."""
-        kept_bytes = sum(block.mask.nbytes for block in self._kept)
-        for number, queries in enumerate(query_blocks(self.length)):
-            if number < len(self._kept):
-                yield self._kept[number]
-                continue
-            mask = self.rows(queries)
-            seen = seen_keys(mask)
-            block = Block(queries, seen, mask[..., seen])
-            kept_bytes += block.mask.nbytes
-            if kept_bytes <= KEPT_BYTES:
-                self._kept.append(block)
-            yield block
-
-    def rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
-        """The two-copy mask `[B or 1, 1, q, 2T]` of some queries, of the own mask's kind (of all:
-        34 GB for 131,072 tokens). Raises `UnsupportedModel` for a mask of another shape."""
-        single = self._own_rows(queries)
-        positions = torch.arange(self.length, device=self.device)[queries]
-        return _both_copies(single, self.cache.exact_for(positions, self.length))
-
-    def _own_rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
-        """The model's own mask `[B or 1, 1, q, T]` of some of the queries."""
-        mask, length = self.attend.mask, self.length
-        if mask is None:
-            keys = torch.arange(length, device=self.device)
-            return (keys <= keys[queries][:, None])[None, None]
-        if len(mask.shape) != 4 or tuple(mask.shape[-2:]) != (length, length):
-            raise UnsupportedModel(
-                f"{type(self.attend.module).__name__} masks its attention in a way that cannot "
-                "show it a second copy of its cache"
-            )
-        if isinstance(mask, LongMask):
-            return mask.rows(queries) if isinstance(queries, slice) else mask.at(queries)
-        return mask[:, :, queries]
-
-    def fits(self, attend: Attention, length: int, device: torch.device) -> bool:
-        """Whether this mask was made from the same model mask, length and device; content
-        counts."""
-        if self.device != device or self.length != length:
-            return False
-        mask, other = self.attend.mask, attend.mask
-        if mask is None or other is None or mask is other:
-            return mask is other
-        if isinstance(mask, LongMask):
-            return isinstance(other, LongMask) and mask.equals(other)
-        if isinstance(other, LongMask):
-            return False
-        same_kind = (mask.device, mask.dtype) == (other.device, other.dtype)
-        return same_kind and torch.equal(mask, other)
+def _own_rows(attend: Attention, queries: slice, positions: torch.Tensor) -> torch.Tensor:
+    """The model's own mask `[B or 1, 1, q, T]` of some of the queries."""
+    mask, length = attend.mask, len(positions)
+    if mask is None:
+        return (positions <= positions[queries][:, None])[None, None]
+    if len(mask.shape) != 4 or tuple(mask.shape[-2:]) != (length, length):
+        raise UnsupportedModel(
+            f"{type(attend.module).__name__} masks its attention in a way that cannot "
+            "show it a second copy of its cache"
+        )
+    return mask.rows(queries) if isinstance(mask, LongMask) else mask[:, :, queries]
 
 
 def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -113,27 +62,9 @@ def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
 
 
-def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a boolean mask (True = attend) to one that is added to the scores."""
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    hidden = torch.finfo(dtype).min
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, hidden)
-
-
 TOKENS = 16384
 """Tokens that are quantized at a time. The codec takes about ten times the bytes of its rows, most
 of them to sort magnitudes: 5 GB for 131,072 tokens of 8 heads of 128."""
-_ROUNDING = 1e-5  # a softmax in float32 sums to 1 within this
-SCORES = 2**26
-"""Attention scores that are compared at a time: 256 MB, and several times that in float64."""
-
-Pair = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`(layer, simulated, exact)`: both are computed from the same input."""
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing."""
 
 
 class SimulatedCodec(Sized, Protocol):
@@ -149,16 +80,6 @@ class SimulatedCodec(Sized, Protocol):
 
 
 @dataclass(frozen=True)
-class Observers:
-    """Receivers of what a simulation compares, layer by layer. One that is left out ignores it."""
-
-    output: Pair = _ignore
-    """The attention block's outputs `[B, T, hidden]`, after the output projection."""
-    kl: Pair = _ignore
-    """`(layer, divergence, positions)`: KL `[B, Q]` of attention, the mean of heads, at `[Q]`."""
-
-
-@dataclass(frozen=True)
 class Simulation:
     """A model that reads its keys and values as a codec stores them, through one cache."""
 
@@ -167,101 +88,32 @@ class Simulation:
     geometry: Geometry
     layers: set[int]
     """Layers that read their cache in 2 bits; the others read it exact."""
-    queries: torch.Tensor | None = None
-    """Positions `[Q]` of the queries whose attention is compared; None skips the comparison."""
 
     @contextmanager
-    def running(
-        self,
-        model: PreTrainedModel,
-        modules: Mapping[int, torch.nn.Module] | None = None,
-        observers: Observers | None = None,
-    ) -> Iterator[None]:
-        """Make the model read its cache through the codec while the context is open.
+    def running(self, model: PreTrainedModel) -> Iterator[None]:
+        """Make the model read its cache through the codec while the context is open."""
+        with intercept(model, self.attend):
+            yield
 
-        Every attention call of a simulated layer goes to `_SimulatedAttention`, which builds both
-        copies of keys and values, and returns the output from the 2-bit cache. After each of the
-        observed attention `modules`, by layer, the module runs again on the same input with the
-        simulation switched off. The `observers` receive what is compared.
-        """
-        attention = _SimulatedAttention(self, observers)
-        hooks = []
-        for layer, module in (modules or {}).items():
-            if layer in self.layers and observers is not None:
-                compare = partial(attention.compare_block, partial(observers.output, layer))
-                hooks.append(module.register_forward_hook(compare, with_kwargs=True))
-        try:
-            with intercept(model, attention):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-class _SimulatedAttention:
-    """Stands in for the model's attention function while a simulation runs."""
-
-    def __init__(self, simulation: Simulation, observers: Observers | None):
-        self.simulation = simulation
-        self.observers = observers
-        self.owners = {layer.index: layer.owner for layer in simulation.geometry}
-        token_group = simulation.codec.token_group
-        self.cache = replace(simulation.cache, token_group=token_group)
-        self.masks: list[TwoCopyMask] = []
-        self.switched_off = False
-
-    def compare_block(
-        self,
-        observe: Callable[[torch.Tensor, torch.Tensor], None],
-        module: torch.nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-    ) -> None:
-        """A forward hook that reruns an attention module exactly, and compares both outputs."""
-        self.switched_off = True
-        try:
-            # Call `forward`, because calling the module itself would run this hook again.
-            exact = module.forward(*args, **kwargs)
-        finally:
-            self.switched_off = False
-        observe(_hidden_states(output), _hidden_states(exact))
-
-    def __call__(self, call: Call) -> torch.Tensor:
-        """The attention output `[B, T, H_q, D_v]`, as an `Intercept`."""
-        layer, query, key, attend = call.layer, call.query, call.key, call.attend
-        if self.switched_off or layer not in self.simulation.layers:
+    def attend(self, call: Call) -> torch.Tensor:
+        """The attention output `[B, T, H_q, D_v]` of a call, as an `Intercept`."""
+        if call.layer not in self.layers:
             return call.run()
-        assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
+        query, outputs = call.query, []
+        assert query.shape[2] == call.key.shape[2], "a simulation reads whole rows"
         keys, values = self._read_cache(call)
-        mask = self._mask_for(attend, query)
-        queries = self.simulation.queries
-        if queries is not None and self.observers is not None:
-            with suppress(UnsupportedModel):  # without eager attention, there are no weights
-                kl = _attention_kl(attend, query, key, keys, mask, queries)
-                self.observers.kl(layer, kl.mean(1), queries)
-        outputs = []
+        cache = replace(self.cache, token_group=self.codec.token_group)
         # Each block of queries reads only the positions that it sees.
-        for block in mask.blocks():
-            read = replace(attend, mask=block.mask)
-            seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
-            outputs.append(read(query[:, :, block.queries], seen_keys, seen_values))
+        for queries, seen, mask in mask_blocks(call.attend, cache, query):
+            read = replace(call.attend, mask=mask)
+            outputs.append(read(query[:, :, queries], keys[:, :, seen], values[:, :, seen]))
         return torch.cat(outputs, dim=1)
 
-    def _mask_for(self, attend: Attention, query: torch.Tensor) -> TwoCopyMask:
-        """The mask for an attention call, shared by all layers with the same mask and device."""
-        length, device = query.shape[2], query.device
-        for mask in self.masks:
-            if mask.fits(attend, length, device):
-                return mask
-        # Masks of an earlier row of another length are not asked for again.
-        self.masks = [mask for mask in self.masks if mask.length == length]
-        self.masks.append(TwoCopyMask(attend, self.cache, device, length))
-        return self.masks[-1]
-
     def _read_cache(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[exact; quantized]` of twice the length."""
-        cached, owner, exact, quantized = cached_of(call), self.owners[call.layer], {}, {}
+        """Keys and values `[exact; quantized]` of twice the length, as the layer that owns the
+        cache stores them."""
+        owner = next(layer.owner for layer in self.geometry if layer.index == call.layer)
+        cached, exact, quantized = cached_of(call), {}, {}
         for side, rows in cached.sides.items():
             exact[side], quantized[side] = self._both_copies(rows, owner, side)
         both = zip(cached.read(exact), cached.read(quantized), strict=True)
@@ -271,8 +123,8 @@ class _SimulatedAttention:
     def _both_copies(
         self, rows: torch.Tensor, owner: int, side: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of a side exact, and quantized as the layer that owns the cache stores them."""
-        codec, cache = self.simulation.codec, self.simulation.cache
+        """Rows of a side exact, and quantized as the layer `owner` stores them."""
+        codec, cache = self.codec, self.cache
         exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token. Groups of tokens begin after the sink.
         quantized, step = [], TOKENS // codec.token_group * codec.token_group
@@ -280,48 +132,3 @@ class _SimulatedAttention:
             part = rows[:, :, first : first + step]
             quantized.append(codec.fake_quantize(part, owner, side, cache.format))
         return exact, torch.cat([exact[:, :, : cache.sink], *quantized], dim=2)
-
-
-def _hidden_states(output: Any) -> torch.Tensor:
-    """The hidden states of a module that returns them alone or in a tuple."""
-    return cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
-
-
-def _attention_kl(
-    attend: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    keys: torch.Tensor,
-    mask: TwoCopyMask,
-    queries: torch.Tensor,
-) -> torch.Tensor:
-    """`KL(exact || simulated)` `[B, H_q, Q]` of the attention of queries at some positions `[Q]`.
-    `query` and `key` are the exact model's, and `keys` `[exact; quantized]` the simulated cache's.
-    """
-    batch, heads, length, _ = query.shape
-    size = max(1, SCORES // (batch * heads * keys.shape[2]))
-    at, parts = queries.to(query.device), []
-    for positions in at.split(size):
-        rows, some = as_additive(mask.rows(positions), torch.float32), query[:, :, positions]
-        # The query sees a position if it sees either copy.
-        visible = torch.maximum(rows[..., :length], rows[..., length:])
-        exact = replace(attend, mask=visible).weights(some, key)
-        both = replace(attend, mask=rows).weights(some, keys)
-        simulated = both[..., :length] + both[..., length:]
-        # In float64: of nearly equal weights, it is a small difference of large terms.
-        parts.append(divergence(exact.double(), simulated.double()))
-    return torch.cat(parts, dim=2)
-
-
-def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """`KL(exact || attention)` `[...]`, in nats, of attention weights `[..., T]`. The part of the
-    probability that a model's own attention sinks take counts as one more position."""
-    p, q = _with_rest(exact), _with_rest(attention)
-    # `xlogy` makes positions that the exact model ignores 0; the clamp avoids infinities.
-    return (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1)
-
-
-def _with_rest(weights: torch.Tensor) -> torch.Tensor:
-    """Append the probability that is missing from 1, beyond rounding, as one more position."""
-    rest = 1 - weights.sum(-1, keepdim=True)
-    return torch.cat([weights, rest.where(rest > _ROUNDING, 0)], dim=-1)

@@ -141,7 +141,7 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
 
 
 def _list_figures(artifact: Artifact) -> index.Listed:
-    bits = round(stored_bits(artifact, None, CONTEXT), 4)
+    bits = round(stored_bits(artifact, CONTEXT), 4)
     evaluation = artifact.manifest.metrics.evaluation
     arm = evaluation and served_arm(evaluation.arms, artifact.identity, evaluation.format)
     increase = arm.perplexity_increase if arm else None

@@ -45,22 +45,20 @@ from rotationzoo.codec.formats import SGLANG
 from rotationzoo.codec.size import codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import KIVI, build_arms, build_baselines, check_rivals
+from rotationzoo.evaluation.arms import KIVI, RIVALS, build_arms, build_baselines
 from rotationzoo.geometry import Geometry
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import HiddenStates, divergence_of, run_decoder
 from rotationzoo.model.source import fetch, find
-from rotationzoo.recall.answers import Answers, join_answers, read_answers
-from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recall.prompts import Answers, Prompt, join_answers, read_answers
+from rotationzoo.simulation.rivals import check_engine_cache
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
 from real_questions import LENGTHS, SPLITS, TASKS
 
-OTHERS = (
-    "kvarn-k2v2", "exl3-2", KIVI, "turboquant_3bit_nc", "kvarn-k4v2", "exl3-3", "q4_0", "fp8",
-)  # fmt: skip
+OTHERS = ("exl3-2", KIVI, "turboquant_3bit_nc", "exl3-3", "q4_0", "fp8")
 """Arms of part k."""
 TEXT_LENGTH = 2048
 
@@ -172,7 +170,8 @@ def list_rivals(
     able = []
     for name in OTHERS:
         try:
-            check_rivals([name], geometry)
+            if name in RIVALS:
+                check_engine_cache(name, geometry)
             able.append(name)
         except UsageError as error:
             print(error)

@@ -21,9 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.cache import stream as stream_module
-from rotationzoo.cache.decoding_step import LazyRows, MaskCheck
 from rotationzoo.cache.layer import Padding, RotatedLayer
-from rotationzoo.cache.paged_attention import PageReader
+from rotationzoo.cache.paged_attention import LazyRows, MaskCheck, PageReader
 from rotationzoo.cache.stream import READ_TOGETHER, Reach, Stream
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores

@@ -62,7 +62,7 @@ def recipe_without_a_sink():
 def test_a_finished_run_is_one_of_the_same_images(run, folder):
     assert run("--output", "out", "--quick").returncode == 0
     assert "already done" in run("--output", "out", "--quick").stderr
-    assert "with other images" in refused(run("--output", "out", "--quick", images=None))
+    assert "another recipe or text" in refused(run("--output", "out", "--quick", images=None))
 
 
 def test_a_recipe_of_text_keeps_its_hash():

@@ -19,8 +19,7 @@ from rotationzoo.model.capture import decoder
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.text.media import read_media_corpus
-from rotationzoo.text.rows import MediaRow
+from rotationzoo.text.rows import MediaRow, read_media_corpus
 
 SINK = 4
 OTHERS = {"qwen2_5_vl", "gemma4"}

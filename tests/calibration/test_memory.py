@@ -12,10 +12,9 @@ from support import architectures
 from support.jobs import SMALL, interrupt_after, job, rotation_bytes
 from support.models import save_tiny
 
-from rotationzoo.calibration import memory
+from rotationzoo.calibration import plan as memory
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.memory import SIZED, Footprint, choose_batch
-from rotationzoo.calibration.plan import plan
+from rotationzoo.calibration.plan import SIZED, Footprint, choose_batch, plan
 from rotationzoo.errors import UsageError
 from rotationzoo.model import placement
 from rotationzoo.model.placement import USABLE, memory_limits, place_weights

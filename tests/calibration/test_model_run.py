@@ -19,8 +19,7 @@ from support.tensors import stored_statistics
 
 from rotationzoo.calibration import plan as plans
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.memory import SIZED
-from rotationzoo.calibration.plan import plan
+from rotationzoo.calibration.plan import SIZED, plan
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError

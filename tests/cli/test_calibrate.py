@@ -147,14 +147,6 @@ def test_the_fewest_bits_that_keep_enough_are_found_and_served(inside, induction
     assert "nothing shows that 99.9% of the answers are kept" in refused.stderr
 
 
-def test_a_dry_run_prices_the_questions(inside, tiny):
-    words = ["calibrate", tiny, "--keep", 90, "--lengths", 100, "--dry-run"]
-    priced = json.loads(inside(*words, "--json").stdout)["question_tokens"]
-    # Five tasks of 128 questions, 8 or fewer in a prompt, through the exact cache and five others.
-    assert priced >= 5 * 128 / 8 * 100 * 6
-    assert f"asks questions in rounds: at most {priced:,} tokens" in inside(*words).stdout
-
-
 # ---- interrupted
 
 WORDS = ["--quick", "--tokens", "8192", "--length", "512", "--batch", "1", "--output"]

@@ -44,7 +44,7 @@ def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
     assert ("(segments)" in shown.stdout, "(segments)" in quick.stdout) == (True, False)
     assert "Note: it cannot be calibrated yet: tiny has no readable tokenizer" in shown.stderr
     assert "Next: rotationzoo calibrate tiny --tokens 256 --length 128\n" in shown.stderr
-    monkeypatch.setattr("rotationzoo.calibration.memory.total_memory", lambda *_, **__: 1000)
+    monkeypatch.setattr("rotationzoo.calibration.plan.total_memory", lambda *_, **__: 1000)
     shown = inside("calibrate", "tiny", "--tokens", "256", "--length", "128", "--dry-run")
     assert shown.stderr.endswith("--length 128 --device-map auto\n")
 

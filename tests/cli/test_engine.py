@@ -16,7 +16,7 @@ from support.vllm import pretend, server_settings
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.reductions import Request
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.options import build_settings
+from rotationzoo.cache.rotated import build_settings
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions

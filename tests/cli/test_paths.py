@@ -52,7 +52,7 @@ def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     measured = SMALL.model_copy(update={"source": texts})
     copy = Path(shutil.copytree(artifact.folder, home / "other" / "out"))
     folders, tasks = [artifact.folder, copy], TaskSettings(())
-    job = Evaluation(model, folders, measured, device="cpu", queries=2, tasks=tasks, baselines=())
+    job = Evaluation(model, folders, measured, device="cpu", tasks=tasks, baselines=())
     with short_probes():
         report = evaluate(replace(job, save_to=[artifact.folder]))
     assert len(report["arms"]) == 2

@@ -108,19 +108,6 @@ def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
     succeeded(inside(*shlex.split(generate)[1:], *short))
 
 
-def test_published_rotations_are_named(inside, monkeypatch):
-    from rotationzoo.model import source
-
-    hub = source.Source("Qwen/Qwen3-8B", source.DEMO, "0" * 40)
-    monkeypatch.setattr("rotationzoo.capacity.plan.find", lambda *_: hub)
-    result = inside("plan", "Qwen/Qwen3-8B")
-    assert "rotationzoo pull Qwen/Qwen3-8B\n" in result.stderr
-    report = json.loads(inside("plan", "Qwen/Qwen3-8B", "--json").stdout)
-    assert {entry["model"] for entry in report["zoo"]} == {"Qwen/Qwen3-8B"}
-    scaled = inside("plan", "Qwen/Qwen3-8B", "--rope-scaling", "yarn:4")
-    assert "pull" not in scaled.stderr, "these were made for the positions of the config"
-
-
 def test_an_unusual_model_is_built_without_noise(inside):
     """A hybrid one, of which transformers warns that fast kernels are missing."""
     save_family("qwen3_5", inside.folder / "hybrid", weights=False)

@@ -281,7 +281,7 @@ def test_bound_to_the_model_that_the_user_names(tiny, of_tiny, tmp_path):
     assert verify(artifact, str(tiny)).ok, verify(artifact, str(tiny)).problems
     for name, tensor in stored_rotations(own).items():
         assert torch.equal(stored_rotations(artifact)[name], tensor), name
-    options = dict(device="cpu", queries=4, tasks=TaskSettings(()))
+    options = dict(device="cpu", tasks=TaskSettings(()))
     folders = [own.folder, artifact.folder]
     arms = evaluate(Evaluation(str(tiny), folders, TEXT, **options))["arms"]
     assert arms["bound"]["perplexity"] == arms["own"]["perplexity"]

@@ -2,11 +2,8 @@
 what is noted, and what is followed."""
 
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 import transformers
 from support.engine_artifacts import exported
 from support.models import save_tiny
@@ -15,18 +12,15 @@ from support.reports import evaluate
 from rotationzoo import RotatedCache
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.codec.formats import SEGMENTS, SGLANG, VLLM
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.prepare import Evaluation, float16_notes
+from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.linalg.moments import Average
 from rotationzoo.model.compatibility import settle_rope_scaling
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import with_rope_scaling
 from rotationzoo.recipe.rope import scaling_of
-from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 from rotationzoo.text.documents import BUNDLED
 
 SMALL = Data(tokens=1024, length=256)
@@ -34,26 +28,10 @@ ONE_ROW = Data(tokens=512, length=512)
 
 
 def job_of(model, *artifacts, text=ONE_ROW, **options) -> Evaluation:
-    """An evaluation that is quick: without questions, and without attention compared."""
+    """An evaluation that is quick: without questions."""
     folders = [getattr(artifact, "folder", artifact) for artifact in artifacts]
-    quick = {"windows": [(4, 16)], "queries": 0, "tasks": TaskSettings(()), "device": "cpu"}
+    quick = {"windows": [(4, 16)], "tasks": TaskSettings(()), "device": "cpu"}
     return Evaluation(str(model), folders, text, **quick | options)
-
-
-@pytest.mark.parametrize(("mean", "is_far"), [(-300.0, True), (-100.0, False)])
-def test_keys_far_from_zero_want_scales_in_float32(mean, is_far):
-    """Channels of deviation 1 have a range of 4, so 34 ranges are 136."""
-    rotation = Rotation(torch.eye(8)[None], torch.ones(2))
-    means = torch.full((2, 8), mean, dtype=torch.float64)
-    square = torch.eye(8, dtype=torch.float64) + means[:, :, None] * means[:, None]
-    statistics = {0: {side: Average(square, means) for side in SIDES}}
-    rotations = Rotations({0: LayerRotations(rotation, replace(rotation, mean=means))})
-    artifact = SimpleNamespace(folder=Path("mine"), rotations=rotations, statistics=statistics)
-    notes = float16_notes([artifact], VLLM, ())
-    assert [note.split(" lie")[0] for note in notes] == ["mine: keys of layer 0"] * is_far
-    assert len(float16_notes([artifact], VLLM, SIDES)) == 2 * is_far, "values keep their mean, too"
-    for other in (SGLANG, SEGMENTS):
-        assert float16_notes([artifact], other, SIDES) == []
 
 
 def test_an_artifact_that_was_calibrated_on_the_text_is_noted(calibrated, tiny):

@@ -12,9 +12,9 @@ from rotationzoo.evaluation.decision import (
     SIMPLEST,
     Rule,
     decide,
+    put_into_words,
     spend_level,
 )
-from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks.prompts import LOOKS, MOST_QUESTIONS
 
 NAMES = "mine", "identity", "hadamard"

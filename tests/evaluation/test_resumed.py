@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.tasks.resumed import SavedAnswers
-from rotationzoo.recall.answers import Answers
-from rotationzoo.recall.prompts import Prompt, Question
+from rotationzoo.recall.prompts import Answers, Prompt, Question
 
 IDS = torch.arange(6)
 ASKED = Question("needles", slice(2, 3), 0), Question("needles", slice(4, 6), 1)

@@ -14,8 +14,7 @@ from rotationzoo.evaluation.tasks import prompts
 from rotationzoo.evaluation.tasks.answering import ExactAnswers, choose_cheap
 from rotationzoo.evaluation.tasks.prompts import STEP, Series, TaskPlan, TaskSettings
 from rotationzoo.progress import silent
-from rotationzoo.recall.answers import Answers
-from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recall.prompts import Answers, Prompt
 from rotationzoo.recipe import Data
 from rotationzoo.settings import EvaluationSettings
 
@@ -23,7 +22,7 @@ from rotationzoo.settings import EvaluationSettings
 @pytest.fixture(scope="module")
 def job(induction, mine):
     tasks = TaskSettings(("needles", "quote"), questions=2 * STEP)
-    options = dict(queries=0, baselines=("identity", "hadamard"), device="cpu")
+    options = dict(baselines=("identity", "hadamard"), device="cpu")
     return Evaluation(str(induction), [mine], Data(tokens=1024, length=512), tasks, **options)
 
 

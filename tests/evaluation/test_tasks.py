@@ -15,13 +15,12 @@ from rotationzoo.cli.next_steps import remember_words
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.evaluate import _saved_answers
-from rotationzoo.evaluation.forward import say_nothing
 from rotationzoo.evaluation.prepare import Evaluation, prepare
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.progress import silent
-from rotationzoo.recall.answers import Answers, read_answers
+from rotationzoo.recall.prompts import Answers, read_answers
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks
@@ -34,7 +33,7 @@ TEXT = Data(tokens=LENGTH, length=LENGTH)
 @pytest.fixture(scope="module")
 def job(induction, mine):
     tasks = TaskSettings(("needles", "key-value", "quote"), questions=8)
-    options = dict(queries=0, baselines=("identity",), device="cpu")
+    options = dict(baselines=("identity",), device="cpu")
     return Evaluation(str(induction), [mine], TEXT, tasks, **options)
 
 
@@ -118,7 +117,7 @@ def test_a_stopped_evaluation_asks_nothing_twice(job, monkeypatch):
 
 @pytest.mark.parametrize("library", ["torch", "transformers"])
 def test_answers_of_another_version_are_asked_again(job, library, monkeypatch):
-    ready = prepare(replace(job, save_to=job.artifacts), silent, say_nothing)
+    ready = prepare(replace(job, save_to=job.artifacts), silent, lambda words: None)
     saved = _saved_answers(ready)
     saved.save("exact", [], Answers(torch.ones(1, dtype=torch.bool), torch.zeros(1)))
     assert _saved_answers(ready).find("exact", []) is not None

@@ -7,8 +7,7 @@ import torch
 
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
-from rotationzoo.recall.answers import read_answers
-from rotationzoo.recall.prompts import Prompt, PromptSettings, Question, write_prompts
+from rotationzoo.recall.prompts import Prompt, PromptSettings, Question, read_answers, write_prompts
 from rotationzoo.recall.questions import POOLS, TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT

@@ -18,13 +18,11 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import codec_bits
 from rotationzoo.codec.windows import CacheLayout
-from rotationzoo.evaluation.forward import attention_modules
 from rotationzoo.geometry import shifted_layers
 from rotationzoo.model import long_masks
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.rivals import RivalCodec, store_as_kivi
-from rotationzoo.simulation.simulated import Observers, Simulation
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 SHIFTED = (
@@ -40,36 +38,15 @@ def several_blocks(monkeypatch):
     monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 7)
 
 
-def observe(model, arm, cache, queries=None):
-    """Logits, and by layer the outputs (simulated, exact) and the KL."""
-    geometry = geometry_of(model)
-    outputs, divergences = {}, {}
-    layers = {layer.index for layer in geometry}
-    simulation = Simulation(arm, cache, geometry, layers, queries=queries)
-    with simulation.running(
-        model,
-        attention_modules(model, IDS),
-        Observers(
-            output=lambda layer, output, exact: outputs.update({layer: (output, exact)}),
-            kl=lambda layer, kl, _: divergences.update({layer: kl}),
-        ),
-    ):
-        return read_whole(model, IDS), outputs, divergences
-
-
 @families(CALIBRATED)
 def test_a_cache_that_keeps_everything_changes_nothing_and_one_that_keeps_nothing_does(name):
     """Windows, soft caps and sinks stay the model's although every position is there twice."""
     model = architectures.build(name, torch.float64)
-    plain, arm, queries = read_whole(model, IDS), random_arm(model), torch.arange(24)
-    simulated, outputs, kl = observe(model, arm, CacheLayout(sink=24, recent=0), queries)
+    plain, arm = read_whole(model, IDS), random_arm(model)
+    simulated = simulate(model, arm, CacheLayout(sink=24, recent=0), IDS)
     assert distance(simulated, plain) <= CLOSE
-    assert len(outputs) == len(kl) == len(geometry_of(model))
-    assert max(each.abs().max().item() for each in kl.values()) < 1e-6
-    simulated, outputs, kl = observe(model, arm, CacheLayout(sink=0, recent=0), queries)
+    simulated = simulate(model, arm, CacheLayout(sink=0, recent=0), IDS)
     assert distance(simulated, plain) > 1e-4
-    assert all((output - exact).norm() > 1e-3 * exact.norm() for output, exact in outputs.values())
-    assert max(each.max().item() for each in kl.values()) > 1e-6
     assert torch.equal(read_whole(model, IDS), plain), "not restored"
 
 
@@ -87,14 +64,12 @@ def test_what_centring_moves_is_seen(name):
         return replace(rotation, mean=mean)
 
     arm = RotatedCodec(random_arm(model).rotations.replace(center))
-    cache = CacheLayout(sink=24, recent=0)
-    simulated, _, divergences = observe(model, arm, cache, queries=torch.arange(24))
+    simulated = simulate(model, arm, CacheLayout(sink=24, recent=0), IDS)
     moved = distance(simulated, read_whole(model, IDS))
-    kl = max(divergence.max().item() for divergence in divergences.values())
     if shifted_layers(geometry_of(model)):
-        assert (name in SHIFTED, moved > 0.01, kl > 0.01) == (True, True, True), (moved, kl)
+        assert (name in SHIFTED, moved > 0.01) == (True, True), moved
     else:
-        assert (name in SHIFTED, moved < 1e-4, kl < 1e-6) == (False, True, True), (moved, kl)
+        assert (name in SHIFTED, moved < 1e-4) == (False, True), moved
 
 
 KIVI = RivalCodec(functools.partial(store_as_kivi, tokens=8, channels=8))

@@ -22,10 +22,9 @@ from rotationzoo.artifact.scores import (
 )
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.evaluation import probes
-from rotationzoo.evaluation.decision import Rule, decide, spend_level
+from rotationzoo.evaluation.decision import Rule, decide, put_into_words, spend_level
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
 from rotationzoo.evaluation.prepare import Evaluation
-from rotationzoo.evaluation.sentences import put_into_words
 from rotationzoo.evaluation.tasks.prompts import LOOKS
 from rotationzoo.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
@@ -36,7 +35,6 @@ from rotationzoo.writer import add_files, library_versions, write_artifact
 OF_ARTIFACT = "0123456789abcdef" * 4
 """Stands in an evaluation for the identity of the artifact that it is stored in."""
 BASELINES = "identity", "hadamard", "random", "kivi"
-_RANGES = [(512, 1024), (1024, 2048), (2048, 4096)]
 
 
 @dataclass(frozen=True)
@@ -141,19 +139,13 @@ def make_arm(name: str, number: int) -> dict:
     """One arm: of the artifact where it bears its name, and otherwise a baseline."""
     cost = 0.01 * number
     of_artifact = name not in BASELINES
-    buckets = []
-    for start, end in _RANGES:
-        buckets.append({"from": start, "to": end, "perplexity_increase": cost * start / 512})
     return {
         "name": name,
         "kind": "artifact" if of_artifact else "baseline",
         "artifact": OF_ARTIFACT if of_artifact else None,
         "perplexity": 3.5 * (1 + cost),
         "perplexity_increase": cost,
-        "attention_kl": cost / 3,
-        "output_error": cost * 2,
         "standard_error": {"perplexity_increase": cost / 4},
-        "by_length": buckets,
         "tasks": {"needles": make_task(_make_recall(number))},
         "all_tasks": _make_recall(number),
         "text_losses": [1.25 + cost, 1.25 + cost],

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from rotationzoo.calibration.plan import check_length
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.text.media import read_media_corpus
+from rotationzoo.text.rows import read_media_corpus
 
 pytestmark = media.needs_pillow
 
@@ -170,7 +170,7 @@ def test_each_row_is_a_document(gemma3, rows):
 
 
 def test_sounds_are_read_at_the_rate_of_the_model(tmp_path):
-    from rotationzoo.text.media import _read_audio
+    from rotationzoo.text.rows import _read_audio
 
     seconds = np.arange(8000) / 8000
     sine = np.sin(2 * math.pi * 200 * seconds)

@@ -47,8 +47,7 @@ from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.model.source import DEMO, find
-from rotationzoo.recall.answers import join_answers, read_answers
-from rotationzoo.recall.prompts import PromptSettings, write_prompts
+from rotationzoo.recall.prompts import PromptSettings, join_answers, read_answers, write_prompts
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.simulation.simulated import Simulation
 

@@ -20,8 +20,7 @@ from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.prediction import counting_layers
 from rotationzoo.progress import InTokens, Progress
-from rotationzoo.recall.answers import Answers, join_answers, read_answers
-from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recall.prompts import Answers, Prompt, join_answers, read_answers
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.words import finish
 
@@ -123,7 +122,6 @@ class Asking:
                 done += len(of_request)
                 progress(stage, done, len(passes))
                 continue
-            # One for all batches of a request, because it keeps the masks of every length.
             running = nullcontext() if simulation is None else simulation.running(self.model)
             catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
             timing = self.pace.timing(request.timed_as, count_tokens(prompts))

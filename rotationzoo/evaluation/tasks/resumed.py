@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load, save
 
-from rotationzoo.recall.answers import Answers
-from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recall.prompts import Answers, Prompt
 from rotationzoo.storage import files, folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.writer import forget, is_known, remember
