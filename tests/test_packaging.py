@@ -8,6 +8,7 @@ import tomllib
 import pytest
 import yaml
 from check_release import release_problem
+from lock_requirements import FOLDER, LOCKS
 from packaging.requirements import Requirement
 from packaging.version import Version
 from support.places import ROOT, recipe_of
@@ -41,6 +42,21 @@ def test_the_oldest_dependencies_are_the_lowest_that_are_allowed():
         version = Version(oldest[requirement.name])
         assert version in requirement.specifier
         assert version == Version(lowest(requirement)), f"{requirement} allows an older one"
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_the_lock_holds_what_the_package_needs(name):
+    """Every requirement in a version that it allows, with a hash.
+    scripts/tools/lock_requirements.py makes it anew."""
+    lock = (FOLDER / name).read_text()
+    rows = [line.split() for line in lock.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for _, digest in rows)
+    locked = dict(pinned.split("==") for pinned, _ in rows)
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    extra = [line for chosen in LOCKS[name] for line in extras[chosen]]
+    for wanted in map(Requirement, [*PYPROJECT["project"]["dependencies"], *extra]):
+        package = wanted.name.lower().replace("_", "-")
+        assert wanted.specifier.contains(locked[package]), f"{package} {locked[package]}"
 
 
 def test_an_extra_asks_for_the_same_wherever_it_is_named():
