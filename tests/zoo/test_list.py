@@ -6,18 +6,11 @@ import re
 import pytest
 from support import reports
 from support.command_line import succeeded
-from support.published import ZOO, ok, refused
+from support.published import refused
 from support.reports import decided
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.zoo import index, lookup
-
-
-def test_a_listing_that_omits_a_file(zoo, made):
-    """Pull does not rely on listings."""
-    path = ok(zoo.run("push", made, ZOO, "--json"))["path"]
-    zoo.hf.hidden.add(f"{path}/rotations.safetensors")
-    ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", "huggingface", "--json"))
 
 
 def test_what_is_not_there(zoo, tmp_path):

@@ -6,14 +6,11 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.command_line import edited_manifest, succeeded
+from support.command_line import edited_manifest
 from support.published import ZOO, foreign, nothing_left, ok, publish_oscar_pair, refused
-from support.reports import decided
 
-from rotationzoo import calibrate
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
 
 
@@ -67,20 +64,6 @@ def test_a_pull_goes_on_to_an_engine(zoo, tiny, tmp_path):
     assert ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json")) == done
     assert "one rotation per KV head" not in zoo.run("pull", "Qwen/Qwen3-8B").stderr
     assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
-
-
-def test_the_better_of_two_is_pulled_for_an_engine_and_that_is_said(zoo, tmp_path):
-    for recipe, kept in (("hadamard", 0.8), ("random", 0.9)):
-        artifact = calibrate("demo", output=tmp_path / recipe, recipe=recipe)
-        evaluation = decided(kept, artifact.identity)
-        add_files(artifact, {"evaluation.json": b"{}"}, {"evaluation": evaluation})
-        ok(zoo.run("push", artifact.folder, ZOO, "--json"))
-    words = ["pull", "demo", "--repo", ZOO]
-    assert "Took hadamard for" in succeeded(zoo.run(*words)).stderr
-    taken = " ".join(succeeded(zoo.run(*words, "--for", "vllm")).stderr.split())
-    why = "(which keeps most answers for vllm: random 90% (87% to 92%), hadamard 80% (77% to 82%))"
-    assert "Took random for" in taken
-    assert why in taken
 
 
 def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):

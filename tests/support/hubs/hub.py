@@ -194,7 +194,6 @@ class Hub:
         self.requests: list[str] = []
         self.leaks: list[str] = []
         self.faults: list[Fault] = []
-        self.hidden: set[str] = set()
         self.lock = threading.RLock()
 
     # What a test does behind the clients' backs.
@@ -262,7 +261,7 @@ class Hub:
         return {
             path: blob
             for path, blob in sorted(files.items())
-            if path.startswith(folder) and path not in self.hidden
+            if path.startswith(folder)
         }
 
     def stored_at(self, path: str, sha256: str) -> dict[str, str]:
