@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import typing
 from importlib import metadata
 
 import pytest
@@ -16,18 +15,6 @@ from write_cli_reference import parameters
 import rotationzoo
 from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
-from rotationzoo.codec.engine_needs import ENGINES, EngineName, PullEngineName
-from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.options import Format
-from rotationzoo.zoo.hubs.protocol import (
-    DISK,
-    HUB_NAMES,
-    HUBS,
-    HubName,
-    HubOrAny,
-    HubOrBoth,
-    PlaceName,
-)
 
 # ---- help and usage
 
@@ -66,22 +53,6 @@ def test_help_fits_60_lines_and_shows_every_option_in_groups(inside, monkeypatch
     assert groups == [
         each for each in (*order, "For experts (--for picks most):") if each in groups
     ]
-
-
-def test_every_engine_hub_and_format_can_be_chosen():
-    needs_nothing_else = {name for name, entry in ENGINES.items() if not entry.needs_base}
-    assert set(typing.get_args(EngineName)) == set(ENGINES)
-    assert set(typing.get_args(PullEngineName)) == needs_nothing_else
-    assert set(typing.get_args(PlaceName)) == set(HUBS)
-    assert set(typing.get_args(HubName)) == {*HUB_NAMES} == {*HUBS} - {DISK}
-    assert set(typing.get_args(HubOrBoth)) == {*HUB_NAMES, "both"}
-    assert set(typing.get_args(HubOrAny)) == {*HUB_NAMES, "any"}
-    assert set(typing.get_args(Format)) == set(SIMULATED)
-
-
-def test_the_version_and_short_help(inside):
-    assert inside("--version").stdout.strip().count(".") == 2
-    assert "Usage" in inside("calibrate", "-h").stdout
 
 
 # ---- what ends a command from outside

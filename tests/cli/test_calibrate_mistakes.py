@@ -25,15 +25,6 @@ def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp
     assert "--length 1024" in only_error(refused), "what somebody asked for is no default"
 
 
-@pytest.mark.thorough
-def test_a_broken_table_is_told_once(command):
-    """In a process of its own: `datasets` logs to the stderr that it found when it was imported."""
-    (command.folder / "broken.parquet").write_text("no table")
-    says = only_error(command("calibrate", "demo", "--data", "broken.parquet", alone=True))
-    assert "Error: the data set broken.parquet could not be read: " in says
-    assert says.count("Parquet") == 1
-
-
 def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
     """A tokenizer, and memory."""
     folder = save_tiny(inside.folder / "tiny")

@@ -15,7 +15,6 @@ from support.vllm import pretend, server_settings
 
 from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
 from rotationzoo.artifact.reductions import Request
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.options import build_settings
 from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import SIMULATED
@@ -197,14 +196,6 @@ def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_
     served = inside("serve", model, "--rotations", "made", "--dry-run")
     assert "Every layer has a sliding window" in served.stderr
     assert "Serving codes" not in served.stderr
-
-
-def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
-    """The demo's own rotations, pooled already."""
-    hadamard = Artifact.open(made)
-    asked = EvaluationSettings("demo", hadamard, engine="vllm-oscar")
-    assert evaluation_job(asked).pooled == hadamard.rotations.per_head
-    assert evaluation_job(replace(asked, artifacts=())).pooled is False
 
 
 def test_recipes_of_engines():

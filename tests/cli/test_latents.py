@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latents")
     save_family("deepseek_v3", folder / "latent", kv_lora_rank=32)
     save_tiny(folder / "heads")
-    options = dict(tokens=1024, length=512, device="cpu")
+    options = dict(tokens=512, length=256, device="cpu")
     for name in ("latent", "heads"):
         calibrate(str(folder / name), output=folder / f"of-{name}", **options)
     return folder

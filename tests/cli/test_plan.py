@@ -27,13 +27,14 @@ def put_config(folder: Path, text: str) -> Path:
 
 @pytest.fixture
 def qwen3_8b(inside):
-    """The config of Qwen3-8B in a folder of that name."""
-    return put_config(inside.folder / "Qwen3-8B", json.dumps(CONFIGS["Qwen3-8B"]))
+    """The config of Qwen3-8B in a folder of that name, with 4 layers."""
+    config = CONFIGS["Qwen3-8B"] | {"num_hidden_layers": 4}
+    return put_config(inside.folder / "Qwen3-8B", json.dumps(config))
 
 
 def test_json(inside, qwen3_8b):
     report = ok(inside(*LONG, "--gpu", "H100", "--format", "vllm", "--json"))
-    assert report["kv_bytes_per_token"]["bf16"] == 147_456
+    assert report["kv_bytes_per_token"]["bf16"] == 16_384
     assert report["bits_per_element"] == pytest.approx(2.25 + 16 * 384 / 131_072)
     assert report["max_context"].keys() == report["max_requests"].keys()
     assert report["max_context"]["int2"] > 6 * report["max_context"]["bf16"] > 0
@@ -72,8 +73,8 @@ def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made)
 def test_quiet_is_the_answer_alone(inside, qwen3_8b):
     result = inside(*LONG, "--gpu", "16GiB", "--quiet")
     assert result.stdout == (
-        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in 2.5 "
-        "bits; at most 2 fit\n"
+        "Yes: 16GiB holds 1 request of 131,072 tokens with weights as published and a cache in "
+        "bf16; at most 4 fit, and 28 in 2.5 bits\n"
     )
 
 

@@ -151,7 +151,7 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
 def test_the_command_line_writes_it_to_a_log(inside, monkeypatch):
     """For a run that lasts: here every run counts as one at once."""
     monkeypatch.setattr(progress_bar, "QUICK", 0.0)
-    words = ["calibrate", "demo", "--tokens", "1024", "--length", "256"]
+    words = ["calibrate", "demo", "--tokens", "512", "--length", "256"]
     *lines, following = succeeded(inside(*words)).stderr.splitlines()
     assert following.startswith("Next: ")
     stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+.*)?", line)[1] for line in lines]
@@ -170,7 +170,3 @@ def test_the_command_line_writes_it_to_a_log(inside, monkeypatch):
     assert as_json.stderr.startswith("[0:00:00] looking at the model\n")
     assert json.loads(as_json.stdout)["recipe"] == "hadamard"
     assert succeeded(inside(*words, "quiet", "--quiet")).stderr == ""
-
-
-def test_a_run_of_seconds_leaves_the_log_to_what_went_wrong(inside):
-    assert inside("calibrate", "demo", "--tokens", "1000").stderr.startswith("Error: ")

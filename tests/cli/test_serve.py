@@ -50,7 +50,7 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
 def started(monkeypatch, vllm):
     """The commands that were started in the place of this process. What is calibrated for them
     reads less text than usual, for which `serve` has no option."""
-    short = override(PRESETS["transform"], tokens=2048, length=512)
+    short = override(PRESETS["transform"], tokens=1024, length=256)
     monkeypatch.setitem(PRESETS, "transform", short)
     commands = []
     monkeypatch.setattr(os, "execvpe", lambda program, words, environment: commands.append(words))

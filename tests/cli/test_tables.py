@@ -105,31 +105,3 @@ def test_a_table_that_is_too_wide_becomes_several_with_the_same_names(terminal):
         cells = [cell for block in blocks for cell in block[number].split()[1:]]
         assert cells == row[1:], "every number is shown once, in order"
         assert {block[number].split()[0] for block in blocks} == {row[0]}
-
-
-def test_a_file_gets_one_table_however_wide(capsys):
-    table("x", ["name", "number"], [["n" * 200, "1"]])
-    assert capsys.readouterr().out.splitlines()[-1] == f"{'n' * 200}       1"
-    columns = ["arm", *(f"from {1 << number}" for number in range(20))]
-    table("title", columns, [[NAME, *("1.25%" for _ in range(20))]])
-    assert len(capsys.readouterr().out.splitlines()) == 3
-
-
-def test_list_has_no_equal_rows_and_no_empty_columns(inside):
-    """For the index that comes with the package, and for one whose entries have been evaluated."""
-    lines = inside("list", "--index", WHEEL_COPY).stdout.splitlines()[1:]
-    assert "revision" not in lines[0], "nobody has published one"
-    assert "cost" not in lines[0]
-    assert len(set(lines)) == len(lines)
-    assert max(map(len, lines)) <= 80
-    assert lines[-2].startswith("(1) from the folder ")
-    assert sum("(1)" in line for line in lines) == 2
-    content = json.loads(WHEEL_COPY.read_text())
-    for entry in content["entries"]:
-        entry["summary"] = {"perplexity_increase": 0.0123}
-    (inside.folder / "index.json").write_text(json.dumps(content))
-    lines = inside("list", "--index", "index.json").stdout.splitlines()
-    assert "cost" in lines[1]
-    assert "keeps" not in lines[1], "nobody has asked"
-    assert "measured" in lines[1]
-    assert all("+1.23%" in line for line in lines[2:-2])

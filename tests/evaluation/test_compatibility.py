@@ -79,11 +79,6 @@ def test_rows_of_a_default_length_fit_windows_and_positions(tiny, windows, token
     assert (report["text"]["length"], report["text"]["rows"]) == (fitted, 2)
 
 
-def test_no_length_fits_windows_longer_than_the_positions(tiny, inside):
-    result = inside("evaluate", tiny, "--windows", "128/2048")
-    assert "texts of 512 tokens are too short" in result.stderr
-
-
 LONG = Data(tokens=1024, length=512)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
 
@@ -129,12 +124,6 @@ def test_positions_that_are_those_of_the_config_need_not_be_said(model, scaled):
         assert scaling_of(load_config(source, settled)) == "yarn:2:256"
     with pytest.raises(RotationZooError, match="scaling yarn:2, not yarn:2:128"):
         settle_rope_scaling("yarn:2:128", [scaled], source)
-
-
-def test_an_artifact_without_the_scaling_is_noted(model, tmp_path):
-    plain = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "plain"))
-    report = evaluate(job_of(model, plain, text=LONG, rope_scaling="yarn:2"))
-    assert "plain was calibrated without that scaling" in report["notes"]
 
 
 def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):

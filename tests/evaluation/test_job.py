@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -95,15 +93,16 @@ def test_the_report(artifacts):
         assert apart == {"arms", "verdict", "probes"}, "docs/tasks.md says which differ"
         assert f"| {folder.name} |" in (folder / "README.md").read_text()
     text = Data(tokens=256, length=256)
-    narrow = replace(job, artifacts=artifacts[:1], data=text, windows=[(8, 32)], save_to=[])
+    changes = dict(data=text, windows=[(8, 32)], save_to=[], queries=0, baselines=("identity",))
+    narrow = replace(job, artifacts=artifacts[:1], **changes)
     first = evaluate(narrow)
     assert first["first_position"] == 40
     assert evaluate(narrow)["arms"] == first["arms"], "the same job, the same figures"
 
 
-def test_rivals_are_measured_where_somebody_asks_for_them(inside):
+def test_rivals_are_measured_where_somebody_asks_for_them(inside, tiny):
     few = ["--tokens", 512, "--length", 512, "--tasks", "none"]
-    shown = inside("evaluate", "demo", *few, "--rivals", "fp8, int4_per_token_head", "--details")
+    shown = inside("evaluate", tiny, *few, "--rivals", "fp8, int4_per_token_head", "--details")
     assert "fp8, int4_per_token_head: caches of other engines, simulated" in shown.stdout
     names = "fp8,q4_0,kvarn-k4v2,nvfp4"
     report = ok(inside("evaluate", "demo", *few, "--rivals", names, "--json"))
@@ -122,14 +121,13 @@ def test_rivals_are_measured_where_somebody_asks_for_them(inside):
     assert all(name in refused.stderr for name in RIVALS), "the hint names all"
 
 
-def test_an_interrupt_in_a_later_round_keeps_the_rounds_before(artifacts, monkeypatch):
+def test_an_interrupt_in_a_later_round_keeps_the_rounds_before(induction, mine, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(answering, "_ask_more", interrupt)
-    tasks = TaskSettings(("needles",), (1024,))
-    text = Data(tokens=512, length=512)
-    job = Evaluation("demo", artifacts[:1], text, tasks, queries=0, baselines=("identity",))
+    tasks, text = TaskSettings(("needles",)), Data(tokens=512, length=512)
+    job = Evaluation(str(induction), [mine], text, tasks, queries=0, baselines=())
     report = evaluate(job)
     assert report["tasks"]["questions"] == 16
     assert "interrupted: 16 questions of each task count" in report["notes"]
@@ -139,7 +137,8 @@ def test_an_interrupt_in_a_later_round_keeps_the_rounds_before(artifacts, monkey
 
 def test_perplexity_is_that_of_the_model():
     text = Data(tokens=512, length=512)
-    report = evaluate(Evaluation("demo", [], text, queries=0, tasks=NO_TASKS, device="cpu"))
+    options = dict(queries=0, tasks=NO_TASKS, device="cpu", baselines=("identity",))
+    report = evaluate(Evaluation("demo", [], text, **options))
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     data = Data(source=str(HELD_OUT), tokens=512, length=512)
     ids = read_corpus(data, loading.load_tokenizer(find("demo"))).rows[0][None]
@@ -280,34 +279,21 @@ def test_wide_heads_are_calibrated_verified_and_evaluated(dim, tmp_path):
 def test_both_ways_to_store_rows_are_arms_and_transform_coding_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
-    baselines = ["identity", "hadamard", ALL_ELSE]
-    options = dict(baselines=tuple(baselines[:2]), device="cpu", save_to=[mine])
-    job = Evaluation(str(induction), [mine], text, tasks, **options)
-    measured = run_evaluation(job)
+    options = dict(baselines=("identity", "hadamard"), device="cpu", save_to=[mine])
+    measured = run_evaluation(Evaluation(str(induction), [mine], text, tasks, **options))
     report = measured.report()
-    assert list(report["arms"]) == ["mine", "mine+transform", *baselines]
+    assert list(report["arms"]) == ["mine", "mine+transform", "identity", "hadamard", ALL_ELSE]
     nearest, coded = (report["arms"][name] for name in ("mine", "mine+transform"))
     assert coded["attention_kl"] < 0.85 * nearest["attention_kl"]
     assert coded["tasks"]["quote"]["questions"] == 8
     by_shapes = stored_bits(Artifact.open(mine), None, CONTEXT)
     assert by_shapes == pytest.approx(coded["bits_per_element"])
-
     verdict = report["verdict"]
-    assert "mine keeps " in verdict["words"][0]
-
     evaluate_view.show_evaluation(Output(False, False), measured)
     assert capsys.readouterr().out.splitlines() == verdict["words"] == str(measured).splitlines()
-    evaluate_view.show_evaluation(Output(False, False), measured, details=True)
-    printed = capsys.readouterr().out
-    assert printed.splitlines()[-3:] == verdict["words"]
-    assert printed.count("\nmine+transform ") >= 3
-    assert "+transform: channels that do not correlate" in printed
     saved = json.loads((mine / "evaluation.json").read_text())
-    assert list(saved["windows"][0]["arms"]) == ["mine", "mine+transform", *baselines]
     assert saved["windows"][0]["verdict"] == verdict
-    assert Artifact.open(mine).manifest.metrics.evaluation.arms["mine+transform"].tasks
     card = (mine / "README.md").read_text()
-    assert "| mine+transform |" in card
     assert "+transform: channels that do not correlate" in card
     assert f"* {verdict['words'][0]}\n" in card
     (decision,) = verdict["decisions"]
@@ -383,21 +369,6 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
 def test_transform_coding_is_refused_for_artifacts_without_it(made):
     with pytest.raises(RotationZooError, match="codes of transform coding, and no nearest ones"):
         run_evaluation(Evaluation("demo", [made], TEXT, format="segments"))
-
-
-@pytest.mark.thorough
-def test_an_export_that_pools_names_the_command_that_measures_it(inside, copied):
-    words = ["export", copied, "--for", "vllm-oscar", "-o", "exported"]
-    said = inside(*words).stderr
-    (command,) = re.findall(r"to measure what it costs this one: rotationzoo (.*)", said)
-    assert command == f"evaluate demo {copied} --for vllm-oscar --save"
-    printed = inside(*shlex.split(command), *SMALL, "--details")
-    assert printed.returncode == 0, printed.stderr
-    assert "+pooled: one rotation per layer" in printed.stdout
-    (window,) = json.loads((copied / "evaluation.json").read_text())["windows"]
-    assert list(window["arms"]) == ["copied", "copied+pooled", *BASELINES]
-    assert "one rotation per layer" not in inside("export", copied, "--to", "sglang").stderr
-    assert "+pooled: one rotation per layer" in (copied / "README.md").read_text()
 
 
 def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, copied):

@@ -35,23 +35,6 @@ def timed(job: Evaluation, minutes: float) -> tuple[Measured, list[tuple[str, st
     return evaluate(settings, lambda stage, *_: stages.append(stage), tell), told
 
 
-@pytest.mark.thorough
-def test_with_enough_time_everything_is_asked_in_one_look(job):
-    report, (first, (stage, words)) = timed(job, minutes=600)
-    assert first[0] == "", "before anything is read"
-    assert first[1].startswith(
-        "Loading the model, questions and texts take about 10.0 hours, until"
-    )
-    assert stage == "finding the pace", "before anything is measured"
-    assert words.startswith("16 questions of each task, as much text as fits take about 10.0 hours")
-    assert {"identity", "hadamard"} < report.window.arms.keys()
-    counts = {name: arm.tasks["needles"].questions for name, arm in report.window.arms.items()}
-    assert counts == dict.fromkeys(counts, STEP) | {"mine+transform": 16}
-    assert report.text.rows == 2
-    (decision,) = report.window.verdict.decisions
-    assert decision.level == 0.05
-
-
 def test_what_does_not_fit_is_left_out_and_said(job):
     report, told = timed(job, minutes=1e-4)
     assert "the questions whose answers cost least" in told[1][1]

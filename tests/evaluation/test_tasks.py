@@ -142,14 +142,10 @@ def test_the_next_command(capsys):
     assert other.startswith("generate a/b --revision c --rotations")
     assert other.endswith("--prompt TEXT")
     assert following("a/b", []) == "calibrate a/b"
-    assert following("a/b", artifacts, "refuse") == "calibrate a/b --bits 3.5"
     assert following("a/b", artifacts, "refuse", bits=2.53) == "calibrate a/b --bits 3"
-    place = "evaluate a/b 'rotations/my demo'"
-    for about in ({"bits": 4.0}, {"engine": "sglang"}, {"floor": 0.95, "bits": 4.0}):
-        engine = " --for sglang" if "engine" in about else ""
-        keep = " --keep 95" if "floor" in about else ""
-        command = following("a/b", artifacts, "refuse", **about)
-        assert command == f"{place}{engine}{keep} --rivals fp8"
+    about = {"engine": "sglang", "floor": 0.95, "bits": 4.0}
+    command = following("a/b", artifacts, "refuse", **about)
+    assert command == "evaluate a/b 'rotations/my demo' --for sglang --keep 95 --rivals fp8"
     remember_words(["evaluate", "a/b", "x", "--questions", "8", "--seed=3", "--save"])
     more = "evaluate a/b x --save --questions 96 --seed 4"
     assert following("a/b", artifacts, "ask", more_questions=96) == more
