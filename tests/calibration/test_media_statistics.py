@@ -177,26 +177,6 @@ def test_inputs_that_a_class_would_drop_are_refused():
         collect(model, geometry_of(model), [row], RECIPE)
 
 
-def test_a_layer_that_attends_to_images_alone_is_refused():
-    """Mllama's cross attention: its keys are no cache of tokens."""
-    text = dict(BASE, num_hidden_layers=2, cross_attention_layers=[1])
-    vision = dict(
-        hidden_size=32, num_hidden_layers=1, num_global_layers=1, attention_heads=2,
-        intermediate_size=32, image_size=28, patch_size=14, max_num_tiles=1, vision_output_dim=64,
-        intermediate_layers_indices=[0], supported_aspect_ratios=[[1, 1]],
-    )  # fmt: skip
-    config = transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=60)
-    model = transformers.MllamaForConditionalGeneration(config).eval()
-    tiles = torch.ones(1, 1, dtype=torch.long)
-    row = row_of(
-        [3, 4, 60, *range(5, 20)], 60, pixel_values=torch.randn(1, 1, 1, 3, 28, 28),
-        aspect_ratio_ids=tiles, aspect_ratio_mask=tiles[None],
-        cross_attention_mask=torch.ones(1, 18, 1, 1, dtype=torch.long),
-    )  # fmt: skip
-    with pytest.raises(UnsupportedModel, match="layer 1 calls attention although it did not"):
-        collect(model, geometry_of(model), [row], RECIPE)
-
-
 @pytest.mark.parametrize("name", ["qwen3_5-vlm", "gemma3-vlm"])
 def test_the_class_with_a_vision_tower_is_chosen_for_images_alone(name, tmp_path):
     architectures.config(name).save_pretrained(tmp_path)

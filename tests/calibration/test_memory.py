@@ -235,10 +235,3 @@ def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
     # The finished artifact is that of this job, whatever is free now.
     before = (artifact.folder / "manifest.json").stat().st_mtime_ns
     assert calibrate(spread).folder.joinpath("manifest.json").stat().st_mtime_ns == before
-
-
-def test_the_plan_says_how_many_rows(inside):
-    words = ["calibrate", "demo", "--dry-run", "--json", "--device", "cpu", "--length", "2048"]
-    assert json.loads(inside(*words).stdout)["batch"] == 4
-    assert json.loads(inside(*words, "--device-map", "auto").stdout)["batch"] == 16
-    assert json.loads(inside(*words, "--device-map", "auto", "--batch", "5").stdout)["batch"] == 5

@@ -13,10 +13,9 @@ from support.recipes import CODED
 from support.reports import evaluate
 from support.vllm import pretend, server_settings
 
-from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
+from rotationzoo.api import calibrate, evaluation_job, generate
 from rotationzoo.artifact.reductions import Request
 from rotationzoo.cache.options import build_settings
-from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions
 from rotationzoo.codec.transform import SegmentLayout
@@ -28,7 +27,7 @@ from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.model.source import find
 from rotationzoo.rotations import SIDES
-from rotationzoo.settings import CalibrationSettings, EvaluationSettings
+from rotationzoo.settings import EvaluationSettings
 from rotationzoo.vllm import plugin
 
 SHORT = dict(tokens=64, length=32, tasks=())
@@ -196,20 +195,6 @@ def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_
     served = inside("serve", model, "--rotations", "made", "--dry-run")
     assert "Every layer has a sliding window" in served.stderr
     assert "Serving codes" not in served.stderr
-
-
-def test_recipes_of_engines():
-    def recipe_of(engine: str, **options) -> str:
-        return calibration_job(CalibrationSettings("demo", engine=engine, **options)).recipe.name
-
-    recipes = {name: recipe_of(name) for name in ENGINES}
-    assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
-    ours = {"vllm", "transformers", "modelopt"}
-    assert {name for name in recipes if recipes[name] == "transform"} == ours
-    assert set(recipes.values()) == {"transform", "oscar", "oscar-v1"}
-    assert recipe_of("llama.cpp", recipe="random") == "random"
-    with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):
-        recipe_of("vlm")
 
 
 def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):

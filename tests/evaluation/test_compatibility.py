@@ -30,7 +30,6 @@ from rotationzoo.recipe.rope import scaling_of
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 from rotationzoo.text.documents import BUNDLED
 
-SMALL = Data(tokens=1024, length=256)
 ONE_ROW = Data(tokens=512, length=512)
 
 

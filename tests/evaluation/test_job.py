@@ -340,7 +340,6 @@ def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
 
 
 TEXT = Data(tokens=1024, length=256)
-SMALL = ["--tokens", "1024", "--length", "256", "--tasks", "quote", "--questions", "4"]
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from support.jobs import job, rotation_bytes
 from support.models import load_saved, save_family, save_random
 from support.published import ok, publish_folder
 
-from rotationzoo.calibration import plan
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.loading import load, load_config, load_tokenizer
 from rotationzoo.model.source import fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
@@ -58,22 +58,14 @@ def test_an_artifact_belongs_to_the_file_and_to_no_other(llama, file, artifact, 
     other = convert_model(llama, tmp_path / "other.gguf", scale=1.01)
     assert "made for other weights" in verify(artifact, str(other), None).problems[0]
     data = Data(tokens=400, length=400)
+    options = dict(tasks=TaskSettings(()), queries=0, baselines=("identity",), device="cpu")
     of_file, of_other = (
-        Evaluation(str(each), [artifact.folder], data, device="cpu") for each in (file, other)
+        Evaluation(str(each), [artifact.folder], data, **options) for each in (file, other)
     )
     exact = evaluate(of_file).exact.perplexity
     assert exact == evaluate(replace(of_file, model=str(llama), artifacts=[])).exact.perplexity
     with pytest.raises(RotationZooError, match="made for other weights"):
         evaluate(of_other)
-
-
-def test_the_plan_counts_dequantized_weights(file):
-    known = plan.plan(job(file, file.parent))
-    loaded = load(known.source, known.config, "cpu", torch.float32).num_parameters()
-    assert known.refusal is None
-    assert known.weights_bytes == file.stat().st_size
-    assert known.peak_memory_bytes > 4 * loaded
-    assert load(known.source, known.config, "cpu", "auto").dtype == torch.bfloat16
 
 
 def test_files_in_folders_and_repositories_are_found(zoo, llama, file, tmp_path):
@@ -112,7 +104,7 @@ def test_engines_that_a_file_reaches_are_named_before_anything_runs(
         save_random("Qwen3", "Qwen3", model, **WIDE)
     path = str(convert_model(model, tmp_path / "x.gguf"))
     words = f"engines that can use this GGUF file ({architecture}): {', '.join(able)}"
-    for engine in ("vllm", "sglang", "llama.cpp", "transformers"):
+    for engine in ("vllm", "llama.cpp", "transformers"):
         job = ["calibrate", path, "--for", engine]
         if engine in able:
             assert f"Note: {words}\n" in succeeded(inside(*job, "--dry-run")).stderr

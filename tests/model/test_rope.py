@@ -112,14 +112,6 @@ def test_positions_are_those_with_the_scaling(scaling, positions):
         check_positions(config, positions + 1, "rows", "")
 
 
-def test_asking_for_the_scaling_of_a_config_changes_no_positions():
-    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)
-    config = transformers.Qwen3Config(rope_scaling=yarn, **QWEN)
-    for same in ("yarn:4:512", "yarn:4"):
-        apply_scaling(config, same, "it")
-        assert position_count(config) == 2048
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize(("scaling", "positions"), [("linear:4", 256), ("linear:4:32", 128)])
 def test_linear_scaling_multiplies_positions_once(name, scaling, positions):
