@@ -173,11 +173,6 @@ def test_what_is_no_option_is_refused_by_name(public):
         public("demo", device="cupid", **needed)
 
 
-def test_the_description_of_evaluate_names_the_baselines():
-    missing = [name for name in BASELINES if f"`{name}`" not in (evaluate.__doc__ or "")]
-    assert not missing
-
-
 def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = calibrate("demo", output="other", recipe="hadamard")

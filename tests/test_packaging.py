@@ -95,18 +95,6 @@ def test_pre_commit_runs_what_make_lint_runs():
     assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in hooks)
 
 
-def test_continuous_integration_runs_the_same_command():
-    assert recipe_of("test")
-    assert recipe_of("check")
-    run = (ROOT / ".ci" / "run").read_text("utf-8")
-    assert "set -eu" in run
-    assert "\nmake test\nmake check\n" in run
-    assert TESTED["steps"][-1]["run"] == "make test"
-    assert {"ubuntu-latest", "macos-latest"} == set(TESTED["strategy"]["matrix"]["os"])
-    constraints = {row["constraints"] for row in TESTED["strategy"]["matrix"]["include"]}
-    assert constraints == {"constraints-oldest.txt", "constraints-cpu.txt", ""}
-
-
 def test_the_pythons_that_are_claimed_are_tested():
     rows = TESTED["strategy"]["matrix"]["include"]
     named = "Programming Language :: Python :: 3."

@@ -18,7 +18,6 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import divergence_of
 from rotationzoo.recipe.loading import PRESETS, override
-from rotationzoo.sides import metric_kind
 from rotationzoo.simulation.simulated import Simulation
 
 CACHE = CacheLayout(sink=4, recent=8)
@@ -95,17 +94,6 @@ def test_metrics_are_mixed_by_what_they_lose():
     mixed = mix(metrics, {key: eye, value: 3 * eye})
     assert torch.allclose(mixed[key], eye * (1 / 8 + 6 / 12))
     assert torch.allclose(mixed[value], eye / 8)
-
-
-def test_it_stands_with_the_statistics(tmp_path):
-    folder = save_tiny(tmp_path / "tiny")
-    recipe = override(PRESETS["transform"], tokens=512, length=128)
-    artifact = calibrate(Job(add_tokenizer(folder), recipe, tmp_path / "made", device="cpu"))
-    for layer, side, _ in artifact.rotations.each():
-        moment = artifact.statistics[layer][metric_kind(side)]
-        assert moment.count > 0
-        assert torch.equal(moment.second_moment, moment.second_moment.mT)
-        assert torch.linalg.eigvalsh(moment.second_moment).min() > -1e-12
 
 
 def test_rows_that_are_too_long_for_a_device_are_named(tmp_path, monkeypatch):

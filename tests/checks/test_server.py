@@ -3,13 +3,9 @@ and by servers that do not."""
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from support.fixtures import environment
 from support.hubs.hub import Answer, Hub, as_json, route
 from support.hubs.server import running
 from transformers import AutoModelForCausalLM
@@ -300,34 +296,6 @@ def test_a_server_is_watched_until_it_leaves_its_record(inside, recorded, monkey
     assert gone.returncode == 1
     assert len(steps) == 9 - UNANSWERED
     assert "answers with status 503" in json.loads(gone.stdout)["error"]
-
-
-def watch(folder, recorded, endpoint) -> subprocess.Popen:
-    words = ["verify", recorded.folder, "--server", endpoint, "--every", "1", "--json"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "rotationzoo", *words],
-        env=environment(folder / "hf"), cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-@pytest.mark.thorough
-def test_a_watch_ends_with_a_code_and_one_object(tmp_path, recorded):
-    """A line a time is there at once; Ctrl-C ends it as everything else."""
-    hub = recorded_server(recorded)
-    with running(hub) as server:
-        watched, stopped = (watch(tmp_path, recorded, server.endpoint) for _ in range(2))
-        for process in (watched, stopped):
-            lines = [process.stderr.readline() for _ in range(2)]
-            assert all("nats from the record" in line for line in lines), lines
-        stopped.send_signal(signal.SIGINT)
-        ended = stopped.communicate(timeout=60)
-        hub.column = "exact"
-        left = watched.communicate(timeout=60)
-    assert (watched.returncode, stopped.returncode) == (1, 130)
-    assert json.loads(left[0])["server"]["verdict"] == "exact"
-    assert "Error: the server at" in left[1]
-    assert json.loads(ended[0])["error"] == "interrupted"
 
 
 def test_watching_needs_a_server(inside, recorded):

@@ -2,18 +2,12 @@
 
 import json
 import os
-import re
 import signal
-from importlib import metadata
 
 import pytest
 from support.cases import quick_first
-from support.command_line import only_error, run_apart, succeeded
-from typer.models import OptionInfo
-from write_cli_reference import parameters
+from support.command_line import only_error, run_apart
 
-import rotationzoo
-from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
 
 # ---- help and usage
@@ -34,25 +28,6 @@ for words in (
 """
     _, imported = run_apart(program, cwd=tmp_path)
     assert not imported & {"transformers", "accelerate", "datasets", "scipy"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_60_lines_and_shows_every_option_in_groups(inside, monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "dumb")
-    shown = inside(command, "--help").stdout
-    lines = shown.splitlines()
-    assert len(lines) <= 60
-    assert max(map(len, lines)) <= 80
-    options = [each for each in parameters(COMMANDS[command]) if isinstance(each.info, OptionInfo)]
-    for option in options:
-        names = [spelling.split()[0] for spelling in option.spellings]
-        assert all(re.search(rf"^  .*{name}\b", shown, re.MULTILINE) for name in names), names
-    groups = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    order = ["Arguments:", "Options:", "Text:", "Model and machine:", "Signatures:"]
-    assert groups == [
-        each for each in (*order, "For experts (--for picks most):") if each in groups
-    ]
 
 
 # ---- what ends a command from outside
@@ -99,22 +74,6 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interrupti
     monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
     says = only_error(inside(*words.split()), 130)
     assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
-
-
-def test_a_package_that_is_not_installed_knows_its_version(inside, tiny, monkeypatch):
-    """Run from a path, where Python's metadata does not know the package: that shows before the
-    first pass, not after the last."""
-    from_name = metadata.Distribution.from_name
-
-    def find(name: str):
-        if name == "rotationzoo":
-            raise metadata.PackageNotFoundError(name)
-        return from_name(name)
-
-    monkeypatch.setattr(metadata.Distribution, "from_name", find)
-    succeeded(inside("calibrate", tiny, "--recipe", "hadamard", "--output", "out", "--quiet"))
-    versions = json.loads((inside.folder / "out" / "manifest.json").read_text())["versions"]
-    assert versions["rotationzoo"] == rotationzoo.__version__
 
 
 # ---- errors that nobody foresaw

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cases import quick_first
-from support.command_line import (
-    left_behind,
-    only_error,
-    stop_once,
-    succeeded,
-    without_stages,
-)
+from support.command_line import left_behind, only_error, stop_once, succeeded, without_stages
 from support.models import DATA, edited_weights, save_tiny
 from support.published import ok, publish_folder
 from typer.testing import CliRunner

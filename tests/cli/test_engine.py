@@ -100,16 +100,6 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     assert (job.pooled, job.uncentered) == (False, ())
 
 
-def test_options_come_before_what_the_engine_picks(tiny_of_heads):
-    model, artifact = tiny_of_heads
-    options = dict(format="sglang", windows=[(4, 16)], pooled=False)
-    job = evaluation_job(EvaluationSettings(model, artifact, engine="vllm-oscar", **options))
-    assert (job.format, job.windows, job.pooled) == ("sglang", [(4, 16)], False)
-    assert job.notes[0].endswith("Chosen instead: format, windows, pooled")
-    coded = CacheOptions(engine="sglang", format="segments")
-    assert build_settings(artifact, _loaded(model), coded).codec.rounding == "transform"
-
-
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
     """A model with a sliding window in all layers but the last, and an artifact with a budget."""

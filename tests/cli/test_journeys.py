@@ -2,7 +2,6 @@
 the next one."""
 
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,11 +69,6 @@ def test_the_next_command_is_quoted_for_the_shell(inside, tiny):
     assert last_line(measured) == "Next: rotationzoo report 'my rotations'"
     shown = inside("inspect", "my rotations")
     assert last_line(shown) == "Next: rotationzoo report 'my rotations'"
-
-
-def test_the_next_command_is_the_last_line_where_both_streams_are_one(command, made):
-    done = command("inspect", made, stderr=subprocess.STDOUT)
-    assert done.stdout.splitlines()[-1].startswith("Next: rotationzoo ")
 
 
 # ---- the demo

@@ -63,21 +63,6 @@ def test_the_budget_that_calibrate_spends_is_planned(inside, qwen3_8b, bits, nam
     )
 
 
-def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made):
-    planned = inside("plan", "demo", "--format", "sglang", "--json")
-    export = shlex.split(json.loads(planned.stdout)["commands"][-1])
-    export[export.index("rotations/demo-oscar")] = str(made)
-    succeeded(inside(*export[1:], "-o", "exported"))
-
-
-def test_quiet_is_the_answer_alone(inside, qwen3_8b):
-    result = inside(*LONG, "--gpu", "16GiB", "--quiet")
-    assert result.stdout == (
-        "Yes: 16GiB holds 1 request of 131,072 tokens with weights as published and a cache in "
-        "bf16; at most 4 fit, and 28 in 2.5 bits\n"
-    )
-
-
 def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3_8b):
     shown = inside("plan", "Qwen3-8B").stdout
     assert shown.startswith("Yes: 24GiB holds 1 request of 40,960 tokens")
@@ -138,20 +123,3 @@ def test_latents_are_planned_for_our_own_cache(inside):
     assert report["layers"] == 4
     steps = [command.split()[1] for command in report["commands"]]
     assert steps == ["calibrate", "generate"], "no engine with a pair of files takes latents"
-
-
-@pytest.mark.parametrize(
-    ("scaling", "positions"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, 4096),
-        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
-    ],
-    ids=str,
-)
-def test_scaled_rope_is_planned_from_the_config_alone(inside, scaling, positions):
-    config = CONFIGS["Qwen3-8B"] | {"max_position_embeddings": 2048, "rope_scaling": scaling}
-    put_config(inside.folder / "scaled", json.dumps(config | {"num_hidden_layers": 2}))
-    report = ok(inside("plan", "scaled", "--json"))
-    assert (report["positions"], report["context"]) == (positions, positions)
-    assert report["layers"] == 2
-    assert f"--max-model-len {positions}" in report["commands"][-1]

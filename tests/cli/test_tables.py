@@ -9,7 +9,7 @@ from support.reports import Made, make_evaluation, make_task
 from rotationzoo.artifact.measured import Measured
 from rotationzoo.cli.app import main
 from rotationzoo.cli.list import show_list
-from rotationzoo.cli.output import Output, table
+from rotationzoo.cli.output import Output
 from rotationzoo.cli.push import show_push_plan
 from rotationzoo.cli.regenerate import show_due
 from rotationzoo.recall.questions import TASKS
@@ -89,19 +89,3 @@ def test_tables_fit_80_columns_with_long_names(terminal, show):
     assert "…" not in shown
     for number in numbers:
         assert number in shown
-
-
-def test_a_table_that_is_too_wide_becomes_several_with_the_same_names(terminal):
-    screen = terminal(40)
-    columns = ["arm", *(f"from {1 << number}" for number in range(8))]
-    rows = [[name, *(f"{number}.25%" for number in range(8))] for name in ("first", "second")]
-    table("title", columns, rows)
-    title, *parts = plain(screen.getvalue()).split("\n", 1)
-    blocks = [part.splitlines() for part in parts[0].split("\n\n")]
-    assert title == "title"
-    assert len(blocks) > 1
-    assert all(max(map(len, block)) <= 40 for block in blocks)
-    for number, row in enumerate(rows, 1):
-        cells = [cell for block in blocks for cell in block[number].split()[1:]]
-        assert cells == row[1:], "every number is shown once, in order"
-        assert {block[number].split()[0] for block in blocks} == {row[0]}

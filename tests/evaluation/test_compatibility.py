@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from support.engine_artifacts import exported
 from support.models import save_tiny
 from support.reports import evaluate
 
@@ -21,12 +20,8 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation, float16_notes
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.linalg.moments import Average
-from rotationzoo.model.compatibility import settle_rope_scaling
-from rotationzoo.model.loading import load_config
-from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import with_rope_scaling
-from rotationzoo.recipe.rope import scaling_of
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 from rotationzoo.text.documents import BUNDLED
 
@@ -116,15 +111,6 @@ def test_evaluate_scales_as_the_artifact_was_calibrated(model, scaled):
         evaluate(job_of(model, text=LONG, rope_scaling="4"))
 
 
-def test_positions_that_are_those_of_the_config_need_not_be_said(model, scaled):
-    source = find(str(model))
-    for same in ("yarn:2:256", "yarn:2", "yarn:2.0"):
-        settled = settle_rope_scaling(same, [scaled], source)
-        assert scaling_of(load_config(source, settled)) == "yarn:2:256"
-    with pytest.raises(RotationZooError, match="scaling yarn:2, not yarn:2:128"):
-        settle_rope_scaling("yarn:2:128", [scaled], source)
-
-
 def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
     with pytest.raises(RotationZooError, match="rope scaling yarn:2, and this model runs without"):
@@ -133,11 +119,6 @@ def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
     config.rope_parameters |= YARN
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, config=config)
     RotatedCache(scaled, loaded)
-
-
-def test_an_export_says_that_the_server_must_scale(scaled, tmp_path):
-    notes = " ".join(exported("sglang", scaled, tmp_path).launch.notes)
-    assert "calibrated with the rope scaling yarn:2: the server must scale too" in notes
 
 
 def test_membership_runs_the_model_with_the_scaling(model, scaled):

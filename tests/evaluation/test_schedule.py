@@ -70,17 +70,6 @@ def test_the_exact_model_alone_chooses_the_cheap_prompts():
     assert plan.notes[0].endswith("a right answer takes more time there: needles in 256 tokens")
 
 
-@pytest.mark.thorough
-def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):
-    stages, told = [], []
-    report = evaluate(job, lambda stage, *_: stages.append(stage), told.append)
-    (decision,) = report.window.verdict.decisions
-    assert decision.action == "ask"
-    assert decision.more_seconds > 0
-    assert "16 questions of each task, 2 texts take about" in told[0]
-    assert stages.index("evaluating") > stages.index("answering with mine+transform")
-
-
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [

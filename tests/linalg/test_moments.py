@@ -146,12 +146,6 @@ def test_quadratic_form(dtype):
     assert (quadratic_form(x, matrix) / wanted - 1).abs().max() < 1e-5  # measured 5e-7
 
 
-def test_float64_rows_and_rows_on_the_cpu_are_left_to_the_definition():
-    assert not moments.on_tensor_cores(uneven_rows(0))
-    on_gpu = torch.empty(1, 1, 1, dtype=torch.float64, device="meta")
-    assert not moments.on_tensor_cores(on_gpu)
-
-
 @pytest.mark.parametrize(("dtype", "item"), [(torch.bfloat16, 2), (torch.float32, 4)])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_memory_is_what_is_planned(dtype, item, weighted, monkeypatch):

@@ -148,15 +148,3 @@ def test_a_model_without_rope_is_refused():
     config = architectures.config("gptj")
     with pytest.raises(RotationZooError, match="has no RoPE"):
         apply_scaling(config, "yarn:4", "it")
-
-
-def test_rope_of_other_types_of_layers_is_refused():
-    """ZAYA's model would go on without scaling, and with four times the positions."""
-    if not hasattr(transformers, "ZayaConfig"):
-        pytest.skip("not in this transformers")
-    config = transformers.ZayaConfig()
-    positions = position_count(config)
-    with pytest.raises(RotationZooError, match="has no RoPE of full attention, or of all"):
-        apply_scaling(config, "yarn:4", "it")
-    assert position_count(config) == positions
-    assert longer_rows_hint(config, 2 * positions, "shorter") == "shorter"

@@ -15,7 +15,7 @@ from support.reports import make_artifact, summary
 
 from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.recipe.loading import PRESETS, override
+from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.report.card import render_card
 from rotationzoo.report.commands import name_in_commands, reproduce_command
 
@@ -157,7 +157,7 @@ def test_shares_of_fewer_questions_stand_in_no_table(plain):
     ),
 )
 def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
-    Path("recipe.yaml").write_text("name: own\nkey_clip: 0.8\ndata: {tokens: 1024, length: 256}\n")
+    Path("recipe.yaml").write_text("name: own\nkey_clip: 0.8\ndata: {tokens: 512, length: 256}\n")
     assert inside("calibrate", "demo", *options.split(), "-o", "first").returncode == 0
     page = Path("first/README.md").read_text()
     (line,) = re.findall(r"## How to make it again\n\n    (.*)\n", page)
@@ -190,20 +190,6 @@ def test_the_command_of_a_run_on_gpus_names_how_it_ran(plain):
 @pytest.fixture
 def manifest(tmp_path):
     return Artifact.open(make_artifact(tmp_path / "made")).manifest
-
-
-def of_recipe(manifest, recipe):
-    return reproduce_command(manifest.model_copy(update={"recipe": recipe.published()}))
-
-
-def test_other_text_is_given_in_flags(manifest):
-    changes = {"source": "my text.jsonl", "tokens": 4096, "seed": 3}
-    recipe = override(PRESETS["oscar"], **changes)
-    words = shlex.split(of_recipe(manifest, recipe))
-    assert words[3:5] == ["--recipe", "oscar"]
-    given = dict(zip(words[5::2], words[6::2], strict=True))
-    expected = {"--tokens": "4096", "--seed": "3"}
-    assert given == {"--data": "my text.jsonl", **expected}
 
 
 def test_imported_files_have_no_command(manifest):

@@ -55,16 +55,6 @@ def test_every_point_is_said_with_its_memory_and_its_share():
     ]
 
 
-@pytest.mark.parametrize("name", ["W" * 200, "\u6f22" * 200, "a b" * 99, "x\ny" * 90])
-def test_a_long_name_loses_its_end_and_keeps_its_share(name):
-    chart = draw_answers([point(name, 2.5, 0.5)], UNIT)
-    texts = list(ElementTree.fromstring(draw_inline(chart, "answers")).itertext())
-    (shown,) = [text for text in texts if text.startswith(name[0])]
-    assert len(shown) < 40
-    assert shown.endswith("\u2026")
-    assert "50%" in texts[texts.index(shown) + 1 :]
-
-
 def test_names_are_escaped_in_labels_and_texts():
     chart = draw_answers([point(NAME, 2.5, 0.5, accent=True, interval=(0.4, 0.6))], NAME)
     inline = draw_inline(chart, NAME)

@@ -221,7 +221,7 @@ def test_a_pair_of_many_layers_is_refused_before_it_is_unpickled(inside, monkeyp
     eye = torch.eye(2)
     layers = {n: {"rotation": eye if shared else eye.clone()} for n in range(5000)}
     if shared:
-        layers = {n: {"rotation": eye} for n in range(150_000)}
+        layers = {n: {"rotation": eye} for n in range(30_000)}
     for name in ("k_rotation.pt", "v_rotation.pt"):
         torch.save({"objective": "qqt_r_h_pbr", "layers": layers}, inside.folder / name)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpickled"))

@@ -212,13 +212,3 @@ def model(zoo):
 
 def planned(zoo) -> list[dict]:
     return ok(zoo.run("regenerate", "--plan", "--repo", ZOO, "--json"))["models"]
-
-
-def change_weights(zoo, model: str) -> str:
-    """A new revision: one row of a weight matrix is a little different."""
-    from safetensors.torch import load, save
-
-    weights = load(zoo.hf.files(model)["model.safetensors"])
-    name = next(name for name in sorted(weights) if name.endswith("q_proj.weight"))
-    weights[name][0] *= 1.02
-    return zoo.hf.commit(model, {"model.safetensors": save(weights, metadata={"format": "pt"})})

@@ -7,7 +7,7 @@ import pytest
 from support import reports
 from support.command_line import succeeded
 from support.models import edited_weights
-from support.published import CONFIG, EVALUATED, ZOO, change_weights, ok, planned, refused
+from support.published import CONFIG, EVALUATED, ZOO, ok, planned, refused
 
 from rotationzoo.artifact.measured import Measured, MeasuredArm, Window
 from rotationzoo.artifact.store import Artifact
@@ -16,45 +16,6 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe.loading import PRESETS, with_rope_scaling
 from rotationzoo.zoo import index
 from rotationzoo.zoo.regenerate import compare_rotations, find_newest, is_worse
-
-
-@pytest.mark.thorough
-def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):
-    (first,) = planned(zoo)
-    assert first | {"revision": ""} == {
-        "model": model,
-        "revision": "",
-        "was": None,
-        "recipe": "configs/model.yaml",
-        "reason": "nothing is published",
-    }
-    words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--json"]
-    made = ok(zoo.run(*words, "--revision", first["revision"], "--output", "first"))
-    assert made["compared_with"] is None
-    ok(zoo.run("push", "first", ZOO, "--json"))
-    assert planned(zoo) == []
-
-    zoo.hf.commit(model, {"README.md": b"better words"})
-    assert planned(zoo) == [], "a README is no reason"
-
-    revision = change_weights(zoo, model)
-    (due,) = planned(zoo)
-    assert due["revision"] == revision
-    assert due["was"] == first["revision"]
-    assert due["reason"] == "changed: model.safetensors"
-    made = ok(zoo.run(*words, "--revision", revision, "--output", "second", "--to", "huggingface"))
-    assert made["compared_with"]
-    assert abs(made["log_perplexity_difference"]) < 0.05
-    request = made["hubs"]["huggingface"]
-    assert "/discussions/" in request["url"]
-    assert verify(Artifact.open(zoo.folder / "second")).ok
-    assert "evaluation.json" in {path.name for path in (zoo.folder / "second").iterdir()}
-    listed = index.parse(zoo.hf.files(ZOO, request["revision"])["zoo_index.json"], "the request")
-    assert [entry.model_revision for entry in listed.entries if entry.model == model].count(
-        revision
-    ) == 1
-    (zoo.folder / "configs" / "model.yaml").write_text(CONFIG.replace("2048", "1024"))
-    assert planned(zoo)[0]["reason"] == "the recipe has changed"
 
 
 def test_a_model_in_a_folder_is_regenerated_once_it_has_changed(zoo, tiny):
@@ -74,8 +35,17 @@ def test_a_model_in_a_folder_is_regenerated_once_it_has_changed(zoo, tiny):
         weights["model.layers.0.self_attn.q_proj.weight"][0] *= 1.02
     (due,) = planned(zoo)
     assert due["reason"] == "changed: the weights"
-    made = ok(zoo.run("regenerate", "my model/", *words, "--output", "new", "--json"))
+    words += ["--output", "new", "--to", "huggingface", "--json"]
+    made = ok(zoo.run("regenerate", "my model/", *words))
     assert made["compared_with"] is not None
+    request = made["hubs"]["huggingface"]
+    assert "/discussions/" in request["url"]
+    entries = index.parse(zoo.hf.files(ZOO, request["revision"])[index.NAME], "it").entries
+    assert len(entries) == 2
+    assert verify(Artifact.open(zoo.folder / "new")).ok
+    place = zoo.folder / "configs" / "mine.yaml"
+    place.write_text(recipe.replace("2048", "1024"))
+    assert [due["reason"] for due in planned(zoo)] == ["the recipe has changed"]
     shutil.rmtree(folder)
     assert "there is no folder ./my model" in refused(zoo.run("regenerate", "--plan", *words))
 
