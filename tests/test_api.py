@@ -1,6 +1,5 @@
 """The public API: seven names, of which none is imported before it is asked for."""
 
-from dataclasses import fields
 from functools import partial
 from inspect import Parameter, signature
 
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rotationzoo
 from rotationzoo import Artifact, RotatedCache, Rotations, api, calibrate, evaluate, generate, pull
-from rotationzoo.codec.options import CacheOptions
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.model.source import DEMO
@@ -143,23 +141,6 @@ def test_the_defaults_that_people_see_and_none_make_the_same_job():
         shown = {each.name: each.default for each in parameters if each.default is not each.empty}
         assert settings(*words, **shown) == settings(*words)
         assert settings(*words, **dict.fromkeys(shown)) == settings(*words)
-
-
-def test_one_value_counts_as_a_list_of_one():
-    one = dict(tasks="copy", lengths=2048, rivals="fp8", windows=(4, 16))
-    several = {name: [value] for name, value in one.items()}
-    job = api.evaluation_job(EvaluationSettings("demo", **one))
-    assert job == api.evaluation_job(EvaluationSettings("demo", **several))
-    assert (job.tasks.names, job.tasks.lengths) == (("copy",), (2048,))
-    assert (job.baselines, job.windows) == ((*BASELINES, "fp8"), [(4, 16)])
-
-
-def test_generate_takes_every_option_of_the_cache():
-    options = {each.name: each.default for each in fields(CacheOptions)}
-    for public in (generate, RotatedCache):
-        assert options.keys() <= signature(public).parameters.keys()
-        shown = {name: signature(public).parameters[name].default for name in options}
-        assert CacheOptions(**shown) == CacheOptions()
 
 
 @pytest.mark.parametrize("public", [calibrate, evaluate, generate])

@@ -18,6 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 SHOWN = [*PAGES, DOCS / "fleet.yml", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
 SHELL = re.compile(r"^```(?:\{code-block\} )?(?:sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHORTER = {"evaluate": "--minutes 1"}
+GROUP = typer.main.get_command(app)
 
 
 def commands_in(path: Path) -> Iterator[list[str]]:
@@ -35,9 +36,8 @@ def commands_in(path: Path) -> Iterator[list[str]]:
 
 def understand(words: list[str]) -> None:
     """Parse a whole command. Raises Typer's own error for what it does not understand."""
-    group = typer.main.get_command(app)
-    context = group.make_context("rotationzoo", list(words))
-    _, command, rest = group.resolve_command(context, list(words))
+    context = GROUP.make_context("rotationzoo", list(words))
+    _, command, rest = GROUP.resolve_command(context, list(words))
     command.make_context(words[0], rest, parent=context)
 
 

@@ -59,17 +59,6 @@ def test_the_lock_holds_what_the_package_needs(name):
         assert wanted.specifier.contains(locked[package]), f"{package} {locked[package]}"
 
 
-def test_an_extra_asks_for_the_same_wherever_it_is_named():
-    """`dev` repeats what the tests need of the other extras."""
-    development = {
-        requirement.name: requirement.specifier
-        for requirement in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["dev"])
-    }
-    for requirement in requirements():
-        if requirement.name in development:
-            assert development[requirement.name] == requirement.specifier
-
-
 def test_the_commands_that_are_printed_install_what_the_extras_have():
     """Not `rotationzoo[EXTRA]`: only who has a clone has the package, and only in its folder does
     `.[EXTRA]` name it. Requirements are installed from anywhere."""

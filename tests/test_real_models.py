@@ -4,12 +4,8 @@ import json
 import re
 
 import pytest
-import real_models_lose
 from real_questions import DEV, LENGTHS, SPLITS, TASKS, TEST
-from support.jobs import SMALL, job
-from support.recipes import CODED
 
-from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.recall.questions import QUOTE
 from rotationzoo.text.documents import BUNDLED
@@ -48,28 +44,3 @@ def test_halves_share_no_question(task, tokenizer):
     assert len(dev) > 50
     assert len(test) > 50
     assert not dev & test
-
-
-@pytest.fixture(scope="module")
-def coded(tiny, tmp_path_factory):
-    """The tiny model's artifact with transform coding."""
-    return calibrate(
-        job(tiny, tmp_path_factory.mktemp("coded"), CODED.model_copy(update={"data": SMALL}))
-    )
-
-
-def test_the_script_runs_and_goes_on_where_it_was_cut_short(
-    tmp_path, tiny, coded, monkeypatch, capsys
-):
-    settings = "--questions 2 --lengths 400 --rows 1 --sink 8 --recent 32"
-    words = [tiny, coded.folder, *settings.split(), "--json", tmp_path / "kept.json"]
-    for seconds in (0, 100):
-        command = ["real_models_lose", *words, "--seconds", seconds]
-        monkeypatch.setattr("sys.argv", [str(word) for word in command])
-        assert real_models_lose.main() == 0
-        arms = json.loads((tmp_path / "kept.json").read_text())["arms"]
-        assert bool(arms) == (seconds > 0)
-    shown = capsys.readouterr().out
-    assert "q4_0 stores 32 channels together" in shown
-    assert {"kivi", "kvarn-k2v2", "out as it is: out+transform"} <= set(arms)
-    assert all(arm["kl"] > 0 for arm in arms.values())

@@ -78,30 +78,6 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interrupti
 
 # ---- errors that nobody foresaw
 
-DEEP = "[" * 100_000
-LONG = "1" + "0" * 5000
-
-
-@pytest.mark.hostile("terminal")
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("long.yaml", f"sink: {LONG}", "calibrate demo --recipe long.yaml"),
-        ("manifest.json", f'{{"schema": {LONG}}}', "inspect ."),
-        ("config.json", DEEP, "calibrate ."),
-        ("text.jsonl", DEEP, "calibrate demo --data text.jsonl"),
-    ],
-    ids=["long number in a recipe", "long number in a manifest", "deep config", "deep text"],
-)
-def test_one_line_instead_of_a_traceback(inside, file, content, words):
-    (inside.folder / file).write_text(content)
-    result = inside(*words.split())
-    assert result.returncode == 1
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert [line.split(": ")[0] for line in lines] in (["Error"], ["Error", "Hint"]), result.stderr
-    assert max(map(len, lines)) < 1200
-
 
 @pytest.mark.hostile("terminal")
 @pytest.mark.parametrize(

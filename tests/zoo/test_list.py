@@ -1,8 +1,5 @@
 """Listing: what is there, what only its index knows, and what is not there."""
 
-import json
-import re
-
 import pytest
 from support import reports
 from support.command_line import succeeded
@@ -57,22 +54,6 @@ def rival(number: int, kept: float, day: int = 1, **others) -> dict:
     evaluation = decided(kept, f"{number:064x}", **others)
     about = {"recipe": f"recipe-{number}", "created": f"2026-11-{day:02}"}
     return reports.listed(number, evaluation=evaluation, **about)
-
-
-def test_shares_of_other_questions_stand_in_no_list(inside):
-    """Here they would turn a ranking around: the last was asked easier questions."""
-    entries = [rival(1, 0.91), rival(2, 0.87, day=2), rival(3, 0.97, day=3, questions=64)]
-    (inside.folder / "index.json").write_text(json.dumps({"schema": 1, "entries": entries}))
-    shown = succeeded(inside("list", "--index", "index.json")).stdout
-    shares = re.findall(r"recipe-(\d).*?(\d+% \(.*?\)|other questions)", shown)
-    assert shares == [
-        ("1", "91% (88% to 93%)"), ("2", "87% (84% to 89%)"), ("3", "other questions")
-    ]  # fmt: skip
-    content = index.Index.model_validate({"entries": entries})
-    alone = content.entries[1:]
-    assert [index.kept_words(entry, alone) for entry in alone] == [
-        "other questions", "97% (94% to 99%)"
-    ], "of as many, the newest"  # fmt: skip
 
 
 @pytest.mark.parametrize(

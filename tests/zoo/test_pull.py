@@ -1,12 +1,9 @@
 """Fetching: pinned revisions, files that are here already, places, and exports."""
 
-import shlex
-import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.command_line import edited_manifest
 from support.published import ZOO, foreign, nothing_left, ok, publish_oscar_pair, refused
 
 from rotationzoo.artifact.store import Artifact
@@ -64,28 +61,6 @@ def test_a_pull_goes_on_to_an_engine(zoo, tiny, tmp_path):
     assert ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json")) == done
     assert "one rotation per KV head" not in zoo.run("pull", "Qwen/Qwen3-8B").stderr
     assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
-
-
-def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):
-    """The demo's folder; for another folder, whose place no artifact records, what to put there."""
-    from rotationzoo.model.source import DEMO
-
-    ok(zoo.run("push", made, ZOO, "--json"))
-    done = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "sglang", "--json"))
-    assert done["path"] == "exports/demo-oscar-sglang"
-    words = shlex.split(done["command"][0])
-    assert Path(words[words.index("--model-path") + 1]) == DEMO
-    assert not [note for note in done["notes"] if "MODEL" in note]
-    local = shutil.copytree(made, tmp_path / "local")
-    with edited_manifest(local) as manifest:
-        manifest["model"]["id"] = "my-model"
-    done = ok(zoo.run("export", local, "--to", "sglang", "--output", "local-export", "--json"))
-    assert "--model-path MODEL" in done["command"][0]
-    said = "MODEL in the command stands for my-model: put its folder or hub id there"
-    assert said in done["notes"]
-    shutil.copytree(DEMO, zoo.folder / "my-model")
-    done = ok(zoo.run("export", local, "--to", "sglang", "--output", "local-export", "--json"))
-    assert f"--model-path {zoo.folder / 'my-model'}" in done["command"][0]
 
 
 # ---- what OSCAR's authors publish: files without hashes
