@@ -48,15 +48,11 @@ def test_the_files_keep_their_contract(calibrated):
         for kind in ("query", "output"):
             assert statistics[f"layers.{layer}.{kind}.second_moment"].dtype == torch.float64
             assert statistics[f"layers.{layer}.{kind}.count"].item() == 2 * 8 * 256
-    calibration = manifest["calibration"]
-    described = [calibration[key] for key in ("source", "tokens", "rows")]
+    described = [manifest["calibration"][key] for key in ("source", "tokens", "rows")]
     assert described == ["bundled", 2048, 8]
-    assert len(calibration["fingerprint"]) == len(manifest["model"]["weights_fingerprint"]) == 64
     read = Recipe.model_validate(manifest["recipe"])
     assert read.hash == manifest["recipe_sha256"] == RECIPE.hash
     assert calibrated.identity == manifest["files"]["rotations.safetensors"]["sha256"]
-    card_text = (calibrated.folder / "README.md").read_text()
-    assert card_text.startswith("---\nlibrary_name: rotationzoo")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -155,14 +151,9 @@ def test_a_job_goes_on_and_is_known_on_another_day(copied_tiny, tmp_path, monkey
     on(27)
     before = (made.folder / "manifest.json").stat().st_mtime_ns
     assert calibrate(asked).folder.joinpath("manifest.json").stat().st_mtime_ns == before
-    # Elsewhere, a recipe with that date makes the same.
-    stated = data.model_copy(update={"date": "2024-02-28"})
-    recipe = RECIPE.model_copy(update={"data": stated})
-    other = calibrate(job(copied_tiny, tmp_path / "other", recipe, batch=2))
-    assert rotation_bytes(other) == rotation_bytes(made)
     again = calibrate(replace(asked, restart=True))
     assert again.manifest.identity["date"] == "2024-02-27"
-    assert rotation_bytes(again) != rotation_bytes(other)
+    assert rotation_bytes(again) != rotation_bytes(made)
 
 
 def test_an_interrupted_restart_goes_on(tiny, tmp_path):

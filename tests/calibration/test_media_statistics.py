@@ -8,9 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-import transformers
 from support import architectures, media
-from support.architectures import BASE
 
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import UnsupportedModel
@@ -141,32 +139,6 @@ def row_of(ids, token, **inputs):
     ids = torch.tensor([ids])
     is_media = ids[0] == token
     return MediaRow(ids, is_media, inputs)
-
-
-@pytest.mark.xfail(
-    transformers.__version__ == "5.24.0",
-    raises=AttributeError,
-    reason="its Llama 4 reads image_outputs, which its text model does not return",
-)
-def test_a_llama_4_reads_images_in_its_chunks(monkeypatch):
-    """Its processor needs torchvision, so its inputs are made here. Chunks of 8 tokens."""
-    torch.manual_seed(0)
-    text = dict(BASE, head_dim=16, intermediate_size_mlp=64, num_local_experts=2)
-    vision = dict(media.VISION, intermediate_size=128, vision_output_dim=32, image_size=56)
-    projector = dict(patch_size=14, projector_input_dim=32, projector_output_dim=32)
-    config = transformers.Llama4Config(
-        text_config=dict(text, attention_chunk_size=8), vision_config=vision | projector,
-        image_token_index=60,
-    )  # fmt: skip
-    model = transformers.Llama4ForConditionalGeneration(config).double().eval()
-    pixels = torch.randn(1, 3, 56, 56).double()
-    row = row_of([3, 4, 5, *[60] * 4, *range(6, 26)], 60, pixel_values=pixels)
-    geometry = geometry_of(model)
-    statistics = collect(model, geometry, [row], RECIPE)
-    reference = EagerSums(model, geometry, monkeypatch)
-    reference.chosen = list(range(row.ids.numel()))
-    read_whole(model, row)
-    compare(statistics, reference)
 
 
 def test_inputs_that_a_class_would_drop_are_refused():

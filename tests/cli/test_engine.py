@@ -16,15 +16,12 @@ from support.vllm import pretend, server_settings
 from rotationzoo.api import calibrate, evaluation_job, generate
 from rotationzoo.artifact.reductions import Request
 from rotationzoo.cache.options import build_settings
-from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions
-from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.engines.export import export
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.probes import record_probes
-from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.model.source import find
 from rotationzoo.rotations import SIDES
 from rotationzoo.settings import EvaluationSettings
@@ -151,22 +148,6 @@ def test_another_budget_is_refused_where_rows_have_the_same_bits(tiny_of_heads, 
         evaluate(evaluation_job(EvaluationSettings(model, bits=3.25, **SHORT)))
     with pytest.raises(UsageError, match="and none have"):
         generate(model, "a b", rotations=None, bits=3.25)
-
-
-@pytest.mark.parametrize("bits", [2.25, 3.5, 3.75])
-def test_beside_windows_all_other_layers_have_the_same_bits(windowed, bits):
-    model, artifact = windowed
-    served = server_settings(model, artifact.folder, bits=bits).codec.rotations
-    read = build_settings(artifact, _loaded(model), CacheOptions(engine="vllm", bits=bits))
-    assert read.layout.format == SIMULATED["segments"]
-    assert build_settings(artifact, _loaded(model), CacheOptions()).codec.rotations.has_budget
-    stored = 0.0
-    for layer, side, rotation in served.each():
-        assert torch.equal(rotation.widths, read.codec.rotations[layer][side].widths)
-        taken = 8 * sum(SegmentLayout.of(rotation.widths).row_bytes) / rotation.widths.numel()
-        stored += taken / SEGMENT / len(SIDES) / len(served)
-        assert bits - 0.5 <= taken / SEGMENT <= bits
-    assert bits - 0.25 <= stored <= bits
 
 
 def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):

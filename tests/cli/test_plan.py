@@ -1,12 +1,10 @@
 """`rotationzoo plan`: what it prints, and that it does not wait for torch."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
-from support.cases import quick_first
-from support.command_line import SMALL, succeeded
+from support.command_line import succeeded
 from support.models import save_family
 from support.popular import CONFIGS, remember_shape
 from support.published import ok
@@ -72,26 +70,6 @@ def test_a_request_has_no_more_tokens_than_the_model_has_positions(inside, qwen3
     asked = inside(*LONG).stdout
     assert "made for 40,960 positions: 131,072 tokens need RoPE scaling" in asked
     assert "--rope-scaling yarn:4" in asked
-
-
-@pytest.mark.parametrize("format", quick_first(["sglang", "segments"]))
-def test_the_steps_scale_rope_as_it_was_asked_for(inside, format):
-    words = ["plan", "demo", "--rope-scaling", "yarn:4.0", "--format", format]
-    planned = inside(*words)
-    quick = " --quick" * (format == "sglang")
-    assert planned.stderr == f"Next: rotationzoo calibrate demo --rope-scaling yarn:4{quick}\n"
-    assert "1 request of 32,768 tokens" in planned.stdout
-    calibrate, generate, last = ok(inside(*words, "--json"))["commands"]
-    assert ("rotationzoo serve demo --rotations" in last) == (format == "segments")
-    name = {"sglang": "oscar", "segments": "transform"}[format]
-    folder = f"rotations/demo-{name}-yarn-4"
-    assert generate.startswith(
-        f"rotationzoo generate demo --rope-scaling yarn:4 --rotations {folder}"
-    )
-    made = inside(*shlex.split(calibrate)[1:], *SMALL)
-    assert f"Folder: {folder}\n" in succeeded(made).stdout
-    short = ["-p", "a b c", "--max-new-tokens", "1"]
-    succeeded(inside(*shlex.split(generate)[1:], *short))
 
 
 def test_published_rotations_are_named(inside, monkeypatch):

@@ -22,10 +22,8 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.model.loading import load_config, load_tokenizer
 from rotationzoo.model.source import fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
-from rotationzoo.storage.gguf_reader import open_gguf
 
 
 @pytest.fixture(scope="module")
@@ -137,21 +135,6 @@ def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, mon
     with pytest.raises(RotationZooError, match=said) as refused:
         fetch(find(str(path)), weights=False)
     assert refused.value.hint == "give the model that it was converted from"
-
-
-@pytest.mark.parametrize("family", ["Qwen3", "Starcoder2"])
-def test_a_vocabulary_is_read_with_the_tokenizer_alone(family, tmp_path, monkeypatch):
-    """The config has its size, also where transformers takes that from the tokens."""
-    monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
-    save_random(family, family, tmp_path / "model", **WIDE)
-    path = convert_model(tmp_path / "model", tmp_path / "model.gguf")
-    reader = open_gguf(path, lists=False)
-    assert reader.get_field("tokenizer.ggml.merges").data == []
-    source = find(str(path))
-    assert load_config(source).vocab_size == WIDE["vocab_size"]
-    assert not list(source.folder.glob("tokenizer*"))
-    fetch(source)
-    assert load_tokenizer(source)("a word").input_ids
 
 
 WIDE = dict(
