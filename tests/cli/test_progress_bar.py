@@ -30,26 +30,6 @@ def test_a_stage_of_a_job_is_no_markup_and_has_no_escapes(monkeypatch):
     assert "0/?" not in screen.getvalue(), "of a stage that nobody counts"
 
 
-def test_the_time_left_counts_every_step_of_the_stage():
-    """Steps of a search take longer than the half minute that rich remembers."""
-    now = [100.0]
-    bar = StageBar(Console(file=StringIO()), lambda: now[0])
-    left = []
-    for seconds, *step in (
-        (0, "searching", 4, 24),  # of an earlier run
-        (60, "searching", 5, 24),
-        (300, "searching", 6, 24),
-        (9000, "searching", 23, 24),
-        (9001, "testing", 0, 0),
-        (9011, "testing", 1, 3),
-        (9021, "testing", 2, 3),
-    ):
-        now[0] = 100.0 + seconds
-        bar.tell(*step)
-        left.append(bar.tasks[0].time_remaining)
-    assert left == [None, 19 * 60, 18 * 150, 9000 // 19 + 1, None, None, 10]
-
-
 def test_passes_are_told_as_their_tokens():
     told = []
     tell = InTokens(lambda *step: told.append(step), [512, 512, 128])

@@ -10,11 +10,8 @@ from rotationzoo.artifact.measured import Measured
 from rotationzoo.cli.app import main
 from rotationzoo.cli.list import show_list
 from rotationzoo.cli.output import Output
-from rotationzoo.cli.push import show_push_plan
-from rotationzoo.cli.regenerate import show_due
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.zoo.index import WHEEL_COPY, Index
-from rotationzoo.zoo.regenerate import DueModel
 
 WIDTH = 80
 NAME = "an-organisation-of-many-words/A-Model-235B-A22B-Thinking-2507"
@@ -56,19 +53,6 @@ def show_published():
     return ["2 published rotations"]
 
 
-def show_regenerate():
-    reason = "the recipe has changed, and so have the weights of the model since it was published"
-    due = DueModel(NAME, "0123456789abcdef", "fedcba9876543210", "configs/x.yaml", reason)
-    show_due(Output(), [due], {})
-    return ["0123456789ab", "fedcba987654", "1 due"]
-
-
-def show_push():
-    files = [{"path": f"{NAME}/manifest.json", "size": 1234567890123}]
-    show_push_plan(Output(), NAME, files, ["README.md"])
-    return ["1,234,567,890,123"]
-
-
 def show_plan():
     words = "plan demo --gpu 64xRTX3090 --context 1000000 --requests 1000"
     with pytest.raises(SystemExit):
@@ -76,9 +60,7 @@ def show_plan():
     return ["1,000 requests", "RTX 3090"]
 
 
-@pytest.mark.parametrize(
-    "show", [show_evaluate, show_published, show_regenerate, show_push, show_plan]
-)
+@pytest.mark.parametrize("show", [show_evaluate, show_published, show_plan])
 def test_tables_fit_80_columns_with_long_names(terminal, show):
     screen = terminal(WIDTH)
     numbers = show()

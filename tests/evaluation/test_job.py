@@ -27,7 +27,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli import evaluate as evaluate_view
 from rotationzoo.cli.output import Output
 from rotationzoo.codec.size import CONTEXT
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import prepare as job_module
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, build_arms
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
@@ -41,7 +41,6 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
 from rotationzoo.report.tables import stored_bits
-from rotationzoo.settings import parse_windows
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 
@@ -226,14 +225,6 @@ def test_adapters_that_cannot_be_measured_are_refused(inside, calibrated, tiny, 
     assert "leave out --save" in inside(*words, adapter, "--save").stderr
     edit_config(adapter, "adapter_config.json", target_modules=["nothing"])
     assert "does not fit the model" in inside(*words, adapter).stderr
-
-
-def test_windows_on_the_command_line():
-    assert parse_windows("64/256,128/1024") == [(64, 256), (128, 1024)]
-    assert parse_windows("4/16,8/32,4/16") == [(4, 16), (8, 32)]
-    for text in ("64", "a/b"):
-        with pytest.raises(UsageError, match="--windows"):
-            parse_windows(text)
 
 
 def test_weights_on_disk_give_the_same_report(tiny, monkeypatch):

@@ -23,7 +23,7 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Data
-from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks
+from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks, parse_windows
 from rotationzoo.words import duration
 
 LENGTH, SHORT = 512, 352
@@ -138,6 +138,10 @@ def test_the_values_of_options():
     assert parse_tasks("copy,needles,copy") == ["copy", "needles"]
     assert parse_tasks("none") == []
     assert parse_lengths("2048,8192") == [2048, 8192]
+    assert parse_windows("4/16,8/32,4/16") == [(4, 16), (8, 32)]
+    for text in ("64", "a/b"):
+        with pytest.raises(UsageError, match="--windows"):
+            parse_windows(text)
     for lengths in ("2k", "", "512,", "-1"):
         with pytest.raises(UsageError, match="--lengths"):
             parse_lengths(lengths)
