@@ -23,7 +23,9 @@ def last_line(result) -> str:
 
 def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
     """All but the option that makes it stop before it does anything."""
-    commands = [line.split("  ")[1] for line in journey_lines() if line.startswith("  ")]
+    lines = inside().stdout.splitlines()
+    assert lines == journey_lines(), "without a command"
+    commands = [line.split("  ")[1] for line in lines if line.startswith("  ")]
     names = [shlex.split(command)[1] for command in commands]
     wanted = {"demo", "pull", "calibrate", "evaluate", "report", "serve", "generate", "push"}
     assert wanted <= set(names) <= set(COMMANDS)
@@ -33,6 +35,7 @@ def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
         if " serve " not in command:  # which hands on what it does not know
             wrong = inside(*shlex.split(command)[1:], "--no-such-option")
             assert "No such option" in wrong.stderr
+    assert inside("--version").stdout.strip().count(".") == 2
     assert "'--recipe' requires an argument" in inside("calibrate", "demo", "--recipe").stderr
 
 
