@@ -22,6 +22,7 @@ MISTAKES = [
     ("calibrate demo --output occupied", 1, "occupied exists and is not an artifact"),
     ("calibrate demo --output .", 2, "not a folder that can be replaced"),
     ("calibrate demo --device x", 2, "'--device': 'x' is not one of 'auto', 'cpu', 'cuda'"),
+    ("calibrate demo --tokens 1000", 1, "1,000 tokens cannot fill one row of 2,048"),
     ("calibrate demo --tokens 0", 2, "value for '--tokens': it must be greater than or equal to 1"),
     ("calibrate demo --bits 1", 2, "bits = 1.0 is not a budget of more than 1 and at most 4 bits"),
     ("calibrate demo --key-bits 3 --value-bits 20", 2, "value_bits = 20.0 is not a budget of"),

@@ -17,7 +17,8 @@ from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import probes
-from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.geometry import geometry_of, geometry_on_meta
+from rotationzoo.model.loading import on_meta
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.recipe import Recipe
 
@@ -164,3 +165,9 @@ def test_a_long_row_leaves_nothing_behind():
     run_decoder(model, IDS)
     states = run_decoder(model, IDS[:, :40]).output.last_hidden_state
     assert torch.equal(states, build("Llama").model(IDS[:, :40]).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_config_alone_shows_what_is_cached(kind):
+    model = build(kind)
+    assert geometry_on_meta(on_meta(model.config, kind)) == geometry_of(model)

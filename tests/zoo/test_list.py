@@ -70,6 +70,8 @@ def test_of_several_the_one_is_pulled_that_keeps_most_for_the_engine(engine, num
     entries.append(rival(3, 0.99, day=3, engine="sglang"))
     entries.append(rival(4, 0.8, day=4, engine="sglang", questions=64))
     loaded = lookup.LoadedIndex(index.Index.model_validate({"entries": entries}), "it")
+    *_, easier = listed = loaded.content.entries
+    assert index.kept_words(easier, listed) == "other questions"
     words = loaded, "a/b", None, None, ["huggingface"], None, engine
     entry, _, reason = lookup.choose_entry(*words)
     assert entry.recipe == f"recipe-{number}"
