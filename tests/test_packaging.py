@@ -11,7 +11,7 @@ from check_release import release_problem
 from lock_requirements import FOLDER, LOCKS
 from packaging.requirements import Requirement
 from packaging.version import Version
-from support.places import ROOT, recipe_of
+from support.places import ROOT
 
 TESTED = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text("utf-8"))["jobs"]["tests"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -75,13 +75,6 @@ def test_the_commands_that_are_printed_install_what_the_extras_have():
     assert printed == wanted
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     assert not [page for page in pages if "rotationzoo[" in page.read_text("utf-8")]
-
-
-def test_pre_commit_runs_what_make_lint_runs():
-    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
-    hooks = [hook for repository in content["repos"] for hook in repository["hooks"]]
-    assert [hook["entry"] for hook in hooks] == recipe_of("lint")
-    assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in hooks)
 
 
 def test_the_pythons_that_are_claimed_are_tested():

@@ -18,7 +18,7 @@ from support.tensors import stored_rotations, stored_statistics
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job, plan
+from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
@@ -97,12 +97,6 @@ def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):
     recipe = QUICK.model_copy(update={"composition": "given"})
     with pytest.raises(RotationZooError, match="stands for imported matrices"):
         calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
-
-
-def test_the_planned_sizes_are_those_that_come_out(calibrated, tiny, tmp_path):
-    planned = plan(job(tiny, tmp_path)).artifact_bytes
-    written = sum(file["size"] for file in calibrated.content["files"].values())
-    assert planned <= written <= 1.5 * planned + 10_000  # headers and means besides
 
 
 # ---- stopping a job and going on with it: what makes two jobs the same, and what is kept

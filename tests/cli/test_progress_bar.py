@@ -14,7 +14,7 @@ from support.command_line import TITLE, succeeded
 
 from rotationzoo.cli import output, progress_bar
 from rotationzoo.cli.progress_bar import StageBar, log_stages, show_progress
-from rotationzoo.progress import InTokens, Tokens, silent
+from rotationzoo.progress import Tokens
 
 
 @pytest.mark.hostile("terminal")
@@ -28,20 +28,6 @@ def test_a_stage_of_a_job_is_no_markup_and_has_no_escapes(monkeypatch):
     assert "fetching [bold]x\\x1b]0;owned\\x07" in screen.getvalue()
     assert "\x07" not in screen.getvalue()
     assert "0/?" not in screen.getvalue(), "of a stage that nobody counts"
-
-
-def test_passes_are_told_as_their_tokens():
-    told = []
-    tell = InTokens(lambda *step: told.append(step), [512, 512, 128])
-    for done in range(4):
-        tell("evaluating", done, 3)
-    assert [done for _, done, _ in told] == [0, 512, 1024, 1152]
-    assert {(stage, total) for stage, _, total in told} == {("evaluating", 1152)}
-    assert all(isinstance(count, Tokens) for step in told for count in step[1:])
-    tell("evaluating", 1, 3)
-    tell.tell_part(0.5)
-    assert told[-1] == ("evaluating", 768, 1152)
-    InTokens(silent, [])("evaluating", 0, 0)
 
 
 @pytest.mark.parametrize("columns", [80, 140])
