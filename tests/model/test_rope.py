@@ -62,6 +62,9 @@ def test_a_model_is_built_with_what_its_config_would_say(name):
 
 
 def test_a_model_that_was_scaled_so_has_the_scaling():
+    plain = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8)
+    longrope = architectures.config("phi3", rope_parameters=plain | {"long_factor": [2.0] * 8})
+    assert scaling_of(longrope) == "longrope", "which has no factor"
     for scaling in ("yarn:4", "yarn:4:32", "linear:4", "linear:4:32"):
         config = architectures.config("llama")
         apply_scaling(config, scaling, "it")
