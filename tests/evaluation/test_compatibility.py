@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from support.engine_artifacts import exported
 from support.models import save_tiny
 from support.reports import evaluate
 
@@ -119,6 +120,11 @@ def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
     config.rope_parameters |= YARN
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, config=config)
     RotatedCache(scaled, loaded)
+
+
+def test_an_export_says_that_the_server_must_scale(scaled, tmp_path):
+    notes = " ".join(exported("sglang", scaled, tmp_path).launch.notes)
+    assert "calibrated with the rope scaling yarn:2: the server must scale too" in notes
 
 
 def test_membership_runs_the_model_with_the_scaling(model, scaled):

@@ -100,8 +100,9 @@ def test_the_report(artifacts):
 
 def test_rivals_are_measured_where_somebody_asks_for_them(inside, tiny):
     few = ["--tokens", 512, "--length", 512, "--tasks", "none"]
-    shown = inside("evaluate", tiny, *few, "--rivals", "fp8, int4_per_token_head", "--details")
-    assert "fp8, int4_per_token_head: caches of other engines, simulated" in shown.stdout
+    names = "fp8, int4_per_token_head, turboquant_k8v4"
+    shown = inside("evaluate", tiny, *few, "--rivals", names, "--details")
+    assert f"{names}: caches of other engines, simulated" in " ".join(shown.stdout.split())
     names = "fp8,q4_0,kvarn-k4v2,nvfp4"
     report = ok(inside("evaluate", "demo", *few, "--rivals", names, "--json"))
     arms = report["arms"]
