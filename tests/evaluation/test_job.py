@@ -51,7 +51,7 @@ def test_the_report(artifacts):
     job = Evaluation(
         "demo",
         artifacts,
-        Data(tokens=512, length=256),
+        Data(tokens=384, length=192),
         windows=[(8, 32), (32, 96)],
         queries=8,
         tasks=NO_TASKS,
@@ -61,7 +61,7 @@ def test_the_report(artifacts):
     names = ["attention", "oscar-v1", "identity", "hadamard", "random", "kivi"]
     assert list(report["arms"]) == [*names[:2], "attention+transform", *names[2:], ALL_ELSE]
     assert report["first_position"] == 128, "the same tokens for every window"
-    assert report["tokens"] == 2 * (256 - 128 - 1)
+    assert report["tokens"] == 2 * (192 - 128 - 1)
     small, large = (window["arms"] for window in report["windows"])
     assert small == report["arms"]
     for name in names:
@@ -90,7 +90,7 @@ def test_the_report(artifacts):
         apart = content.keys() ^ report.keys()
         assert apart == {"arms", "verdict", "probes"}, "docs/tasks.md says which differ"
         assert f"| {folder.name} |" in (folder / "README.md").read_text()
-    text = Data(tokens=256, length=256)
+    text = Data(tokens=96, length=96)
     changes = dict(data=text, windows=[(8, 32)], save_to=[], queries=0, baselines=("identity",))
     narrow = replace(job, artifacts=artifacts[:1], **changes)
     first = evaluate(narrow)
