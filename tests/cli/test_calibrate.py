@@ -91,6 +91,22 @@ def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):
     assert "nan" not in done.stdout.lower()
 
 
+@pytest.mark.thorough
+def test_the_fewest_bits_that_keep_enough_are_found_and_served(inside, induction, monkeypatch):
+    from rotationzoo.evaluation import decision
+
+    monkeypatch.setattr(decision, "FEWEST_ANSWERS", 8)
+    words = ["calibrate", induction, "--tokens", 1024, "--length", 512, "--lengths", 512]
+    ran = inside(*words, "--keep", 5)
+    assert ran.returncode == 0, ran.stderr
+    folder = "rotations/induction-transform-2-bits"
+    assert f"Folder: {folder}\nServe it: induction-transform-2-bits keeps" in ran.stdout
+    assert ran.stderr.endswith(f"Next: rotationzoo serve {induction} --rotations {folder}\n")
+    refused = inside(*words, "--keep", 99.9)
+    assert refused.returncode == 1
+    assert "nothing shows that 99.9% of the answers are kept" in refused.stderr
+
+
 def test_a_dry_run_prices_the_questions(inside, tiny):
     words = ["calibrate", tiny, "--keep", 90, "--lengths", 100, "--dry-run"]
     priced = json.loads(inside(*words, "--json").stdout)["question_tokens"]

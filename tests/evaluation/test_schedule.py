@@ -35,6 +35,15 @@ def timed(job: Evaluation, minutes: float) -> tuple[Measured, list[tuple[str, st
     return evaluate(settings, lambda stage, *_: stages.append(stage), tell), told
 
 
+@pytest.mark.thorough
+def test_with_enough_time_everything_is_asked_in_one_look(job):
+    report, (_, (stage, words)) = timed(job, minutes=600)
+    assert stage == "finding the pace", "before anything is measured"
+    assert words.startswith("16 questions of each task, as much text as fits take about 10.0 hours")
+    counts = {name: arm.tasks["needles"].questions for name, arm in report.window.arms.items()}
+    assert counts == dict.fromkeys(counts, STEP) | {"mine+transform": 16}
+
+
 def test_what_does_not_fit_is_left_out_and_said(job):
     report, told = timed(job, minutes=1e-4)
     assert "the questions whose answers cost least" in told[1][1]

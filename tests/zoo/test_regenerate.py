@@ -18,6 +18,23 @@ from rotationzoo.zoo import index
 from rotationzoo.zoo.regenerate import compare_rotations, find_newest, is_worse
 
 
+def test_a_new_revision_is_due_for_weights_that_it_changes(zoo, model):
+    recipe = zoo.folder / "configs" / "model.yaml"
+    recipe.write_text(CONFIG.replace("2048", "512"))
+    (due,) = planned(zoo)
+    assert (due["model"], due["was"], due["reason"]) == (model, None, "nothing is published")
+    words = ["--recipe", recipe, "--revision", due["revision"], "--output", "first"]
+    ok(zoo.run("calibrate", model, *words, "--json"))
+    ok(zoo.run("push", "first", ZOO, "--json"))
+    zoo.hf.commit(model, {"README.md": b"better words"})
+    assert planned(zoo) == [], "a README is no reason"
+    weights = zoo.hf.files(model)["model.safetensors"]
+    revision = zoo.hf.commit(model, {"model.safetensors": weights + b" "})
+    (later,) = planned(zoo)
+    assert (later["revision"], later["was"]) == (revision, due["revision"])
+    assert later["reason"] == "changed: model.safetensors"
+
+
 def test_a_model_in_a_folder_is_regenerated_once_it_has_changed(zoo, tiny):
     folder = Path(shutil.copytree(tiny, zoo.folder / "my model"))
     (zoo.folder / "configs").mkdir()
