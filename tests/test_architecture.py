@@ -1,5 +1,4 @@
-"""docs/architecture.md shows the packages in the order that is enforced, and what documents name
-exists."""
+"""docs/architecture.md lists the modules that there are, and what documents name exists."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What real models are asked, and what a script measures of them: DEV and TEST share nothing."""
+"""What real models are asked: DEV and TEST share nothing."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The frame of all commands: help, usage, exit codes, and errors that nobody foresaw."""
+"""The frame of all commands: what they import, exit codes, and errors that nobody foresaw."""
 
 import json
 import os
@@ -9,8 +9,6 @@ from support.cases import quick_first
 from support.command_line import only_error, run_apart
 
 from rotationzoo.cli.output import visible
-
-# ---- help and usage
 
 
 def test_commands_that_read_an_artifact_do_not_wait_for_transformers(made, tmp_path):

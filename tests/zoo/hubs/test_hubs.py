@@ -1,4 +1,4 @@
-"""What is one hub: a row and a module each, and a file server; and who is told the token."""
+"""A file server in the place of a hub, and who is told the token."""
 
 import shutil
 import threading
