@@ -4,6 +4,7 @@ The process that hands tests out to others (`pytest -n 2`) loads this file too, 
 with torch, they take it nine seconds, for which all others wait.
 """
 
+import functools
 import gc
 import os
 import tempfile
@@ -40,8 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and not config.option.collectonly:
         return
+    import typer.main
     from support import fixtures
 
+    # Typer makes commands of their functions once, and not for every run inside this process.
+    typer.main.get_command = functools.cache(typer.main.get_command)
     # Before tests are collected: some draw when they are imported.
     if offset := config.getoption("--seed-offset"):
         fixtures.move_seeds(offset)

@@ -1,6 +1,5 @@
 """The public API: seven names, of which none is imported before it is asked for."""
 
-from dataclasses import fields
 from functools import partial
 from inspect import Parameter, signature
 
@@ -11,8 +10,7 @@ from support.recipes import QUICK as RECIPE
 from support.reports import short_probes
 
 import rotationzoo
-from rotationzoo import Artifact, RotatedCache, Rotations, api, calibrate, evaluate, generate, pull
-from rotationzoo.codec.options import CacheOptions
+from rotationzoo import Artifact, RotatedCache, Rotations, calibrate, evaluate, generate, pull
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.progress import silent
@@ -108,23 +106,6 @@ def test_the_defaults_that_people_see_and_none_make_the_same_job():
         assert settings(*words, **dict.fromkeys(shown)) == settings(*words)
 
 
-def test_one_value_counts_as_a_list_of_one():
-    one = dict(tasks="copy", lengths=2048, rivals="fp8", windows=(4, 16))
-    several = {name: [value] for name, value in one.items()}
-    job = api.evaluation_job(EvaluationSettings("demo", **one))
-    assert job == api.evaluation_job(EvaluationSettings("demo", **several))
-    assert (job.tasks.names, job.tasks.lengths) == (("copy",), (2048,))
-    assert (job.baselines, job.windows) == ((*BASELINES, "fp8"), [(4, 16)])
-
-
-def test_generate_takes_every_option_of_the_cache():
-    options = {each.name: each.default for each in fields(CacheOptions)}
-    for public in (generate, RotatedCache):
-        assert options.keys() <= signature(public).parameters.keys()
-        shown = {name: signature(public).parameters[name].default for name in options}
-        assert CacheOptions(**shown) == CacheOptions()
-
-
 @pytest.mark.parametrize("public", [calibrate, evaluate, generate])
 def test_what_is_no_option_is_refused_by_name(public):
     needed = {"prompt": "def", "rotations": None} if public is generate else {}
@@ -134,11 +115,6 @@ def test_what_is_no_option_is_refused_by_name(public):
         public(**needed)
     with pytest.raises(UsageError, match=r"there is no device 'cupid'"):
         public("demo", device="cupid", **needed)
-
-
-def test_the_description_of_evaluate_names_the_baselines():
-    missing = [name for name in BASELINES if f"`{name}`" not in (evaluate.__doc__ or "")]
-    assert not missing
 
 
 def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):

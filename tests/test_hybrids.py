@@ -18,7 +18,7 @@ from rotationzoo.vllm.settings import cell_bytes
 @pytest.mark.parametrize("name", quick_first(CACHED, 2))
 def test_all_agree_on_the_layers_that_hold_keys_and_values(name, tmp_path):
     model, folder, artifact = calibrate_hybrid(name, tmp_path)
-    options = {"tokens": 256, "length": 256, "windows": (16, 32), "tasks": []}
+    options = {"tokens": 64, "length": 64, "windows": (4, 16), "tasks": [], "baselines": ()}
     report = evaluate(str(folder), artifact, engine="vllm", device="cpu", **options)
     cache, served = RotatedCache(artifact, model, engine="vllm"), find(str(folder))
     kept = [at for at, each in enumerate(cache.layers) if isinstance(each, RotatedLayer)]

@@ -4,15 +4,18 @@ import re
 import shlex
 import tomllib
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
-from support.places import ROOT, recipe_of
+from support.places import ROOT
 
 TESTED = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text("utf-8"))["jobs"]["tests"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 # What CI installs with the package; `cuda` needs a GPU.
 EXTRAS = "docs", "engines", "report", "sign"
+# Name -> the extras that it holds beside what the package needs.
+LOCKS = {"requirements.txt": ("cuda", "report", "sign"), "requirements-dev.txt": ("dev",)}
 
 
 def requirements() -> list[Requirement]:
@@ -40,15 +43,18 @@ def test_the_oldest_dependencies_are_the_lowest_that_are_allowed():
         assert version == Version(lowest(requirement)), f"{requirement} allows an older one"
 
 
-def test_an_extra_asks_for_the_same_wherever_it_is_named():
-    """`dev` repeats what the tests need of the other extras."""
-    development = {
-        requirement.name: requirement.specifier
-        for requirement in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["dev"])
-    }
-    for requirement in requirements():
-        if requirement.name in development:
-            assert development[requirement.name] == requirement.specifier
+@pytest.mark.parametrize("name", LOCKS)
+def test_the_lock_holds_what_the_package_needs(name):
+    """Every requirement in a version that it allows, with a hash. `make lock` makes it anew."""
+    lock = (ROOT / ".github" / name).read_text()
+    rows = [line.split() for line in lock.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for _, digest in rows)
+    locked = dict(pinned.split("==") for pinned, _ in rows)
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    extra = [line for chosen in LOCKS[name] for line in extras[chosen]]
+    for wanted in map(Requirement, [*PYPROJECT["project"]["dependencies"], *extra]):
+        package = wanted.name.lower().replace("_", "-")
+        assert wanted.specifier.contains(locked[package]), f"{package} {locked[package]}"
 
 
 def test_the_commands_that_are_printed_install_what_the_extras_have():
@@ -67,25 +73,6 @@ def test_the_commands_that_are_printed_install_what_the_extras_have():
     assert printed == wanted
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     assert not [page for page in pages if "rotationzoo[" in page.read_text("utf-8")]
-
-
-def test_pre_commit_runs_what_make_lint_runs():
-    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
-    hooks = [hook for repository in content["repos"] for hook in repository["hooks"]]
-    assert [hook["entry"] for hook in hooks] == recipe_of("lint")
-    assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in hooks)
-
-
-def test_continuous_integration_runs_the_same_command():
-    assert recipe_of("test")
-    assert recipe_of("check")
-    run = (ROOT / ".ci" / "run").read_text("utf-8")
-    assert "set -eu" in run
-    assert "\nmake test\nmake check\n" in run
-    assert TESTED["steps"][-1]["run"] == "make test"
-    assert {"ubuntu-latest", "macos-latest"} == set(TESTED["strategy"]["matrix"]["os"])
-    constraints = {row["constraints"] for row in TESTED["strategy"]["matrix"]["include"]}
-    assert constraints == {"constraints-oldest.txt", "constraints-cpu.txt", ""}
 
 
 def test_the_pythons_that_are_claimed_are_tested():

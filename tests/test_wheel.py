@@ -103,23 +103,6 @@ def test_the_source_distribution_makes_the_same_wheel_and_has_no_tests(built):
     assert contents(built.wheel) == contents(built.direct)
 
 
-def test_a_type_checker_reads_an_editable_installation(tmp_path):
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
-    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    tree = shutil.copytree(ROOT / "rotationzoo", tmp_path / "tree" / "rotationzoo").parent
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
-    run(sys.executable, "-c", build, cwd=tree)
-    (wheel,) = tmp_path.glob("*.whl")
-    shutil.unpack_archive(wheel, packages, "zip")
-    words = "from rotationzoo import calibrate\ncalibrate('demo', tokens='many')\n"
-    (tmp_path / "mine.py").write_text(words)
-    check = [sys.executable, "-m", "mypy", "--python-executable", tmp_path / "env/bin/python"]
-    done = subprocess.run([*check, "mine.py"], cwd=tmp_path, env=clean(), capture_output=True)
-    assert b'"tokens" to "calibrate" has incompatible type "str"' in done.stdout
-
-
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
     """An environment with the wheel, which has the dependencies of this one and not the checkout.

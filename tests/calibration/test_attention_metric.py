@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.architectures import CALIBRATED, LAYERS, SPARSE, build, families
+from support.architectures import CALIBRATED, SPARSE, build, families
 from support.caches import with_transforms
 from support.jobs import SMALL, job
 from support.models import edited_weights, load_saved, load_tokenizer, save_tiny
@@ -221,15 +221,3 @@ def test_leaving_out_layers_changes_no_loss(name, monkeypatch):
     measured = losses(model)
     monkeypatch.setattr(sensitivity.prediction, "decoder_layers", lambda model: [])
     assert losses(model) == pytest.approx(measured, rel=1e-6, abs=1e-12)
-
-
-def test_layers_before_the_measured_one_do_not_run(monkeypatch):
-    model, calls = build("llama"), []
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    losses(model)
-    everything, calls[:] = len(calls), []
-    monkeypatch.setattr(sensitivity.prediction, "decoder_layers", lambda model: [])
-    losses(model)
-    # Of 4 layers, a text runs 4, 3, 2 and 1 in place of 4 each time, for keys and for values.
-    assert len(calls) - everything == len(ROWS) * 2 * (LAYERS**2 - (4 + 3 + 2 + 1))

@@ -18,11 +18,10 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.prediction import divergence_of
 from rotationzoo.recipe.loading import PRESETS, override
-from rotationzoo.sides import metric_kind
 from rotationzoo.simulation.simulated import Simulation
 
 CACHE = CacheLayout(sink=4, recent=8)
-COST, DRAWS = 1e-5, 24
+COST, DRAWS = 1e-5, 16
 """The nats that noise should cost: little, because the prediction is of second order."""
 IDS = torch.randint(3, 59, (64,), generator=torch.Generator().manual_seed(5))
 
@@ -58,26 +57,24 @@ def model(request, tmp_path_factory):
 
 
 @torch.no_grad()
-def divergence(model, codec, positions):
-    """The mean KL of predictions at some positions."""
-    geometry = geometry_of(model)
-    exact = model(input_ids=IDS[None]).logits[0, positions]
-    layers = {layer.index for layer in geometry}
-    with Simulation(codec, CACHE, geometry, layers).running(model):
-        read = model(input_ids=IDS[None]).logits[0, positions]
-    return divergence_of(exact, read).mean().item()
-
-
 def test_it_predicts_what_noise_costs(model):
     torch.manual_seed(0)
     positions = list(range(CACHE.first_quantized, len(IDS)))
     geometry, texts = geometry_of(model), [Scored(IDS, positions)]
+    layers, exact = {layer.index for layer in geometry}, model(input_ids=IDS[None]).logits
+
+    def divergence(codec) -> float:
+        """The mean KL of predictions at the positions."""
+        with Simulation(codec, CACHE, geometry, layers).running(model):
+            read = model(input_ids=IDS[None]).logits
+        return divergence_of(exact[0, positions], read[0, positions]).mean().item()
+
     fisher = collect_fisher(model, geometry, texts, CACHE, 64)
     assert {layer for layer, _ in fisher} == {layer.owner for layer in geometry}
     for place, metric in fisher.items():
         trace = metric.diagonal(dim1=-2, dim2=-1).sum().item()
         size = (2 * COST / trace) ** 0.5 if trace else 0.02
-        found = [divergence(model, Noisy(place, seed, size), positions) for seed in range(DRAWS)]
+        found = [divergence(Noisy(place, seed, size)) for seed in range(DRAWS)]
         # 0.89 to 1.16 times it was measured. Where a window stays exact, float32 itself costs 9e-9.
         expected = COST if trace else 0.0
         assert sum(found) / DRAWS == pytest.approx(expected, rel=0.3, abs=5e-8)
@@ -97,17 +94,6 @@ def test_metrics_are_mixed_by_what_they_lose():
     mixed = mix(metrics, {key: eye, value: 3 * eye})
     assert torch.allclose(mixed[key], eye * (1 / 8 + 6 / 12))
     assert torch.allclose(mixed[value], eye / 8)
-
-
-def test_it_stands_with_the_statistics(tmp_path):
-    folder = save_tiny(tmp_path / "tiny")
-    recipe = override(PRESETS["transform"], tokens=512, length=128)
-    artifact = calibrate(Job(add_tokenizer(folder), recipe, tmp_path / "made", device="cpu"))
-    for layer, side, _ in artifact.rotations.each():
-        moment = artifact.statistics[layer][metric_kind(side)]
-        assert moment.count > 0
-        assert torch.equal(moment.second_moment, moment.second_moment.mT)
-        assert torch.linalg.eigvalsh(moment.second_moment).min() > -1e-12
 
 
 def test_rows_that_are_too_long_for_a_device_are_named(tmp_path, monkeypatch):

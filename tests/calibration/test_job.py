@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.cases import quick_first
 from support.jobs import RECIPE, SMALL, interrupt_after, job, rotation_bytes
 from support.models import edit_config, write_jsonl
@@ -19,7 +18,7 @@ from support.tensors import stored_rotations, stored_statistics
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job, plan
+from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
@@ -49,15 +48,11 @@ def test_the_files_keep_their_contract(calibrated):
         for kind in ("query", "output"):
             assert statistics[f"layers.{layer}.{kind}.second_moment"].dtype == torch.float64
             assert statistics[f"layers.{layer}.{kind}.count"].item() == 2 * 8 * 256
-    calibration = manifest["calibration"]
-    described = [calibration[key] for key in ("source", "tokens", "rows")]
+    described = [manifest["calibration"][key] for key in ("source", "tokens", "rows")]
     assert described == ["bundled", 2048, 8]
-    assert len(calibration["fingerprint"]) == len(manifest["model"]["weights_fingerprint"]) == 64
     read = Recipe.model_validate(manifest["recipe"])
     assert read.hash == manifest["recipe_sha256"] == RECIPE.hash
     assert calibrated.identity == manifest["files"]["rotations.safetensors"]["sha256"]
-    card_text = (calibrated.folder / "README.md").read_text()
-    assert card_text.startswith("---\nlibrary_name: rotationzoo")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -104,33 +99,6 @@ def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):
         calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
 
 
-def test_random_rotations_differ_by_head_and_layer(tiny, tmp_path):
-    rotations = stored_rotations(calibrate(job(tiny, tmp_path, PRESETS["random"])))
-    by_head = [tensor for name, tensor in rotations.items() if name.endswith("rotation")]
-    assert len({matrix.numpy().tobytes() for matrix in torch.cat(by_head)}) == 8
-
-
-def test_the_planned_sizes_are_those_that_come_out(calibrated, tiny, tmp_path):
-    planned = plan(job(tiny, tmp_path)).artifact_bytes
-    written = sum(file["size"] for file in calibrated.content["files"].values())
-    assert planned <= written <= 1.5 * planned + 10_000  # headers and means besides
-
-
-@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2), ("auto", 4)])
-def test_a_plan_counts_weights_in_the_type_that_they_are_loaded_in(dtype, item, tiny, tmp_path):
-    parameters = sum(t.numel() for t in load_file(tiny / "model.safetensors").values())
-    # Spread over devices, `auto` is the checkpoint's own type, here float32.
-    options = {"device_map": "auto"} if dtype == "auto" else {}
-    size, float32_size = (
-        plan(job(tiny, tmp_path, RECIPE, dtype=name, **options)).peak_memory_bytes
-        for name in (dtype, "float32")
-    )
-    if item == 2:
-        assert float32_size - size >= 2 * parameters
-    else:
-        assert abs(size / float32_size - 1) < 1e-3
-
-
 # ---- stopping a job and going on with it: what makes two jobs the same, and what is kept
 
 
@@ -175,16 +143,11 @@ def test_a_job_goes_on_and_is_known_on_another_day(copied_tiny, tmp_path, monkey
     made = calibrate(asked)
     assert made.manifest.identity["date"] == "2024-02-28"
     on(27)
-    before = (made.folder / "manifest.json").stat().st_mtime_ns
+    before, rotations = (made.folder / "manifest.json").stat().st_mtime_ns, rotation_bytes(made)
     assert calibrate(asked).folder.joinpath("manifest.json").stat().st_mtime_ns == before
-    # Elsewhere, a recipe with that date makes the same.
-    stated = data.model_copy(update={"date": "2024-02-28"})
-    recipe = RECIPE.model_copy(update={"data": stated})
-    other = calibrate(job(copied_tiny, tmp_path / "other", recipe, batch=2))
-    assert rotation_bytes(other) == rotation_bytes(made)
     again = calibrate(replace(asked, restart=True))
     assert again.manifest.identity["date"] == "2024-02-27"
-    assert rotation_bytes(again) != rotation_bytes(other)
+    assert rotation_bytes(again) != rotations
 
 
 def test_an_interrupted_restart_goes_on(tiny, tmp_path):

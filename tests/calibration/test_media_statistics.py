@@ -8,9 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-import transformers
 from support import architectures, media
-from support.architectures import BASE
 
 from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import UnsupportedModel
@@ -142,57 +140,11 @@ def row_of(ids, token, **inputs):
     return MediaRow(ids, is_media, inputs)
 
 
-@pytest.mark.xfail(
-    transformers.__version__ == "5.24.0",
-    raises=AttributeError,
-    reason="its Llama 4 reads image_outputs, which its text model does not return",
-)
-def test_a_llama_4_reads_images_in_its_chunks(monkeypatch):
-    """Its processor needs torchvision, so its inputs are made here. Chunks of 8 tokens."""
-    torch.manual_seed(0)
-    text = dict(BASE, head_dim=16, intermediate_size_mlp=64, num_local_experts=2)
-    vision = dict(media.VISION, intermediate_size=128, vision_output_dim=32, image_size=56)
-    projector = dict(patch_size=14, projector_input_dim=32, projector_output_dim=32)
-    config = transformers.Llama4Config(
-        text_config=dict(text, attention_chunk_size=8), vision_config=vision | projector,
-        image_token_index=60,
-    )  # fmt: skip
-    model = transformers.Llama4ForConditionalGeneration(config).double().eval()
-    pixels = torch.randn(1, 3, 56, 56).double()
-    row = row_of([3, 4, 5, *[60] * 4, *range(6, 26)], 60, pixel_values=pixels)
-    geometry = geometry_of(model)
-    statistics = collect(model, geometry, [row], RECIPE)
-    reference = EagerSums(model, geometry, monkeypatch)
-    reference.chosen = list(range(row.ids.numel()))
-    read_whole(model, row)
-    compare(statistics, reference)
-
-
 def test_inputs_that_a_class_would_drop_are_refused():
     """A class for text alone takes pixels, and says nothing."""
     row = row_of([3, 4, 60, 5, 6, 7], 60, pixel_values=torch.randn(1, 3, 28, 28))
     model = architectures.build("llama4")
     with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM does not take all of pixel_"):
-        collect(model, geometry_of(model), [row], RECIPE)
-
-
-def test_a_layer_that_attends_to_images_alone_is_refused():
-    """Mllama's cross attention: its keys are no cache of tokens."""
-    text = dict(BASE, num_hidden_layers=2, cross_attention_layers=[1])
-    vision = dict(
-        hidden_size=32, num_hidden_layers=1, num_global_layers=1, attention_heads=2,
-        intermediate_size=32, image_size=28, patch_size=14, max_num_tiles=1, vision_output_dim=64,
-        intermediate_layers_indices=[0], supported_aspect_ratios=[[1, 1]],
-    )  # fmt: skip
-    config = transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=60)
-    model = transformers.MllamaForConditionalGeneration(config).eval()
-    tiles = torch.ones(1, 1, dtype=torch.long)
-    row = row_of(
-        [3, 4, 60, *range(5, 20)], 60, pixel_values=torch.randn(1, 1, 1, 3, 28, 28),
-        aspect_ratio_ids=tiles, aspect_ratio_mask=tiles[None],
-        cross_attention_mask=torch.ones(1, 18, 1, 1, dtype=torch.long),
-    )  # fmt: skip
-    with pytest.raises(UnsupportedModel, match="layer 1 calls attention although it did not"):
         collect(model, geometry_of(model), [row], RECIPE)
 
 

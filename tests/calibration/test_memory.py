@@ -110,21 +110,6 @@ def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatc
     assert choose_batch(needs, 100 * GB, limits) == 1, "and the pass says that it does not fit"
 
 
-def test_what_weights_leave_is_for_the_batch(needs, monkeypatch):
-    """A whole model leaves the rest. One that does not fit gets half of the device, less whatever
-    a user gives it."""
-    largest = needs.pass_bytes(16)
-    machine(monkeypatch, int((20 * GB + largest) / USABLE) + 2)
-    assert choose_batch(needs, 20 * GB, None) == 16
-    assert choose_batch(needs, 10**12, None) == 16
-    machine(monkeypatch, int(2 * largest / USABLE) + 4)
-    assert choose_batch(needs, 10**12, None) == 16
-    machine(monkeypatch, int(largest / USABLE) + 4)
-    assert choose_batch(needs, 10**12, None) == 8
-    assert choose_batch(needs, 10**12, {"cpu": 0}) == 16
-    assert choose_batch(needs, 10**12, {"cpu": largest}) == 1
-
-
 def test_reserved_memory_gets_no_weights(monkeypatch):
     monkeypatch.setattr(placement, "free_memory", lambda device: 10 * GB)
     with place_weights("auto", None, reserved=2 * GB) as placed:
@@ -217,10 +202,3 @@ def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
     # The finished artifact is that of this job, whatever is free now.
     before = (artifact.folder / "manifest.json").stat().st_mtime_ns
     assert calibrate(spread).folder.joinpath("manifest.json").stat().st_mtime_ns == before
-
-
-def test_the_plan_says_how_many_rows(inside):
-    words = ["calibrate", "demo", "--dry-run", "--json", "--device", "cpu", "--length", "2048"]
-    assert json.loads(inside(*words).stdout)["batch"] == 4
-    assert json.loads(inside(*words, "--device-map", "auto").stdout)["batch"] == 16
-    assert json.loads(inside(*words, "--device-map", "auto", "--batch", "5").stdout)["batch"] == 5

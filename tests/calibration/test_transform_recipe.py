@@ -26,15 +26,13 @@ from rotationzoo.budget import Budget, EvenBudget
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.soundness import check
 from rotationzoo.checks.verify import verify
-from rotationzoo.codec.bit_allocation import check_room, spend_bits
+from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.codec.formats import SGLANG
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.codec.size import codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.arms import build_arms, judged_arms
 from rotationzoo.evaluation.rungs import find_rungs, write_rung
-from rotationzoo.geometry import Layer
 from rotationzoo.linalg.moments import covariance, sums
 from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.recipe.loading import PRESETS, from_dict, with_budget
@@ -128,23 +126,6 @@ def test_what_does_not_follow_from_the_statistics_is_a_problem(made):
     assert "key costs below 0: layer 0" in negative
 
 
-def test_an_evaluation_measures_it_beside_a_hadamard_matrix_in_as_many_bits(made):
-    arms = build_arms([made], made.geometry, ["hadamard"])
-    assert [arm.about.rounding for arm in arms] == ["nearest", "transform", "nearest", "transform"]
-    assert judged_arms(arms, "segments", False) == [f"{made.folder.name}+transform"]
-    assert judged_arms(arms, "sglang", False) == [made.folder.name]
-    other = arms[-1].codec
-    assert arms[-1].name == "hadamard+transform"
-    assert BITS - 0.1 < stored_bits(made, other.rotations) <= BITS
-    for layer, side, rotation in other.rotations.each():
-        # A rotation whose channels are weighted, and sorted by what they cost.
-        lengths = rotation.transform.norm(dim=1)
-        directions = rotation.transform / lengths[:, None]
-        assert torch.allclose(directions.abs(), torch.tensor(rotation.dim**-0.5))
-        assert (rotation.costs.diff() <= 0).all()
-        assert rotation.mean is made.rotations[layer][side].mean
-
-
 def test_engines_with_other_codes_take_the_rotations(made):
     request = settle_request(made, Request("sglang", made.folder))
     assert "nearest codes instead of transform coding" in list_reductions(made, request)
@@ -205,10 +186,3 @@ def test_recipes_with_error_feedback_are_refused(made):
     with pytest.raises(RotationZooError, match="the recipe has error feedback") as raised:
         check(made.rotations, made.statistics, content)
     assert raised.value.hint == "calibrate anew: rotationzoo calibrate MODEL"
-
-
-def test_budgets_leave_bits_to_latents():
-    latents = [Layer(0, 0, 8, 1, 64, 64, rope_dim=16)]
-    with pytest.raises(RotationZooError, match="leave none for latents"):
-        check_room(Budget(key_bits=3, value_bits=2), latents)
-    check_room(Budget(2), latents)

@@ -1,35 +1,14 @@
-"""The frame of all commands: help, usage, exit codes, and errors that nobody foresaw."""
+"""The frame of all commands: what they import, exit codes, and errors that nobody foresaw."""
 
 import json
 import os
-import re
 import signal
-import typing
-from importlib import metadata
 
 import pytest
 from support.cases import quick_first
-from support.command_line import only_error, run_apart, succeeded
-from typer.models import OptionInfo
-from write_cli_reference import parameters
+from support.command_line import only_error, run_apart
 
-import rotationzoo
-from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
-from rotationzoo.codec.engine_needs import ENGINES, EngineName, PullEngineName
-from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.codec.options import Format
-from rotationzoo.zoo.hubs.protocol import (
-    DISK,
-    HUB_NAMES,
-    HUBS,
-    HubName,
-    HubOrAny,
-    HubOrBoth,
-    PlaceName,
-)
-
-# ---- help and usage
 
 
 def test_commands_that_read_an_artifact_do_not_wait_for_transformers(made, tmp_path):
@@ -47,41 +26,6 @@ for words in (
 """
     _, imported = run_apart(program, cwd=tmp_path)
     assert not imported & {"transformers", "accelerate", "datasets", "scipy"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_60_lines_and_shows_every_option_in_groups(inside, monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "dumb")
-    shown = inside(command, "--help").stdout
-    lines = shown.splitlines()
-    assert len(lines) <= 60
-    assert max(map(len, lines)) <= 80
-    options = [each for each in parameters(COMMANDS[command]) if isinstance(each.info, OptionInfo)]
-    for option in options:
-        names = [spelling.split()[0] for spelling in option.spellings]
-        assert all(re.search(rf"^  .*{name}\b", shown, re.MULTILINE) for name in names), names
-    groups = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    order = ["Arguments:", "Options:", "Text:", "Model and machine:", "Signatures:"]
-    assert groups == [
-        each for each in (*order, "For experts (--for picks most):") if each in groups
-    ]
-
-
-def test_every_engine_hub_and_format_can_be_chosen():
-    needs_nothing_else = {name for name, entry in ENGINES.items() if not entry.needs_base}
-    assert set(typing.get_args(EngineName)) == set(ENGINES)
-    assert set(typing.get_args(PullEngineName)) == needs_nothing_else
-    assert set(typing.get_args(PlaceName)) == set(HUBS)
-    assert set(typing.get_args(HubName)) == {*HUB_NAMES} == {*HUBS} - {DISK}
-    assert set(typing.get_args(HubOrBoth)) == {*HUB_NAMES, "both"}
-    assert set(typing.get_args(HubOrAny)) == {*HUB_NAMES, "any"}
-    assert set(typing.get_args(Format)) == set(SIMULATED)
-
-
-def test_the_version_and_short_help(inside):
-    assert inside("--version").stdout.strip().count(".") == 2
-    assert "Usage" in inside("calibrate", "-h").stdout
 
 
 # ---- what ends a command from outside
@@ -130,47 +74,7 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interrupti
     assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
 
 
-def test_a_package_that_is_not_installed_knows_its_version(inside, tiny, monkeypatch):
-    """Run from a path, where Python's metadata does not know the package: that shows before the
-    first pass, not after the last."""
-    from_name = metadata.Distribution.from_name
-
-    def find(name: str):
-        if name == "rotationzoo":
-            raise metadata.PackageNotFoundError(name)
-        return from_name(name)
-
-    monkeypatch.setattr(metadata.Distribution, "from_name", find)
-    succeeded(inside("calibrate", tiny, "--recipe", "hadamard", "--output", "out", "--quiet"))
-    versions = json.loads((inside.folder / "out" / "manifest.json").read_text())["versions"]
-    assert versions["rotationzoo"] == rotationzoo.__version__
-
-
 # ---- errors that nobody foresaw
-
-DEEP = "[" * 100_000
-LONG = "1" + "0" * 5000
-
-
-@pytest.mark.hostile("terminal")
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("long.yaml", f"sink: {LONG}", "calibrate demo --recipe long.yaml"),
-        ("manifest.json", f'{{"schema": {LONG}}}', "inspect ."),
-        ("config.json", DEEP, "calibrate ."),
-        ("text.jsonl", DEEP, "calibrate demo --data text.jsonl"),
-    ],
-    ids=["long number in a recipe", "long number in a manifest", "deep config", "deep text"],
-)
-def test_one_line_instead_of_a_traceback(inside, file, content, words):
-    (inside.folder / file).write_text(content)
-    result = inside(*words.split())
-    assert result.returncode == 1
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert [line.split(": ")[0] for line in lines] in (["Error"], ["Error", "Hint"]), result.stderr
-    assert max(map(len, lines)) < 1200
 
 
 @pytest.mark.hostile("terminal")

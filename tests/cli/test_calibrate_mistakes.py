@@ -11,27 +11,6 @@ from support.command_line import SMALL, left_behind, only_error
 from support.models import edit_config, save_family, save_tiny, write_jsonl
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.settings import RECIPES
-
-
-def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp_path):
-    model = save_tiny(tmp_path / "short", max_position_embeddings=1024)
-    planned = inside("calibrate", model, "--dry-run", "--json")
-    assert json.loads(planned.stdout)["length"] == 1024 < PRESETS["oscar"].data.length
-    assert set(RECIPES) == set(PRESETS)
-    (inside.folder / "mine.yaml").write_text("data: {length: 4096}\n")
-    refused = inside("calibrate", model, "--recipe", "mine.yaml", "--dry-run")
-    assert "--length 1024" in only_error(refused), "what somebody asked for is no default"
-
-
-@pytest.mark.thorough
-def test_a_broken_table_is_told_once(command):
-    """In a process of its own: `datasets` logs to the stderr that it found when it was imported."""
-    (command.folder / "broken.parquet").write_text("no table")
-    says = only_error(command("calibrate", "demo", "--data", "broken.parquet", alone=True))
-    assert "Error: the data set broken.parquet could not be read: " in says
-    assert says.count("Parquet") == 1
 
 
 def test_a_dry_run_names_what_is_missing(inside, monkeypatch):

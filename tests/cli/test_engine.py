@@ -13,23 +13,18 @@ from support.recipes import CODED
 from support.reports import evaluate
 from support.vllm import pretend, server_settings
 
-from rotationzoo.api import calibrate, calibration_job, evaluation_job, generate
+from rotationzoo.api import calibrate, evaluation_job, generate
 from rotationzoo.artifact.reductions import Request
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.rotated import build_settings
-from rotationzoo.codec.engine_needs import ENGINES
-from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.options import CacheOptions
-from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.engines.export import export
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation import evaluate as evaluation_module
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.probes import record_probes
-from rotationzoo.linalg.transform_coding import SEGMENT
 from rotationzoo.model.source import find
 from rotationzoo.rotations import SIDES
-from rotationzoo.settings import CalibrationSettings, EvaluationSettings
+from rotationzoo.settings import EvaluationSettings
 from rotationzoo.vllm import plugin
 
 SHORT = dict(tokens=64, length=32, tasks=())
@@ -101,15 +96,6 @@ def test_vllm_is_measured_and_read_as_serve_serves_it(tiny_of_heads):
     assert (job.pooled, job.uncentered) == (False, ())
 
 
-def test_options_come_before_what_the_engine_picks(tiny_of_heads):
-    model, artifact = tiny_of_heads
-    options = dict(format="sglang", windows=[(4, 16)], pooled=False)
-    job = evaluation_job(EvaluationSettings(model, artifact, engine="vllm-oscar", **options))
-    assert (job.format, job.windows, job.pooled) == ("sglang", [(4, 16)], False)
-    coded = CacheOptions(engine="sglang", format="segments")
-    assert build_settings(artifact, _loaded(model), coded).codec.rounding == "transform"
-
-
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
     """A model with a sliding window in all layers but the last, and an artifact with a budget."""
@@ -163,22 +149,6 @@ def test_another_budget_is_refused_where_rows_have_the_same_bits(tiny_of_heads, 
         generate(model, "a b", rotations=None, bits=3.25)
 
 
-@pytest.mark.parametrize("bits", [2.25, 3.5, 3.75])
-def test_beside_windows_all_other_layers_have_the_same_bits(windowed, bits):
-    model, artifact = windowed
-    served = server_settings(model, artifact.folder, bits=bits).codec.rotations
-    read = build_settings(artifact, _loaded(model), CacheOptions(engine="vllm", bits=bits))
-    assert read.layout.format == SIMULATED["segments"]
-    assert build_settings(artifact, _loaded(model), CacheOptions()).codec.rotations.has_budget
-    stored = 0.0
-    for layer, side, rotation in served.each():
-        assert torch.equal(rotation.widths, read.codec.rotations[layer][side].widths)
-        taken = 8 * sum(SegmentLayout.of(rotation.widths).row_bytes) / rotation.widths.numel()
-        stored += taken / SEGMENT / len(SIDES) / len(served)
-        assert bits - 0.5 <= taken / SEGMENT <= bits
-    assert bits - 0.25 <= stored <= bits
-
-
 def test_beside_windows_nothing_is_recorded_that_no_server_answers(windowed):
     model, artifact = windowed
     with pytest.raises(RotationZooError, match="keeps layers with a sliding window exact"):
@@ -197,29 +167,7 @@ def test_where_all_layers_have_a_window_nothing_is_served_in_2_bits(inside, tmp_
     assert "Serving codes" not in served.stderr
 
 
-def test_pooling_is_for_artifacts_that_have_heads_to_pool(made):
-    """The demo's own rotations, pooled already."""
-    hadamard = Artifact.open(made)
-    asked = EvaluationSettings("demo", hadamard, engine="vllm-oscar")
-    assert evaluation_job(asked).pooled == hadamard.rotations.per_head
-    assert evaluation_job(replace(asked, artifacts=())).pooled is False
-
-
-def test_recipes_of_engines():
-    def recipe_of(engine: str, **options) -> str:
-        return calibration_job(CalibrationSettings("demo", engine=engine, **options)).recipe.name
-
-    recipes = {name: recipe_of(name) for name in ENGINES}
-    assert {name for name in recipes if recipes[name] == "oscar-v1"} == {"vllm-oscar", "llama.cpp"}
-    ours = {"vllm", "transformers", "modelopt"}
-    assert {name for name in recipes if recipes[name] == "transform"} == ours
-    assert set(recipes.values()) == {"transform", "oscar", "oscar-v1"}
-    assert recipe_of("llama.cpp", recipe="random") == "random"
-    with pytest.raises(UsageError, match=r"no engine 'vlm' .did you mean 'vllm'"):
-        recipe_of("vlm")
-
-
-def test_a_line_says_what_is_lost(inside, tiny_of_heads):
+def test_the_line_says_what_is_picked_and_what_is_lost(inside, tiny_of_heads):
     model, artifact = tiny_of_heads
     words = "evaluate", model, artifact.folder, "--for", "sglang"
     result = succeeded(inside(*words, *WORDS, "--json"))

@@ -58,13 +58,6 @@ def test_without_a_prompt_only_the_demo_has_one(inside, made, tiny):
     assert "there is no prompt" in only_error(inside("generate", tiny, "--rotations", "none"), 2)
 
 
-def test_quiet_prints_nothing_else(inside, made, expected):
-    words = ["generate", "demo", "--rotations", made, "--prompt", PROMPT, *SMALL, "--quiet"]
-    shown = inside(*words)
-    assert (shown.stdout, shown.stderr) == (expected + "\n", "")
-    assert "makes two" in only_error(inside(*words, "--compare"), 2)
-
-
 def test_json_is_one_object_with_these_keys(inside, made, expected, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT + "\n")
@@ -77,6 +70,8 @@ def test_json_is_one_object_with_these_keys(inside, made, expected, tmp_path):
     assert (report["stop"], report["format"]) == ("length", "sglang")
     assert report["rotations"] == str(made)
     assert without_stages(shown.stderr) == []
+    quiet = inside(*words[:-1], "--quiet")
+    assert (quiet.stdout, quiet.stderr) == (expected + "\n", "")
     words[words.index(made)] = "none"
     report = json.loads(inside(*words, "--compare").stdout)
     parted = report["parted_at"]
@@ -84,6 +79,7 @@ def test_json_is_one_object_with_these_keys(inside, made, expected, tmp_path):
     start = parted["character"]
     assert report["text"][:start] == report["exact_text"][:start]
     assert report["text"][start] != report["exact_text"][start]
+    assert "makes two" in only_error(inside(*words[:-1], "--quiet", "--compare"), 2)
 
 
 def test_the_exact_model_is_shown_after_the_text(inside, made):

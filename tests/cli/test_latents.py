@@ -3,13 +3,10 @@
 import pytest
 from support.command_line import only_error
 from support.models import save_family, save_tiny
-from support.published import ok
 from support.vllm import pretend
 
 from rotationzoo import calibrate
 from rotationzoo.vllm import plugin
-
-SHORT = ["--tokens", "1024", "--length", "512"]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +15,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latents")
     save_family("deepseek_v3", folder / "latent", kv_lora_rank=32)
     save_tiny(folder / "heads")
-    options = dict(tokens=1024, length=512, device="cpu")
+    options = dict(tokens=512, length=256, device="cpu")
     for name in ("latent", "heads"):
         calibrate(str(folder / name), output=folder / f"of-{name}", **options)
     return folder
@@ -36,14 +33,6 @@ def test_calibrate_says_what_is_cached(inside, names):
     assert "0      latent" in table
     assert "value" not in table
     assert "Centered: latents lose the mean" in table
-
-
-@pytest.mark.thorough
-def test_evaluate_measures_latents(inside, names):
-    words = [names["latent"], names["of-latent"], *SHORT, "--windows", "16/32"]
-    arms = ok(inside("evaluate", *words, "--tasks", "none", "--format", "sglang", "--json"))["arms"]
-    assert 0 < abs(arms["of-latent+transform"]["perplexity_increase"]) < 0.5
-    assert arms["of-latent"]["perplexity_increase"] != 0
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate"])

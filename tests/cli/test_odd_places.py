@@ -36,12 +36,6 @@ def test_a_report_inside_the_artifact_leaves_it_whole(artifact, inside, monkeypa
     succeeded(inside(*shlex.split(following), *SMALL))
 
 
-def test_from_outside_the_next_command_saves(artifact, inside):
-    assert (
-        "Next: rotationzoo evaluate demo mine --for vllm --save" in inside("report", "mine").stderr
-    )
-
-
 # ---- names
 
 

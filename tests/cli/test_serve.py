@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,7 @@ def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, v
 def started(monkeypatch, vllm):
     """The commands that were started in the place of this process. What is calibrated for them
     reads less text than usual, for which `serve` has no option."""
-    short = override(PRESETS["transform"], tokens=2048, length=512)
+    short = override(PRESETS["transform"], tokens=1024, length=256)
     monkeypatch.setitem(PRESETS, "transform", short)
     commands = []
     monkeypatch.setattr(os, "execvpe", lambda program, words, environment: commands.append(words))
@@ -156,14 +155,6 @@ def test_positions_of_yarn_in_the_config_are_told(inside, started, tmp_path):
     succeeded(inside("serve", model, "--rotations", made, "--rope-scaling", "yarn:4:512"))
     (words,) = started
     assert option_of(words, "--hf-overrides")["max_position_embeddings"] == 2048
-
-
-def test_the_package_for_cpus_has_no_command_that_starts(inside, made, monkeypatch):
-    pretend(monkeypatch, plugin.CPU_PACKAGE)
-    done = inside("serve", "demo", "--rotations", made, "--dry-run")
-    line = shlex.split(done.stdout)
-    assert line[:2] == [sys.executable, "-m"]
-    assert line[3:5] == ["--model", str(DEMO)]
 
 
 def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, monkeypatch, vllm):

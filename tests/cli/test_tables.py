@@ -9,12 +9,9 @@ from support.reports import Made, make_evaluation, make_task
 from rotationzoo.artifact.measured import Measured
 from rotationzoo.cli.app import main
 from rotationzoo.cli.list import show_list
-from rotationzoo.cli.output import Output, table
-from rotationzoo.cli.push import show_push_plan
-from rotationzoo.cli.regenerate import show_due
+from rotationzoo.cli.output import Output
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.zoo.index import WHEEL_COPY, Index
-from rotationzoo.zoo.regenerate import DueModel
 
 WIDTH = 80
 NAME = "an-organisation-of-many-words/A-Model-235B-A22B-Thinking-2507"
@@ -55,19 +52,6 @@ def show_published():
     return ["2 published rotations"]
 
 
-def show_regenerate():
-    reason = "the recipe has changed, and so have the weights of the model since it was published"
-    due = DueModel(NAME, "0123456789abcdef", "fedcba9876543210", "configs/x.yaml", reason)
-    show_due(Output(), [due], {})
-    return ["0123456789ab", "fedcba987654", "1 due"]
-
-
-def show_push():
-    files = [{"path": f"{NAME}/manifest.json", "size": 1234567890123}]
-    show_push_plan(Output(), NAME, files, ["README.md"])
-    return ["1,234,567,890,123"]
-
-
 def show_plan():
     words = "plan demo --gpu 64xRTX3090 --context 1000000 --requests 1000"
     with pytest.raises(SystemExit):
@@ -75,9 +59,7 @@ def show_plan():
     return ["1,000 requests", "RTX 3090"]
 
 
-@pytest.mark.parametrize(
-    "show", [show_evaluate, show_published, show_regenerate, show_push, show_plan]
-)
+@pytest.mark.parametrize("show", [show_evaluate, show_published, show_plan])
 def test_tables_fit_80_columns_with_long_names(terminal, show):
     screen = terminal(WIDTH)
     numbers = show()
@@ -88,44 +70,3 @@ def test_tables_fit_80_columns_with_long_names(terminal, show):
     assert "…" not in shown
     for number in numbers:
         assert number in shown
-
-
-def test_a_table_that_is_too_wide_is_folded(terminal):
-    screen = terminal(40)
-    columns = ["arm", *(f"from {1 << number}" for number in range(8))]
-    rows = [[name, *(f"{number}.25%" for number in range(8))] for name in ("first", "second")]
-    table("title", columns, rows)
-    title, *lines = plain(screen.getvalue()).splitlines()
-    assert title == "title"
-    assert max(map(len, lines)) <= 40
-    shown = "".join(lines)
-    cells = "".join("".join(row) for row in [columns, *rows])
-    assert sorted(shown.replace(" ", "")) == sorted(cells.replace(" ", "")), "nothing is cut off"
-
-
-def test_a_file_gets_one_table_however_wide(capsys):
-    table("x", ["name", "number"], [["n" * 200, "1"]])
-    assert capsys.readouterr().out.splitlines()[-1] == f"{'n' * 200}       1"
-    columns = ["arm", *(f"from {1 << number}" for number in range(20))]
-    table("title", columns, [[NAME, *("1.25%" for _ in range(20))]])
-    assert len(capsys.readouterr().out.splitlines()) == 3
-
-
-def test_list_has_no_equal_rows_and_no_empty_columns(inside):
-    """For the index that comes with the package, and for one whose entries have been evaluated."""
-    lines = inside("list", "--index", WHEEL_COPY).stdout.splitlines()[1:]
-    assert "revision" not in lines[0], "nobody has published one"
-    assert "cost" not in lines[0]
-    assert len(set(lines)) == len(lines)
-    assert max(map(len, lines)) <= 80
-    assert lines[-2].startswith("(1) from the folder ")
-    assert sum("(1)" in line for line in lines) == 2
-    content = json.loads(WHEEL_COPY.read_text())
-    for entry in content["entries"]:
-        entry["summary"] = {"perplexity_increase": 0.0123}
-    (inside.folder / "index.json").write_text(json.dumps(content))
-    lines = inside("list", "--index", "index.json").stdout.splitlines()
-    assert "cost" in lines[1]
-    assert "keeps" not in lines[1], "nobody has asked"
-    assert "measured" in lines[1]
-    assert all("+1.23%" in line for line in lines[2:-2])

@@ -24,7 +24,7 @@ def one_short_prompt():
 def artifacts(tmp_path_factory) -> list[Path]:
     """The demo model's artifacts of `attention` and `oscar-v1`, in folders of these names."""
     folder = tmp_path_factory.mktemp("artifacts")
-    data = Data(tokens=2048, length=512)
+    data = Data(tokens=1024, length=256)
     folders = []
     for name in ("attention", "oscar-v1"):
         recipe = PRESETS[name].model_copy(update={"data": data})

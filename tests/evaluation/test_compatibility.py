@@ -15,15 +15,10 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.model.compatibility import settle_rope_scaling
-from rotationzoo.model.loading import load_config
-from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import with_rope_scaling
-from rotationzoo.recipe.rope import scaling_of
 from rotationzoo.text.documents import BUNDLED
 
-SMALL = Data(tokens=1024, length=256)
 ONE_ROW = Data(tokens=512, length=512)
 
 
@@ -54,11 +49,6 @@ def test_rows_of_a_default_length_fit_windows_and_positions(tiny, windows, token
         evaluate(job)
     report = evaluate(replace(job, fit_length=True))
     assert (report["text"]["length"], report["text"]["rows"]) == (fitted, 2)
-
-
-def test_no_length_fits_windows_longer_than_the_positions(tiny, inside):
-    result = inside("evaluate", tiny, "--windows", "128/2048")
-    assert "texts of 512 tokens are too short" in result.stderr
 
 
 LONG = Data(tokens=1024, length=512)
@@ -97,21 +87,6 @@ def test_evaluate_scales_as_the_artifact_was_calibrated(model, scaled):
         evaluate(job_of(model, scaled, text=LONG, rope_scaling="yarn:4"))
     with pytest.raises(UsageError, match="--rope-scaling must be written as"):
         evaluate(job_of(model, text=LONG, rope_scaling="4"))
-
-
-def test_positions_that_are_those_of_the_config_need_not_be_said(model, scaled):
-    source = find(str(model))
-    for same in ("yarn:2:256", "yarn:2", "yarn:2.0"):
-        settled = settle_rope_scaling(same, [scaled], source)
-        assert scaling_of(load_config(source, settled)) == "yarn:2:256"
-    with pytest.raises(RotationZooError, match="scaling yarn:2, not yarn:2:128"):
-        settle_rope_scaling("yarn:2:128", [scaled], source)
-
-
-def test_an_artifact_without_the_scaling_is_noted(model, tmp_path):
-    plain = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "plain"))
-    report = evaluate(job_of(model, plain, text=LONG, rope_scaling="yarn:2"))
-    assert "plain was calibrated without that scaling" in report["notes"]
 
 
 def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):

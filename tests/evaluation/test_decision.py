@@ -97,11 +97,6 @@ def test_looks_together_keep_the_level(share, wrong):
     assert counted(made, wrong) <= 0.05 * 400
 
 
-def test_what_keeps_all_or_little_is_soon_decided():
-    assert counted([ask_until_made(seed, 0.99) for seed in range(40)], "serve") >= 38
-    assert counted([ask_until_made(seed, 0.5) for seed in range(40)], "refuse") == 40
-
-
 @pytest.mark.parametrize(("share", "action"), [(0.96, "serve"), (0.8, "refuse")])
 def test_as_many_questions_as_are_said_settle_it(share, action):
     """By the mean of small evaluations that saw the true share: 33 prompts for 96 %, which settle

@@ -36,19 +36,11 @@ def timed(job: Evaluation, minutes: float) -> tuple[Measured, list[tuple[str, st
 
 @pytest.mark.thorough
 def test_with_enough_time_everything_is_asked_in_one_look(job):
-    report, (first, (stage, words)) = timed(job, minutes=600)
-    assert first[0] == "", "before anything is read"
-    assert first[1].startswith(
-        "Loading the model, questions and texts take about 10.0 hours, until"
-    )
+    report, (_, (stage, words)) = timed(job, minutes=600)
     assert stage == "finding the pace", "before anything is measured"
     assert words.startswith("16 questions of each task, as much text as fits take about 10.0 hours")
-    assert {"identity", "hadamard"} < report.window.arms.keys()
     counts = {name: arm.tasks["needles"].questions for name, arm in report.window.arms.items()}
     assert counts == dict.fromkeys(counts, STEP) | {"mine+transform": 16}
-    assert report.text.rows == 2
-    (decision,) = report.window.verdict.decisions
-    assert decision.level == 0.05
 
 
 def test_what_does_not_fit_is_left_out_and_said(job):
@@ -84,17 +76,6 @@ def test_the_exact_model_alone_chooses_the_cheap_prompts():
     assert chosen == exact[:2]
     assert plan.series == series[:2]
     assert plan.notes[0].endswith("a right answer takes more time there: needles in 256 tokens")
-
-
-@pytest.mark.thorough
-def test_an_undecided_verdict_says_how_long_the_next_step_takes(job):
-    stages, told = [], []
-    report = evaluate(job, lambda stage, *_: stages.append(stage), told.append)
-    (decision,) = report.window.verdict.decisions
-    assert decision.action == "ask"
-    assert decision.more_seconds > 0
-    assert "16 questions of each task, 2 texts take about" in told[0]
-    assert stages.index("evaluating") > stages.index("answering with mine+transform")
 
 
 @pytest.mark.parametrize(

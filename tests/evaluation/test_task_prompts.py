@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support.models import load_tokenizer, save_family
-from support.places import ROOT
 from support.reports import evaluate
 
 from rotationzoo.codec.windows import CacheLayout
@@ -99,15 +98,6 @@ def test_lengths_that_leave_nothing_to_ask_are_refused(text):
     assert "--tasks none" in str(error.value.hint)
     with pytest.raises(RotationZooError, match="prompts of 300 tokens are too short"):
         plan(text, [CacheLayout()], names=("needles",), lengths=(300,), questions=4)
-
-
-def test_the_documentation_describes_every_task():
-    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    described = {row[0].strip("`"): row[-1] for row in rows}
-    assert {task: described.get(task) for task in TASKS} == {
-        task: str(count) for task, count in TASKS.items()
-    }
 
 
 def test_prompts_longer_than_the_model_are_refused_before_the_weights(tmp_path):

@@ -1,6 +1,5 @@
 """Recall tasks inside an evaluation: who is asked, and what is reported of the answers."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.prompts import Answers, read_answers
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Data
-from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks
+from rotationzoo.settings import EvaluationSettings, parse_lengths, parse_tasks, parse_windows
 from rotationzoo.words import duration
 
 LENGTH, SHORT = 512, 352
@@ -38,16 +37,9 @@ def job(induction, mine):
 
 
 @pytest.fixture(scope="module")
-def told():
-    """The progress of the evaluation that made `report`."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def report(job, told):
+def report(job):
     tasks = replace(job.tasks, lengths=(LENGTH, SHORT))
-    job = replace(job, tasks=tasks, save_to=job.artifacts)
-    return evaluate(job, lambda *step: told.append(step))
+    return evaluate(replace(job, tasks=tasks, save_to=job.artifacts))
 
 
 def test_arms_are_asked_what_the_exact_model_can_do(report):
@@ -70,16 +62,6 @@ def test_arms_are_asked_what_the_exact_model_can_do(report):
     # Measured: exact -1 nats an answer, the artifact -5, without a rotation -40.
     logs = {name: arm["all_tasks"]["log_probability"] for name, arm in report["arms"].items()}
     assert logs["identity"] < logs["mine"] < report["exact"]["all_tasks"]["log_probability"]
-
-
-def test_the_caches_are_a_stage_of_their_own(report, told):
-    """A real cache is slower than the exact one, whose speed says nothing about the time left."""
-    for cache in ("the exact cache", "mine", "identity"):
-        steps = [(done, total) for name, done, total in told if name == f"answering with {cache}"]
-        total = steps[0][1]
-        assert steps == sorted(steps)
-        assert (steps[0], steps[-1]) == ((0, total), (total, total))
-        assert {each for _, each in steps} == {total}, "as the time left needs it"
 
 
 @pytest.mark.thorough
@@ -141,14 +123,10 @@ def test_the_next_command(capsys):
     assert other.startswith("generate a/b --revision c --rotations")
     assert other.endswith("--prompt TEXT")
     assert following("a/b", []) == "calibrate a/b"
-    assert following("a/b", artifacts, "refuse") == "calibrate a/b --bits 3.5"
     assert following("a/b", artifacts, "refuse", bits=2.53) == "calibrate a/b --bits 3"
-    place = "evaluate a/b 'rotations/my demo'"
-    for about in ({"bits": 4.0}, {"engine": "sglang"}, {"floor": 0.95, "bits": 4.0}):
-        engine = " --for sglang" if "engine" in about else ""
-        keep = " --keep 95" if "floor" in about else ""
-        command = following("a/b", artifacts, "refuse", **about)
-        assert command == f"{place}{engine}{keep} --rivals fp8"
+    about = {"engine": "sglang", "floor": 0.95, "bits": 4.0}
+    command = following("a/b", artifacts, "refuse", **about)
+    assert command == "evaluate a/b 'rotations/my demo' --for sglang --keep 95 --rivals fp8"
     remember_words(["evaluate", "a/b", "x", "--questions", "8", "--seed=3", "--save"])
     more = "evaluate a/b x --save --questions 96 --seed 4"
     assert following("a/b", artifacts, "ask", more_questions=96) == more
@@ -159,6 +137,10 @@ def test_the_values_of_options():
     assert parse_tasks("copy,needles,copy") == ["copy", "needles"]
     assert parse_tasks("none") == []
     assert parse_lengths("2048,8192") == [2048, 8192]
+    assert parse_windows("4/16,8/32,4/16") == [(4, 16), (8, 32)]
+    for text in ("64", "a/b"):
+        with pytest.raises(UsageError, match="--windows"):
+            parse_windows(text)
     for lengths in ("2k", "", "512,", "-1"):
         with pytest.raises(UsageError, match="--lengths"):
             parse_lengths(lengths)
@@ -171,12 +153,6 @@ def test_the_values_of_options():
 def test_what_questions_will_take_is_rounded_up():
     told = {5: "5 seconds", 100: "2 minutes", 5400: "1.5 hours"}
     assert {seconds: duration(seconds) for seconds in told} == told
-
-
-@pytest.mark.parametrize("keep", [0, 100, -5, math.nan])
-def test_a_share_to_keep_lies_between_none_and_all(job, keep):
-    with pytest.raises(UsageError, match="--keep is percent"):
-        evaluate(replace(job, keep=keep))
 
 
 def test_a_share_that_is_to_be_kept_needs_rotations(inside, tiny):

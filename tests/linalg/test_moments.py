@@ -1,8 +1,10 @@
 """Second moments, means of texts that are paired, and moments by runs of float32 products against
 the float64 definition, `Moment.add`."""
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from support.memory import allocated
 
 from rotationzoo.linalg import moments
@@ -12,7 +14,7 @@ from rotationzoo.linalg.moments import (
     rows_of_heads,
     run_bytes,
 )
-from rotationzoo.linalg.paired import paired_difference
+from rotationzoo.linalg.paired import holm, paired_difference, sign_flip
 
 
 def rows(seed, heads=2, count=50, dim=8, dtype=torch.float64):
@@ -53,6 +55,34 @@ def test_texts_weigh_as_much_as_they_have_tokens():
     mean, error = paired_difference([2.0, 3.0, 9.0], [1.0, 1.0, 1.0], [300, 100, 0])
     assert mean == pytest.approx(1.25)
     assert error == pytest.approx(((0.75 * 0.25) ** 2 + (0.25 * 0.75) ** 2) ** 0.5 * 2**0.5)
+
+
+# ---- paired tests, which are computed again by hand: whether one arm clearly answers more
+
+
+def test_several_tests_are_corrected_for():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([]) == []
+
+
+def test_whole_prompts_are_flipped():
+    """Gains of 3, 3 and 1 in three of four prompts: of the 8 signs, 2 have a sum of 7 or -7."""
+    assert sign_flip([3, 3, 0, 1]) == 2 / 8
+    assert sign_flip([]) == sign_flip([0, 0]) == sign_flip([2, -2]) == 1.0
+
+
+@pytest.mark.parametrize("gains", [[3, -1, 2, 2, 0, 1], [5, 5, -4, 1, 1, 1, 2, -3, 4, 0, 2]])
+def test_the_distribution_is_that_of_all_signs(gains):
+    expected = stats.permutation_test(
+        (gains,), np.sum, permutation_type="samples", n_resamples=np.inf
+    )
+    assert sign_flip(gains) == pytest.approx(expected.pvalue)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (5, 0), (3, 4), (40, 60), (700, 500)])
+def test_with_one_question_a_prompt_it_is_mcnemars_exact_test(first, second):
+    expected = stats.binomtest(first, first + second).pvalue
+    assert sign_flip([1] * first + [-1] * second) == pytest.approx(expected, rel=1e-9)
 
 
 # ---- runs of float32 products
@@ -122,10 +152,6 @@ def test_sums_of_runs_are_added_in_float64():
     _, fast = both(x)
     assert (fast.second[0] == torch.tensor([[2**34 + 1, 2**34], [2**34, 2**34]])).all()
     assert (both(x, run=2048)[1].second == 2.0**34).all()
-
-
-def test_rows_on_the_cpu_are_left_to_the_definition():
-    assert not moments.on_tensor_cores(uneven_rows(0))
 
 
 def test_memory_is_what_is_planned(monkeypatch):

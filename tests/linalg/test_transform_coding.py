@@ -5,13 +5,7 @@ import itertools
 import pytest
 import torch
 
-from rotationzoo.linalg.transform_coding import (
-    REMAINING,
-    SEGMENT,
-    WORD,
-    decorrelate,
-    share_bits,
-)
+from rotationzoo.linalg.transform_coding import REMAINING, SEGMENT, WORD, decorrelate, share_bits
 
 
 def random_moments(heads, dim, seed):

@@ -204,11 +204,6 @@ def test_heads_that_are_repeated_after_the_cache_are_counted(kv_heads):
         geometry_of(model)
 
 
-def test_a_model_with_a_part_called_decoder():
-    odd = transformers.ModernBertDecoderConfig(**architectures.BASE, cls_token_id=1, sep_token_id=2)
-    assert len(geometry_on_meta(loading.on_meta(odd, "modernbert"))) == 4
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [("longcat_flash", {}), ("llama4", {"num_local_experts": 4}), ("minimax_m2", {})],

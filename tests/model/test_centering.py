@@ -35,7 +35,7 @@ from rotationzoo.zoo.index import Entry, Index
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
 LOOKED_AT = [*MOVED, "qwen3"]
 WINDOWS = {"sink": 8, "recent": 8}
-CENTERED = QUICK.model_copy(update={"data": Data(tokens=1024, length=512), **WINDOWS})
+CENTERED = QUICK.model_copy(update={"data": Data(tokens=512, length=128), **WINDOWS})
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import torch
 import transformers
 from support import architectures
 from support.caches import with_transforms
-from support.models import add_tokenizer, randomize
+from support.models import randomize
 
-from rotationzoo import RotatedCache, generate
+from rotationzoo import RotatedCache
 from rotationzoo.artifact.fit import fit
 from rotationzoo.calibration import sensitivity
 from rotationzoo.calibration.collect import collect
@@ -133,31 +133,6 @@ def test_a_cache_that_a_model_drops_raises(monkeypatch):
     model = build("Phi3")
     with pytest.raises(RotationZooError, match="the model dropped its cache"):
         write(model, 20, 4, exact_cache(model))
-
-
-def test_the_text_of_generate_is_the_models(tmp_path):
-    """Through chunks, and where new tokens cross the boundary: exact, and in a cache that is."""
-    model = build("Phi3", vocab_size=2048, original_max_position_embeddings=48).float()
-    model.save_pretrained(tmp_path)
-    add_tokenizer(tmp_path)
-    text, options = "def read(self, path):\n    return path\n", {"device": "cpu", "recent": 512}
-    for times, new in ((6, 8), (3, 24)):
-        report = generate(
-            str(tmp_path), text * times, rotations=None, compare=True, prefill_chunk=24,
-            prefill_layout="window", max_new_tokens=new, **options
-        )  # fmt: skip
-        assert report["prompt_tokens"] + new > 48
-        assert report["cache_bytes"] > 0
-        assert report["text"] == report["exact_text"]
-        model = transformers.Phi3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        ids = tokenizer(text * times, return_tensors="pt").input_ids
-        with torch.no_grad():
-            # As one call reads all, the long factors are those of every position.
-            rows = torch.nn.functional.pad(ids, (0, new))
-            for at in range(ids.shape[1], rows.shape[1]):
-                rows[0, at] = model(input_ids=rows).logits[0, at - 1].argmax()
-        assert report["exact_text"] == tokenizer.decode(rows[0, ids.shape[1] :])
 
 
 @pytest.mark.parametrize("kind", ["Phi3", "Llama"])

@@ -1,7 +1,6 @@
 """Which files of a folder are a model's weights, and which tensors in them a model uses: what is
 fingerprinted is what is loaded."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -128,13 +127,6 @@ def fetch_offline(source: Source) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: None)
         fetch(source)
-
-
-def test_an_absent_shard_that_nothing_needs_is_named(sharded):
-    index = json.loads((sharded / INDEX).read_text())
-    index["weight_map"]["mtp.fc.weight"] = "mtp.safetensors"
-    (sharded / INDEX).write_text(json.dumps(index))
-    assert f"they lack mtp.safetensors, which {INDEX} names" in refusal(sharded)[0]
 
 
 def test_an_index_of_other_shards_is_named(sharded):

@@ -18,16 +18,15 @@ from support.jobs import job, rotation_bytes
 from support.models import load_saved, save_family, save_random
 from support.published import ok, publish_folder
 
-from rotationzoo.calibration import plan
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.evaluate import evaluate
 from rotationzoo.evaluation.prepare import Evaluation
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.loading import load, load_config, load_tokenizer
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recipe import Data
-from rotationzoo.storage.gguf_reader import open_gguf
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +58,14 @@ def test_an_artifact_belongs_to_the_file_and_to_no_other(llama, file, artifact, 
     other = convert_model(llama, tmp_path / "other.gguf", scale=1.01)
     assert "made for other weights" in verify(artifact, str(other), None).problems[0]
     data = Data(tokens=400, length=400)
+    options = dict(tasks=TaskSettings(()), queries=0, baselines=("identity",), device="cpu")
     of_file, of_other = (
-        Evaluation(str(each), [artifact.folder], data, device="cpu") for each in (file, other)
+        Evaluation(str(each), [artifact.folder], data, **options) for each in (file, other)
     )
     exact = evaluate(of_file).exact.perplexity
     assert exact == evaluate(replace(of_file, model=str(llama), artifacts=[])).exact.perplexity
     with pytest.raises(RotationZooError, match="made for other weights"):
         evaluate(of_other)
-
-
-def test_the_plan_counts_dequantized_weights(file):
-    known = plan.plan(job(file, file.parent))
-    loaded = load(known.source, known.config, "cpu", torch.float32).num_parameters()
-    assert known.refusal is None
-    assert known.weights_bytes == file.stat().st_size
-    assert known.peak_memory_bytes > 4 * loaded
-    assert load(known.source, known.config, "cpu", "auto").dtype == torch.bfloat16
 
 
 def test_a_folder_without_a_config_is_no_model(zoo, file, tmp_path):
@@ -122,21 +113,6 @@ def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, mon
     with pytest.raises(RotationZooError, match=said) as refused:
         fetch(find(str(path)), weights=False)
     assert refused.value.hint == "give the model that it was converted from"
-
-
-@pytest.mark.parametrize("family", ["Qwen3", "Starcoder2"])
-def test_a_vocabulary_is_read_with_the_tokenizer_alone(family, tmp_path, monkeypatch):
-    """The config has its size, also where transformers takes that from the tokens."""
-    monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
-    save_random(family, family, tmp_path / "model", **WIDE)
-    path = convert_model(tmp_path / "model", tmp_path / "model.gguf")
-    reader = open_gguf(path, lists=False)
-    assert reader.get_field("tokenizer.ggml.merges").data == []
-    source = find(str(path))
-    assert load_config(source).vocab_size == WIDE["vocab_size"]
-    assert not list(source.folder.glob("tokenizer*"))
-    fetch(source)
-    assert load_tokenizer(source)("a word").input_ids
 
 
 WIDE = dict(

@@ -101,3 +101,11 @@ def test_attention_over_other_keys_than_the_masks_is_refused():
     with pytest.raises(NeedsWholeMask, match="shape in Module"):
         attend(torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 12, 16), torch.zeros(1, 4, 12, 16))
     assert not hasattr(attend.mask, "dtype")
+
+
+def test_other_faults_of_a_model_are_its_own(short):
+    model = architectures.build("gemma2")
+    model.model.layers[1].register_forward_pre_hook(lambda *_: object().nothing)
+    short()
+    with pytest.raises(AttributeError, match="nothing"):
+        run_decoder(model, IDS)

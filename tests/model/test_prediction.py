@@ -51,20 +51,6 @@ def test_heads_that_do_more_than_multiply_are_the_models_own(family, options, mo
     assert_same_logits(model, monkeypatch)
 
 
-def test_the_decoder_runs_once_and_is_whole_again(monkeypatch):
-    model = architectures.build("llama")
-    calls = []
-    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr(prediction, "BLOCK_LOGITS", 1)
-    ids = torch.arange(3, 13)[None]
-    with torch.no_grad():
-        assert len(list(run_decoder(model, ids).blocks(0, 10))) == 10
-        assert len(calls) == 1
-        assert "forward" not in model.model.__dict__
-        model(input_ids=ids)
-    assert len(calls) == 2
-
-
 def test_what_the_head_keeps_lies_on_no_device():
     """The head of a model that is spread over several GPUs lies on another than the ids."""
     model, given = architectures.build("llama"), []

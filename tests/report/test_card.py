@@ -150,7 +150,7 @@ def test_shares_of_fewer_questions_stand_in_no_table(plain):
     ),
 )
 def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
-    Path("recipe.yaml").write_text("name: own\nkey_clip: 0.8\ndata: {tokens: 1024, length: 256}\n")
+    Path("recipe.yaml").write_text("name: own\nkey_clip: 0.8\ndata: {tokens: 512, length: 256}\n")
     assert inside("calibrate", "demo", *options.split(), "-o", "first").returncode == 0
     page = Path("first/README.md").read_text()
     (line,) = re.findall(r"## How to make it again\n\n    (.*)\n", page)

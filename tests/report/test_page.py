@@ -60,16 +60,3 @@ def test_a_foreign_script_that_came_through_would_not_run(file, browser):
     assert opened.title() == HOSTILE
     assert "Content Security Policy" in str(browser.faults)
     browser.faults.clear()
-
-
-def test_an_address_and_a_printer_unfold_what_they_need(file, browser):
-    folded = browser.open_page(file)
-    assert not folded.locator("#inside").is_visible()
-    folded.evaluate("location.hash = 'inside'")
-    folded.locator("#inside").wait_for(state="visible")
-    assert browser.open_page(f"{file.as_uri()}#inside").locator("#inside").is_visible()
-    for nothing in ("%", "%E0%A4%A", "nothing", ""):
-        opened = browser.open_page(f"{file.as_uri()}#{nothing}")
-        assert not opened.locator("#inside").is_visible()
-    opened.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert opened.locator("#inside").is_visible()

@@ -122,9 +122,10 @@ def test_the_text_of_a_chat_is_that_of_the_tokenizer():
         ("seed: " + "9" * 30, "seed = 999"),
         ("group_size: 1000000000000", "group_size = 1000000000000"),
         ("sink: 1000000000000", "sink = 1000000000000"),
+        ("sink: 1" + "0" * 5000, "recipe.yaml"),
     ],
     ids=["aliases", "merges", "10 MB", "name", "key", "extends", "nested", "tokens", "length",
-         "seed", "steps", "sink"],
+         "seed", "steps", "sink", "long"],
 )  # fmt: skip
 def test_a_recipe_is_small_and_its_numbers_have_ranges(tmp_path, text, says):
     path = tmp_path / "recipe.yaml"

@@ -6,14 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-import transformers
 from support import media
 from support.models import write_jsonl
 from tokenizers.processors import TemplateProcessing
 
-from rotationzoo.calibration.plan import check_length
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import Data
 from rotationzoo.text.rows import read_media_corpus
 
 pytestmark = media.needs_pillow
@@ -135,17 +133,6 @@ def test_data_sets_hold_bytes_or_images(gemma3, rows, tmp_path):
     assert len(prints) == 1, "the same pixels"
 
 
-def test_other_pixels_have_another_fingerprint(gemma3, rows, tmp_path):
-    before = read(gemma3, rows)
-    from PIL import Image
-
-    Image.new("RGB", (60, 40)).save(tmp_path / "0.png")
-    after = read(gemma3, rows)
-    assert before.fingerprint != after.fingerprint
-    for row, other in zip(before.rows, after.rows, strict=True):
-        assert torch.equal(row, other)
-
-
 def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
     assert [len(row) for row in read(gemma3, rows, length=20).rows] == [20] * 4
     corpus = read(gemma3, rows, length=20, tokens=30)
@@ -158,15 +145,6 @@ def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
     assert "1 document with longer images or audio left out" in corpus.note
     with pytest.raises(RotationZooError, match="no row whose images and audio fit 20 tokens"):
         read(gemma3, write(tmp_path, late), length=20)
-
-
-def test_each_row_is_a_document(gemma3, rows):
-    """Fewer tokens than one row of text has are enough, and a note does not speak of whole rows."""
-    data = Data(source=str(rows), images="image", tokens=300, length=1024)
-    check_length(Recipe(data=data), transformers.Qwen3Config())
-    corpus = read(gemma3, rows, length=1024)
-    assert len(corpus.rows) == data.model_copy(update={"tokens": 4096}).rows == 4
-    assert corpus.note.endswith(" tokens instead of 4,096: all of rows.jsonl")
 
 
 def test_sounds_are_read_at_the_rate_of_the_model(tmp_path):

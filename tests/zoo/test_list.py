@@ -1,23 +1,12 @@
 """Listing: what is there, what only its index knows, and what is not there."""
 
-import json
-import re
-
 import pytest
 from support import reports
-from support.command_line import succeeded
-from support.published import ZOO, ok, refused
+from support.published import refused
 from support.reports import decided
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.zoo import index, lookup
-
-
-def test_a_listing_that_omits_a_file(zoo, made):
-    """Pull does not rely on listings."""
-    path = ok(zoo.run("push", made, ZOO, "--json"))["path"]
-    zoo.hf.hidden.add(f"{path}/rotations.safetensors")
-    ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", "huggingface", "--json"))
 
 
 def test_what_is_not_there(zoo, tmp_path):
@@ -55,22 +44,6 @@ def rival(number: int, kept: float, day: int = 1, **others) -> dict:
     return reports.listed(number, evaluation=evaluation, **about)
 
 
-def test_shares_of_other_questions_stand_in_no_list(inside):
-    """Here they would turn a ranking around: the last was asked easier questions."""
-    entries = [rival(1, 0.91), rival(2, 0.87, day=2), rival(3, 0.97, day=3, questions=64)]
-    (inside.folder / "index.json").write_text(json.dumps({"schema": 1, "entries": entries}))
-    shown = succeeded(inside("list", "--index", "index.json")).stdout
-    shares = re.findall(r"recipe-(\d).*?(\d+% \(.*?\)|other questions)", shown)
-    assert shares == [
-        ("1", "91% (88% to 93%)"), ("2", "87% (84% to 89%)"), ("3", "other questions")
-    ]  # fmt: skip
-    content = index.Index.model_validate({"entries": entries})
-    alone = content.entries[1:]
-    assert [index.kept_words(entry, alone) for entry in alone] == [
-        "other questions", "97% (94% to 99%)"
-    ], "of as many, the newest"  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("engine", "number", "why"),
     [
@@ -85,6 +58,8 @@ def test_of_several_the_one_is_pulled_that_keeps_most_for_the_engine(engine, num
     entries.append(rival(3, 0.99, day=3, engine="sglang"))
     entries.append(rival(4, 0.8, day=4, engine="sglang", questions=64))
     loaded = lookup.LoadedIndex(index.Index.model_validate({"entries": entries}), "it")
+    *_, easier = listed = loaded.content.entries
+    assert index.kept_words(easier, listed) == "other questions"
     words = loaded, "a/b", None, None, ["huggingface"], None, engine
     entry, _, reason = lookup.choose_entry(*words)
     assert entry.recipe == f"recipe-{number}"

@@ -1,19 +1,13 @@
 """Fetching: pinned revisions, files that are here already, places, and exports."""
 
-import shlex
-import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.command_line import edited_manifest, succeeded
 from support.published import ZOO, foreign, nothing_left, ok, publish_oscar_pair, refused
-from support.reports import decided
 
-from rotationzoo import calibrate
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
 
 
@@ -67,42 +61,6 @@ def test_a_pull_goes_on_to_an_engine(zoo, tiny, tmp_path):
     assert ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json")) == done
     assert "one rotation per KV head" not in zoo.run("pull", "Qwen/Qwen3-8B").stderr
     assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
-
-
-def test_the_better_of_two_is_pulled_for_an_engine_and_that_is_said(zoo, tmp_path):
-    for recipe, kept in (("hadamard", 0.8), ("random", 0.9)):
-        artifact = calibrate("demo", output=tmp_path / recipe, recipe=recipe)
-        evaluation = decided(kept, artifact.identity)
-        add_files(artifact, {"evaluation.json": b"{}"}, {"evaluation": evaluation})
-        ok(zoo.run("push", artifact.folder, ZOO, "--json"))
-    words = ["pull", "demo", "--repo", ZOO]
-    assert "Took hadamard for" in succeeded(zoo.run(*words)).stderr
-    taken = " ".join(succeeded(zoo.run(*words, "--for", "vllm")).stderr.split())
-    why = "(which keeps most answers for vllm: random 90% (87% to 92%), hadamard 80% (77% to 82%))"
-    assert "Took random for" in taken
-    assert why in taken
-
-
-def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):
-    """The demo's folder; for another folder, whose place no artifact records, what to put there."""
-    from rotationzoo.model.source import DEMO
-
-    ok(zoo.run("push", made, ZOO, "--json"))
-    done = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "sglang", "--json"))
-    assert done["path"] == "exports/demo-oscar-sglang"
-    words = shlex.split(done["command"][0])
-    assert Path(words[words.index("--model-path") + 1]) == DEMO
-    assert not [note for note in done["notes"] if "MODEL" in note]
-    local = shutil.copytree(made, tmp_path / "local")
-    with edited_manifest(local) as manifest:
-        manifest["model"]["id"] = "my-model"
-    done = ok(zoo.run("export", local, "--to", "sglang", "--output", "local-export", "--json"))
-    assert "--model-path MODEL" in done["command"][0]
-    said = "MODEL in the command stands for my-model: put its folder or hub id there"
-    assert said in done["notes"]
-    shutil.copytree(DEMO, zoo.folder / "my-model")
-    done = ok(zoo.run("export", local, "--to", "sglang", "--output", "local-export", "--json"))
-    assert f"--model-path {zoo.folder / 'my-model'}" in done["command"][0]
 
 
 # ---- what OSCAR's authors publish: files without hashes

@@ -20,14 +20,6 @@ VARIABLES = {
 }
 
 
-@pytest.mark.parametrize("name", VARIABLES)
-def test_white_space_around_a_token_is_not_part_of_it(zoo, made, monkeypatch, name):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    hub = zoo.hf if VARIABLES[name] == "huggingface" else zoo.ms
-    monkeypatch.setenv(name, f"\t{hub.token} \n")
-    ok(zoo.run("push", made, ZOO, "--to", VARIABLES[name], "--json"))
-
-
 @pytest.mark.hostile("values")
 @pytest.mark.parametrize(
     "wrong",

@@ -194,7 +194,6 @@ class Hub:
         self.requests: list[str] = []
         self.leaks: list[str] = []
         self.faults: list[Fault] = []
-        self.hidden: set[str] = set()
         self.lock = threading.RLock()
 
     # What a test does behind the clients' backs.
@@ -258,12 +257,8 @@ class Hub:
         return found
 
     def listing(self, files: dict[str, Blob], folder: str = "") -> dict[str, Blob]:
-        """All files below a folder, without those that the test hides."""
-        return {
-            path: blob
-            for path, blob in sorted(files.items())
-            if path.startswith(folder) and path not in self.hidden
-        }
+        """All files below a folder."""
+        return {path: blob for path, blob in sorted(files.items()) if path.startswith(folder)}
 
     def stored_at(self, path: str, sha256: str) -> dict[str, str]:
         """The redirect to a large file: another origin, as a CDN is. The name is there for a

@@ -173,25 +173,6 @@ class HuggingFaceHub(Hub):
                 rows.append(as_discussion(repository, pull))
         return as_json({"discussions": rows, "count": len(rows), "start": 0})
 
-    @route("POST", "/api/{repository}/discussions/{number}/merge", access="write")
-    def merge(self, call: Call, repository: Repository, number: str) -> Answer:
-        """Bring what the pull request changes to the branch as it is by now, without looking for
-        conflicts."""
-        pull = repository.pulls[int(number) - 1]
-        head = self.resolve(repository, self.branch)
-        before = repository.commits[pull.base].files
-        after = repository.commits[repository.refs[pull.ref]].files
-        same = {
-            path: blob
-            for path, blob in repository.commits[head].files.items()
-            if path in after or path not in before
-        }
-        changed = {path: blob for path, blob in after.items() if before.get(path) != blob}
-        title = f"{pull.title} (#{number})"
-        repository.add(f"refs/heads/{self.branch}", head, {**same, **changed}, title)
-        pull.status = "merged"
-        return as_json({})
-
     # Uploads: what to send how, the large files, and one commit
 
     @route("POST", "/api/{repository}/preupload/{revision}", access="write")
