@@ -58,7 +58,7 @@ def test_an_artifact_belongs_to_the_file_and_to_no_other(llama, file, artifact, 
     other = convert_model(llama, tmp_path / "other.gguf", scale=1.01)
     assert "made for other weights" in verify(artifact, str(other), None).problems[0]
     data = Data(tokens=400, length=400)
-    options = dict(tasks=TaskSettings(()), queries=0, baselines=("identity",), device="cpu")
+    options = dict(tasks=TaskSettings(()), baselines=("identity",), device="cpu")
     of_file, of_other = (
         Evaluation(str(each), [artifact.folder], data, **options) for each in (file, other)
     )

@@ -15,7 +15,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe.loading import PRESETS, with_rope_scaling
 from rotationzoo.zoo import index
-from rotationzoo.zoo.regenerate import compare_rotations, find_newest, is_worse
+from rotationzoo.zoo.regenerate import compare_rotations, find_newest
 
 
 def test_a_new_revision_is_due_for_weights_that_it_changes(zoo, model):
@@ -151,8 +151,6 @@ def test_perplexity_decides_where_answers_do_not():
     assert figures["answers"]["outcome"] == "more"
     assert (figures["answers"]["answered"], figures["answers"]["other_answered"]) == (32, 20)
     assert figures["log_perplexity_difference"] == pytest.approx(0.1, rel=0.01)
-    differences = (0.01, 0.001), (0.01, 0.006), (0.0009, 0.0001)
-    assert [is_worse(*each) for each in differences] == [True, False, False]
 
 
 def test_without_questions_perplexity_decides_alone():
