@@ -434,10 +434,8 @@ def run_all(
 
 def list_cells(rows: list[str]) -> Iterator[Cell]:
     for row in rows:
-        for name in FEATURES:
-            yield Cell(row, (name,))
-        for pair in combinations(PAIRED, 2):
-            yield Cell(row, pair)
+        for names in [*((name,) for name in FEATURES), *combinations(PAIRED, 2)]:
+            yield Cell(row, names)
 
 
 def main() -> None:
