@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,13 @@ from rotationzoo.writer import check_replaceable, library_versions
 Files = dict[str, RotationFile]
 """Side -> its file: `key` and `value`, or `latent`."""
 
+IMPORTED: dict[str, tuple[Callable[[Path], object], Callable[[Path], RotationFile]]] = {
+    "latents": (latent_files, read_latents),
+    "pt": (lambda path: True, read_pt),
+}
+"""Import formats, a row each, in the order in which they are tried: whether a path is of it, and
+what reads the path. To add one, write a module in `engines/formats` and a row here."""
+
 # The default names of files.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
 # Entries of `calibration` that agree in both files of one run.
@@ -75,7 +82,7 @@ def gather_files(files: Sequence[Path]) -> Files:
 
 def _read(path: Path) -> RotationFile:
     """The side in a file, or a folder of latents."""
-    return read_latents(path) if latent_files(path) else read_pt(path)
+    return next(read(path) for takes, read in IMPORTED.values() if takes(path))
 
 
 def _pair_of(files: list[RotationFile]) -> Files:
