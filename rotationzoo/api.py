@@ -18,7 +18,6 @@ from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.rungs import find_rungs
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.generation.generate import generate as run_generation
-from rotationzoo.options import as_tuple, takes
 from rotationzoo.progress import Bars
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import loading
@@ -28,6 +27,7 @@ from rotationzoo.settings import (
     GenerationSettings,
     RunSettings,
 )
+from rotationzoo.settings_base import as_tuple, takes
 from rotationzoo.storage.folders import default_output
 
 QUESTION_LENGTH = 2048

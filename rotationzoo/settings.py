@@ -15,9 +15,9 @@ from rotationzoo.codec.options import (
     PrefillLayout,
 )
 from rotationzoo.errors import UsageError
-from rotationzoo.options import Settings, about, argument, flag, option
 from rotationzoo.progress import Progress
 from rotationzoo.recall.questions import TASKS
+from rotationzoo.settings_base import Settings, about, argument, flag, option
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "rotationzoo"
 # A package or a top-level module imports only from those before it; inside a package, modules
 # import without a cycle. docs/architecture.md is written from this order: `make docs`.
 ORDER = [
-    "errors", "progress", "words", "options", "sides", "budget",
+    "errors", "progress", "words", "settings_base", "sides", "budget",
     "storage", "network", "linalg", "rotations", "geometry", "recipe",
     "codec", "artifact", "vllm", "model", "cache", "text", "recall", "settings",
     "simulation", "report", "writer", "calibration", "evaluation", "checks",

@@ -15,7 +15,6 @@ from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import BUDGETED, FORMATS, SEGMENTS
 from rotationzoo.errors import Interrupted, ModelUnavailable, RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json
-from rotationzoo.options import flag, option
 from rotationzoo.settings import (
     RECIPES,
     CalibrationSettings,
@@ -23,6 +22,7 @@ from rotationzoo.settings import (
     Lengths,
     RunSettings,
 )
+from rotationzoo.settings_base import flag, option
 from rotationzoo.sides import HEADS
 from rotationzoo.storage.folders import follow_link
 from rotationzoo.words import counted, finish, size_words

@@ -6,8 +6,8 @@ from typing import Any
 
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.options import option
 from rotationzoo.settings import CalibrationSettings, EvaluationSettings, Restart
+from rotationzoo.settings_base import option
 from rotationzoo.storage.folders import follow_link
 
 MODEL = "demo"

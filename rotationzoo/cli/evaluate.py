@@ -8,8 +8,8 @@ from rotationzoo.cli.next_steps import check_is_model, named, retyped, served, s
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.options import as_tuple, flag
 from rotationzoo.settings import EvaluationSettings
+from rotationzoo.settings_base import as_tuple, flag
 from rotationzoo.words import counted, finish
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from rotationzoo.cli.output import Output, show_lines
 from rotationzoo.codec.engine_needs import ENGINE_NAMES, EngineName
 from rotationzoo.errors import UsageError
-from rotationzoo.options import flag, option
 from rotationzoo.settings import ArtifactFolder, Clip, Windows
+from rotationzoo.settings_base import flag, option
 from rotationzoo.storage.folders import follow_link
 
 if TYPE_CHECKING:

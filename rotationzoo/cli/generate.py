@@ -15,8 +15,8 @@ from rotationzoo.cli.next_steps import check_is_model, served, suggest_step
 from rotationzoo.cli.output import Output, say, write_text
 from rotationzoo.cli.progress_bar import TextScreen
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
-from rotationzoo.options import option
 from rotationzoo.settings import GenerationSettings
+from rotationzoo.settings_base import option
 from rotationzoo.words import byte_count, counted
 
 if TYPE_CHECKING:

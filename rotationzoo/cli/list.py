@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.options import argument, option
 from rotationzoo.settings import IndexPlace, ZooRepo
+from rotationzoo.settings_base import argument, option
 from rotationzoo.words import UNKNOWN, change, counted, number
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HUBS, HubName, chosen_hubs
 

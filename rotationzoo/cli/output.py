@@ -25,7 +25,7 @@ from rich.text import Text
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
-from rotationzoo.options import option
+from rotationzoo.settings_base import option
 from rotationzoo.words import sentence, shortened
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer

@@ -6,8 +6,8 @@ from rotationzoo.cli.next_steps import named, retyped, shell_line
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.model.files import is_gguf
-from rotationzoo.options import option
 from rotationzoo.settings import RECIPES, CalibrationSettings, ModelName, Revision, RopeScaling
+from rotationzoo.settings_base import option
 from rotationzoo.sides import HEADS
 from rotationzoo.words import counted, size_words
 

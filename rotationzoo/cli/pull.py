@@ -6,8 +6,8 @@ from rotationzoo.cli.next_steps import suggest_text
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.codec.engine_needs import ENGINES, PullEngineName
-from rotationzoo.options import argument, option
 from rotationzoo.settings import Import, IndexPlace, Signatures, ZooRepo
+from rotationzoo.settings_base import argument, option
 from rotationzoo.storage.folders import follow_link
 from rotationzoo.zoo.hubs.protocol import HubOrAny, chosen_hubs
 

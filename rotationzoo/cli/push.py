@@ -10,8 +10,8 @@ from rotationzoo.cli.next_steps import shell_line, typed_words
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.options import argument, flag, option
 from rotationzoo.settings import ArtifactFolder, Signing
+from rotationzoo.settings_base import argument, flag, option
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUB_NAMES, HubOrBoth, chosen_hubs, is_folder
 
 if TYPE_CHECKING:

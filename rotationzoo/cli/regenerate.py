@@ -10,7 +10,6 @@ from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.push import NONE, choose_signer, publish
 from rotationzoo.errors import PartlyDone, RotationZooError, UsageError
-from rotationzoo.options import argument, flag, option
 from rotationzoo.settings import (
     CalibrationSettings,
     EvaluationSettings,
@@ -23,6 +22,7 @@ from rotationzoo.settings import (
     TextLength,
     ZooRepo,
 )
+from rotationzoo.settings_base import argument, flag, option
 from rotationzoo.storage.folders import follow_link
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HubOrBoth, chosen_hubs

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
-from rotationzoo.options import flag, option
 from rotationzoo.settings import ArtifactFolder
+from rotationzoo.settings_base import flag, option
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

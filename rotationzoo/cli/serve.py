@@ -11,8 +11,8 @@ from rotationzoo.cli.next_steps import named, shell_line, typed_words
 from rotationzoo.cli.output import SHELL, Output, show_lines
 from rotationzoo.codec.options import Bits, Sink
 from rotationzoo.errors import HubError, RotationZooError, UsageError
-from rotationzoo.options import argument, flag, option
 from rotationzoo.settings import CalibrationSettings, ModelName, Revision, RopeScaling
+from rotationzoo.settings_base import argument, flag, option
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

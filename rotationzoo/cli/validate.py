@@ -3,8 +3,8 @@
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.options import option
 from rotationzoo.settings import ArtifactFolder
+from rotationzoo.settings_base import option
 from rotationzoo.words import counted
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from rotationzoo.cli.next_steps import named, shell_line, suggest_text
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError, Undecided
-from rotationzoo.options import option
 from rotationzoo.settings import ArtifactFolder, Revision, Signatures
+from rotationzoo.settings_base import option
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:

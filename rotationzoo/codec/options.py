@@ -12,7 +12,7 @@ from rotationzoo.codec.engine_needs import (
 )
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.errors import UsageError
-from rotationzoo.options import Settings, option
+from rotationzoo.settings_base import Settings, option
 
 Rounding = Literal["nearest", "transform"]
 Layout = Literal["server", "window"]

@@ -254,7 +254,7 @@ class Planner:
             "RECENT_PAGES": self.recent_pages,
         }
         named = tuple((name, str(number)) for name, number in macros.items())
-        return build("plan.cu", named, self.slot_of.device).get_kernel("plan")
+        return build("server_step.cu", named, self.slot_of.device).get_kernel("plan")
 
     def _plan_in_torch(self, step: Step, many: int, *numbers: torch.Tensor) -> Reads:
         """Write the plan; and what the prompts read, in so many segments."""

@@ -26,8 +26,8 @@ from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.errors import RotationZooError, UsageError, as_refusal, first_sentence
 from rotationzoo.network import limits
 from rotationzoo.network.tokens import check_token
-from rotationzoo.options import as_tuple
 from rotationzoo.settings import Signatures
+from rotationzoo.settings_base import as_tuple
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.folders import link
 from rotationzoo.storage.strict_json import Sha256, Strict

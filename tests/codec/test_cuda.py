@@ -273,8 +273,8 @@ def test_kernels_take_what_their_table_says(source):
 
 
 def test_a_kernel_that_takes_something_else_is_named_with_what_the_table_has(monkeypatch):
-    text = kernels.source_of("plan.cu").replace("const int* lengths", "const Count* lengths")
+    text = kernels.source_of("server_step.cu").replace("const int* lengths", "const Count* lengths")
     monkeypatch.setattr(kernels, "source_of", lambda name: text)
-    problem = r"plan in plan.cu takes Count\* lengths, where Plan has int\* lengths"
+    problem = r"plan in server_step.cu takes Count\* lengths, where Plan has int\* lengths"
     with pytest.raises(TypeError, match=problem):
-        kernels.check("plan.cu")
+        kernels.check("server_step.cu")

@@ -154,7 +154,7 @@ class Finish(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """`plan` of plan.cu. The last ones are those of `Reads` in vllm/segments."""
+    """`plan` of server_step.cu. The last ones are those of `Reads` in vllm/segments."""
 
     table: Ints
     width: int
@@ -357,7 +357,7 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
         "finish": Finish,
         "finish_many": Finish,
     },
-    "plan.cu": {"plan": Plan},
+    "server_step.cu": {"plan": Plan},
     "store.cu": {"copy_rows": CopyRows, "store": Store},
     "restore.cu": {"restore_rows": RestoreRows, "gather": Gather},
     "segments.cu": {
