@@ -56,8 +56,7 @@ def test_the_first_screen_holds_what_to_do_why_and_how(page, browser, width, sch
     for shown in ("Serve it: made keeps 69%", saved, "rotationzoo serve demo"):
         assert shown in words
     assert opened.locator("h2").evaluate_all("all => all.map(one => one.textContent)") == [
-        "Verdict", "How it was measured, in numbers", "Memory at other contexts", "What it is",
-        "How it was made",
+        "Verdict", "How it was measured, in numbers", "What it is", "How it was made",
     ]  # fmt: skip
     assert opened.locator("table:visible").count() == 0
     assert opened.locator(".badges").count() == 0, "what it lacks is no badge"
