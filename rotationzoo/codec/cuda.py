@@ -58,6 +58,14 @@ def run_beside(kernel: Any, device: torch.device) -> None:
     driver.cuKernelSetAttribute(attribute, 100, driver.CUkernel(int(kernel.handle)), device.index)
 
 
+def allow_shared(kernel: Any, size: int, device: torch.device) -> None:
+    """Let blocks of this kernel be launched with so many bytes of shared memory, beyond 48 KiB."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    driver.cuKernelSetAttribute(attribute, size, driver.CUkernel(int(kernel.handle)), device.index)
+
+
 class Launcher:
     """Launches kernels on torch's current stream of one GPU."""
 
@@ -71,6 +79,7 @@ class Launcher:
         threads: int,
         arguments: tuple[Any, ...],
         early: bool = True,
+        shared: int = 0,
     ) -> None:
         """Launch a kernel with the tuple of arguments that `kernels.PROGRAMS` says it takes.
 
@@ -83,7 +92,7 @@ class Launcher:
 
         values = _values(arguments)
         stream = _stream(torch.cuda.current_stream(self.index).cuda_stream)
-        config = _launch_config(grid, threads, early and _waits_itself(self.index))
+        config = _launch_config(grid, threads, early and _waits_itself(self.index), shared)
         if torch.cuda.current_device() == self.index:
             launch(stream, config, kernel, *values)
             return
@@ -108,11 +117,11 @@ def _waits_itself(index: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _launch_config(grid: tuple[int, int, int], threads: int, early: bool) -> Any:
+def _launch_config(grid: tuple[int, int, int], threads: int, early: bool, shared: int) -> Any:
     from cuda.core import LaunchConfig
 
     option = {_EARLY: True} if early else {}
-    return LaunchConfig(grid=grid, block=threads, **option)
+    return LaunchConfig(grid=grid, block=threads, shmem_size=shared, **option)
 
 
 def _values(arguments: tuple[Any, ...]) -> list[int | float]:

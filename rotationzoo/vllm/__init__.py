@@ -12,6 +12,7 @@ CPU_BACKENDS = {
     LATENTS: (f"{BACKENDS}_latents.LatentBackend", "AMX_MLA", "CPU_MLA"),
 }
 """Our backends for what a layer caches, and those of vLLM's for CPUs whose places they take."""
+GPU_HEADS, GPU_LATENTS = f"{BACKENDS}.RotatedBackend", f"{BACKENDS}_latents.LatentGpuBackend"
 CONNECTORS = "rotationzoo.vllm.connectors"
 SERVE = "start it with: rotationzoo serve MODEL --rotations ROTATIONS"
 FOLDER = "ROTATIONZOO_METRICS"

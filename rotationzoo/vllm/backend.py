@@ -15,7 +15,8 @@ from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import shares_blocks
 from rotationzoo.rotations import SIDES
-from rotationzoo.vllm import CPU_BACKENDS, SERVE
+from rotationzoo.sides import LATENTS
+from rotationzoo.vllm import CPU_BACKENDS, GPU_HEADS, GPU_LATENTS, SERVE
 from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm import upstream as base
 from rotationzoo.vllm.bad_rows import BadRows
@@ -155,7 +156,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.settings = settings
         is_cuda, dtype = config.device_config.device_type == "cuda", config.model_config.dtype
         if is_cuda:
-            serving.check_kernels(settings, dtype)
+            serving.check_kernels(settings, dtype, head_size)
         self.most_requests = config.scheduler_config.max_num_seqs, verified_tokens(config)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size = self.value_size = head_size
@@ -264,7 +265,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
         settings = settings.for_layer(index, *rows)
         pages = LayerPages(settings, index, kv_cache, slots, key.dtype, self.bad)
-        return LayerReader(pages, self.attention, _lend_scratch if key.is_cuda else None)
+        return LayerReader(pages, self.attention, lend_scratch if key.is_cuda else None)
 
 
 class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
@@ -300,7 +301,7 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
         return True
 
 
-_lend_scratch = lru_cache(1)(lambda *sizes: current_workspace_manager().get_simultaneous(*sizes))
+lend_scratch = lru_cache(1)(lambda *sizes: current_workspace_manager().get_simultaneous(*sizes))
 """Scratch memory: all layers of a step ask for the same."""
 
 
@@ -325,9 +326,11 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         claim(config)
         settings: Any = read_settings(config)
         # The platform of a CPU ignores every choice but these, and yet looks up classes here.
-        backend, *places = CPU_BACKENDS[settings.codec.rotations.cached]
+        backend, *places = CPU_BACKENDS[cached := settings.codec.rotations.cached]
         for place in places:
             register_backend(AttentionBackendEnum[place], backend)
+        if cached is LATENTS:
+            register_backend(AttentionBackendEnum.CUSTOM, GPU_LATENTS)
         if config.speculative_config is not None:
             from rotationzoo.vllm.drafts import keep_own_backend
 
@@ -337,6 +340,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         finally:
             for place in places:
                 AttentionBackendEnum[place].clear_override()
+            register_backend(AttentionBackendEnum.CUSTOM, GPU_HEADS)
             _cached_get_attn_backend.cache_clear()  # another model of this process keeps vLLM's
         layers = config.compilation_config.static_forward_context
         self.stored = {}

@@ -1,4 +1,4 @@
-"""Our attention backend in the place of vLLM's own for latents (MLA) on a CPU.
+"""Our attention backend in the place of vLLM's own for latents (MLA).
 
 What vLLM 0.32 does around it, in `model_executor/layers/attention/mla_attention.py`:
 
@@ -26,10 +26,15 @@ from rotationzoo.vllm.backend import (
     RotatedBuilder,
     RotatedImpl,
     RotatedMetadata,
+    lend_scratch,
 )
+from rotationzoo.vllm.flash_attention import choose_latent_attention
 from rotationzoo.vllm.latents import LatentPages, LatentReader
-from rotationzoo.vllm.prompts import LayerReader, TorchAttention
+from rotationzoo.vllm.prompts import LayerReader, Scratch, Size
 from rotationzoo.vllm.steps import count_slots
+from rotationzoo.vllm.upstream import current_workspace_manager
+
+PAGE = 64  # tokens, on a GPU
 
 
 class LatentMetadata(RotatedMetadata):
@@ -68,8 +73,28 @@ class LatentImpl(RotatedImpl):
         own = {"q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
         own |= {"kv_b_proj", "indexer"}
         super().__init__(*given, **{name: others[name] for name in others if name not in own})
-        self.value_size, self.attention = kv_lora_rank, TorchAttention()
+        self.value_size, rope = kv_lora_rank, self.head_size - kv_lora_rank
+        dtype, device = self.config.model_config.dtype, self.config.device_config.device_type
+        self.attention = choose_latent_attention(kv_lora_rank, rope, dtype, device == "cuda")
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Reserve memory now, which vLLM then does not plan for pages: it measures without us."""
+        device = self.config.device_config.device
+        self._reserve(torch.empty(0, dtype=act_dtype, device=device))
+
+    def _reserve(self, like: torch.Tensor) -> None:
+        if not like.is_cuda or self.reserved is not None:
+            return
+        slots = count_slots(self.settings.layout, PAGE, *self.most_requests)
+        self.reserved = like.new_empty(slots, PAGE, self.head_size)
+        current_workspace_manager().get_simultaneous(*self._scratch(like.dtype))
+
+    def _scratch(self, dtype: torch.dtype) -> list[Size]:
+        windows = self.settings.layout.sink + self.settings.layout.recent
+        room = max(self.attention.segment, self.most_tokens + windows)
+        queries = self.most_tokens, self.num_heads, self.head_size
+        return Scratch.sizes(queries, 1, room, dtype, self.value_size)
 
     def do_kv_cache_update(self, latents: torch.Tensor, rope: torch.Tensor, *_: Any) -> None:
         """Keep new rows `[T, R]` and `[T, 1, rope channels]` until `forward_mqa` stores them."""
@@ -90,10 +115,11 @@ class LatentImpl(RotatedImpl):
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> LayerReader:
         latents, keys = (each.transpose(0, 1)[None] for each in (value, key))
+        self.reserved = self.reader = None
         settings = self.own_settings().for_layer(index, latents, keys)
         slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
         pages = LatentPages(settings, index, kv_cache, slots, key.dtype, self.bad)
-        return LatentReader(pages, self.attention)
+        return LatentReader(pages, self.attention, lend_scratch if key.is_cuda else None)
 
 
 class LatentBackend(RotatedBackend):
@@ -115,3 +141,16 @@ class LatentBackend(RotatedBackend):
     @classmethod
     def get_impl_cls(cls) -> Any:
         return LatentImpl
+
+
+class LatentGpuBackend(LatentBackend):
+    """Ours for latents on a GPU, chosen as `CUSTOM`."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | base.MultipleOf]:
+        """Pages of the kernels."""
+        return [base.MultipleOf(PAGE)]

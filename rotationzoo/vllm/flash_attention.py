@@ -1,5 +1,7 @@
 """vLLM's FlashAttention, for prompts on a GPU."""
 
+from typing import Any
+
 import torch
 
 from rotationzoo.codec.attention import Scores
@@ -24,6 +26,14 @@ def choose_attention(
     return FlashAttention(version) if takes else TorchAttention()
 
 
+def choose_latent_attention(rank: int, rope: int, dtype: torch.dtype, is_cuda: bool) -> Attention:
+    """The same for latents of `rank` channels with `rope` exact ones behind them."""
+    takes = dtype in (torch.float16, torch.bfloat16) and (rank, rope) == (512, 64)
+    if is_cuda and takes and fa_utils.flash_attn_supports_mla():
+        return LatentAttention(3)
+    return TorchAttention()
+
+
 class FlashAttention:
     """Of one version, for all prompts of a step at once: nothing waits for the GPU."""
 
@@ -39,7 +49,7 @@ class FlashAttention:
         sinks = None if scores.sinks is None else scores.sinks.to(output.dtype)
         # It is a kernel of vLLM for NVIDIA's GPUs, which others' builds lack.
         _, totals = fa_utils.flash_attn_varlen_func(
-            *(*queries.rows, *read.rows),
+            **self._rows(*queries.rows, *read.rows),
             cu_seqlens_q=queries.bounds,
             cu_seqlens_k=read.bounds,
             max_seqlen_q=queries.longest,
@@ -54,6 +64,10 @@ class FlashAttention:
         )
         return Read(output, totals)
 
+    @staticmethod
+    def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
+        return {"q": query, "k": key, "v": value}
+
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
         """As in `Attention`."""
         totals = torch.empty_like(first.totals)
@@ -62,3 +76,12 @@ class FlashAttention:
             part.totals.nan_to_num_(*[-1e30] * 3)
         merge_attn_states(output, first.output, first.totals, second.output, second.totals, totals)
         return Read(output, totals)
+
+
+class LatentAttention(FlashAttention):
+    """Of latents: their kernel takes what reads them apart from what reads keys with RoPE."""
+
+    @staticmethod
+    def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
+        rank = value.shape[-1]
+        return {"q": query[..., rank:], "k": key[..., rank:], "v": value, "q_v": query[..., :rank]}

@@ -7,17 +7,19 @@ keys: values are their first channels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from rotationzoo.codec import int2
-from rotationzoo.codec.attention import PackedSide
+from rotationzoo.codec import cuda_latents, int2
+from rotationzoo.codec.attention import PackedSide, PackedTokens, Scores
+from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.cuda_latents import Frame
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
-from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows
+from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows, Windows
 from rotationzoo.vllm.prompts import LayerReader
-from rotationzoo.vllm.segments import Segment
+from rotationzoo.vllm.segments import Exact, Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
 
 ROPE = LATENTS.beside[0]
@@ -39,6 +41,8 @@ class LatentPages(LayerPages):
     """The pages of one layer with latents. `rows` of tokens are keys `[T, 1, R + rope channels]`
     and values `[T, 1, R]`."""
 
+    _frame: Frame | None = None
+
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
         layout = self.codec.page_layout(self.layer, LATENT, self.tokens, self.format)
         self.memory = {LATENT: memory[:, : layout.bytes], ROPE: memory[:, layout.bytes :]}
@@ -58,6 +62,11 @@ class LatentPages(LayerPages):
         return exact
 
     @torch.no_grad()
+    def copy(self, step: Step, rows: Rows) -> None:
+        """Write new keys to the copies of their pages, whose first channels are values."""
+        self.copies["key"][step.slots, :, step.page_offsets] = rows["key"]
+
+    @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
         """Store new tokens: latents as codes, as `LayerPages.store` says, and keys with RoPE."""
         super().store(step, {LATENT: rows["value"]})
@@ -69,10 +78,28 @@ class LatentPages(LayerPages):
         blocks = (PageBlocks(self.memory[name], decode.page_table, room) for name in (LATENT, ROPE))
         latents, rope = blocks
         packed = self.codec.packed_side(self.layer, LATENT, self.layouts[LATENT], latents)
-        if side == "value":
+        base = self.memory[LATENT].data_ptr()
+        packed = replace(packed, table=decode.page_table, base=base, unit=self.page_bytes)
+        if side == "value" or kernels_run_on(self.bad.device):  # which read exact keys themselves
             return packed
         exact = [self.rope(block)[:, None] for block in rope]
         return LatentKeys(packed.blocks, packed.layout, packed.matrix, packed.mean, rope=exact)
+
+    def _has_kernel(self, packed: PackedTokens, windows: Windows, dtype: torch.dtype) -> bool:
+        return cuda_latents.supports(packed.key.layout, self.rope_dim, dtype)
+
+    def _attend(
+        self,
+        queries: torch.Tensor,
+        packed: PackedTokens,
+        windows: Windows,
+        scores: Scores,
+        output: torch.Tensor,
+    ) -> None:
+        query, into = (each.transpose(1, 2) for each in (queries, output))
+        if self._frame is None:
+            self._frame = Frame.of(packed.value, query.dtype)
+        cuda_latents.attend(query, packed, windows, self._frame, scores.scale, into)
 
 
 class LatentReader(LayerReader):
@@ -108,10 +135,13 @@ class LatentReader(LayerReader):
             self._turns = query, output, mean
         return self._turns
 
+    def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
+        self._gather_in_torch(step, exact, rows, into)
+
     def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`."""
         pages, (keys, values) = self.pages, into
-        places = self._places(table, *segment.positions())
+        places = self._places(table, *segment.positions)
         layout, count = pages.layouts[LATENT], len(places[0])
         values[:count] = pages.dequantize(layout, pages.memory[LATENT], *places)
         keys[:count, :, : layout.dim] = values[:count]

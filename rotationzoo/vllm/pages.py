@@ -35,6 +35,7 @@ from rotationzoo.sides import rows_of
 from rotationzoo.vllm.steps import CopiedTokens, DecodeMetadata, Step
 
 Rows = dict[str, torch.Tensor]
+Windows = tuple[ExactWindow, ExactWindow]
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class LayerPages:
             begin=Begin(*layout.starts[1:3]),
             groups=layout.groups,
             number_bytes=packed.metadata.element_size(),
-            bad=self.bad[SIDES.index(side)],
+            bad=self.bad[self.counted.index(side)],
         )
         grid = len(step.pages), self.heads, 1
         Launcher(memory.device)(self._kernel("store"), grid, 64, arguments, early=False)
@@ -272,7 +273,6 @@ class LayerPages:
         floors = decode.floors if decode.new > 1 else None
         packed = PackedTokens(key, value, decode.ends, decode.starts, floors)
         windows = self._window(decode.sink), self._window(decode.recent)
-        exact = sum(window.tokens for window in windows)
         into, spread = output, decode.spread
         if spread is not None:
             query = query[spread[0]]
@@ -281,13 +281,31 @@ class LayerPages:
             each.unflatten(0, (-1, decode.new)).transpose(1, 2) for each in (query, into)
         )
         alike = output.dtype == query.dtype == self.copies["key"].dtype
-        has_kernel = alike and kernels_run_on(query.device)
-        if has_kernel and cuda_attention.supports(key.layout, value.layout, query.dtype, exact):
-            cuda_attention.attend(queries, packed, *windows, scores, output=results)
+        if (
+            alike
+            and kernels_run_on(query.device)
+            and self._has_kernel(packed, windows, query.dtype)
+        ):
+            self._attend(queries, packed, windows, scores, results)
         else:
             results[:] = attention.attend(queries, packed, *windows, scores)
         if spread is not None:
             output.copy_(into[spread[1]])
+
+    def _has_kernel(self, packed: PackedTokens, windows: Windows, dtype: torch.dtype) -> bool:
+        exact = sum(window.tokens for window in windows)
+        return cuda_attention.supports(packed.key.layout, packed.value.layout, dtype, exact)
+
+    def _attend(
+        self,
+        queries: torch.Tensor,
+        packed: PackedTokens,
+        windows: Windows,
+        scores: Scores,
+        output: torch.Tensor,
+    ) -> None:
+        """Let a kernel read, with the arguments of `attention.attend`."""
+        cuda_attention.attend(queries, packed, *windows, scores, output=output)
 
     def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
         memory, table = self.memory[side], decode.page_table

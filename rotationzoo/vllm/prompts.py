@@ -282,8 +282,15 @@ class LayerReader:
                 value=value,
             )
             self._launch("gather", exact.read, arguments)
-            return
-        prompt, position = exact.read.positions()
+        else:
+            self._gather_in_torch(step, exact, rows, into)
+
+    def _gather_in_torch(
+        self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
+    ) -> None:
+        table, contexts = exact.page_table, exact.contexts
+        new = {side: _part(rows[side], exact.tokens) for side in SIDES}
+        prompt, position = exact.read.positions
         pages, at = self._places(table, prompt, position)
         later = position - contexts[prompt]
         number = exact.bounds[prompt] + later.clamp(min=0)
@@ -306,7 +313,7 @@ class LayerReader:
             arguments = RestoreRows(tokens, len(into[0]), self.pages.page_bytes, begin, *both)
             self._launch("restore_rows", segment, arguments)
             return
-        pages, at = self._places(table, *segment.positions())
+        pages, at = self._places(table, *segment.positions)
         for side, (memory, target) in zip(SIDES, both, strict=True):
             layout = self.pages.layouts[side]
             target[: len(pages)] = self.pages.dequantize(layout, memory, pages, at)

@@ -92,8 +92,10 @@ class Segment:
     longest: int
     """No prompt has more tokens in it."""
 
+    @cached_property
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt of each token, and its position there, int64 each. Waits for a GPU."""
+        """The prompt of each token, and its position there, int64 each. Waits for a GPU, once for
+        all layers."""
         bounds = self.bounds.long()
         prompt = torch.repeat_interleave(bounds.diff())
         position = self.firsts[prompt] + torch.arange(len(prompt), device=prompt.device)

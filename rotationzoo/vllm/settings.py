@@ -15,7 +15,7 @@ from pydantic import Field
 from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import Budget
-from rotationzoo.codec import cuda_attention
+from rotationzoo.codec import cuda_attention, cuda_latents
 from rotationzoo.codec import settings as caches
 from rotationzoo.codec.cuda import INSTALL
 from rotationzoo.codec.cuda_encoder import kernels_run_on
@@ -28,7 +28,7 @@ from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.geometry import full_attention_layers, shares_blocks
 from rotationzoo.linalg.orthogonality import one_thread
 from rotationzoo.rotations import SIDES, Rotation
-from rotationzoo.sides import LATENTS
+from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.storage import strict_json
 from rotationzoo.vllm import KEY
 
@@ -147,13 +147,21 @@ def verified_tokens(config: Any) -> int:
     return 1 + int(getattr(config.speculative_config, "num_speculative_tokens", 0))
 
 
-def check_kernels(settings: CacheSettings, dtype: torch.dtype) -> None:
-    """Raise `RotationZooError` where this machine has no kernel that reads the pages on its GPU."""
+def check_kernels(settings: CacheSettings, dtype: torch.dtype, head_size: int) -> None:
+    """Raise `RotationZooError` where this machine has no kernel that reads the pages on its GPU, of
+    heads of this size."""
     if not kernels_run_on(torch.device("cuda")):
         hint = f"install it with: {INSTALL}"
         raise RotationZooError("reading pages on this GPU needs NVIDIA's cuda.core", hint)
     codec, format = settings.codec, settings.layout.format
+    has_latents = codec.rotations.cached is LATENTS
     for layer in codec.rotations:
+        if has_latents:
+            page = codec.page_layout(layer, LATENT, 64, format)
+            if not cuda_latents.supports(page, head_size - page.dim, dtype):
+                problem = f"no kernel reads latents of {page.dim} and {head_size - page.dim} "
+                raise UnsupportedModel(f"{problem}channels in the format {format} with {dtype}")
+            continue
         key, value = (codec.page_layout(layer, side, 64, format) for side in SIDES)
         if not cuda_attention.supports(key, value, dtype):
             how = "by transform coding"

@@ -99,6 +99,7 @@ class CpuLauncher:
         threads: int,
         arguments: tuple,
         early: bool = True,
+        shared: int = 0,
     ) -> None:
         assert type(arguments) is _TAKEN[kernel.__name__.removeprefix("launch_")]
         with ExitStack() as stack:
@@ -155,7 +156,7 @@ extern "C" void set_pages(const unsigned long long* ends, int count) {
 }
 """
 _OF_ATTENTION = (
-    "from_half|half_pair|exp2_of|multiply|transpose|kept|copy_async"
+    "from_half|half_pair|exp2_of|multiply|multiply_bfloat16|bfloat16_pair|transpose|kept|copy_async"
     "|read_word|read_two|read_four|read_number|end_group|wait_groups"
 )
 
@@ -168,7 +169,8 @@ def compile_program(tmp_path_factory) -> Callable[[str, tuple], ctypes.CDLL]:
     def compile(source: str, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
         text = kernels.read(source).replace("1.0f / 0.0f", "HUGE_VALF")
         text = text.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
-        if source == "attention.cu":
+        text = text.replace("extern __shared__ uint4 memory[]", "static uint4 memory[SHARED / 16]")
+        if source in ("attention.cu", "latents.cu"):
             text, options = text + _PAGES, {"in_ptx": _OF_ATTENTION}
         else:
             macros, options = (*macros, ("SHARED", "0")), {}

@@ -161,6 +161,11 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 static unsigned half_pair(float low, float high) {
   return bits_as<unsigned short>(_Float16(low)) | unsigned(bits_as<unsigned short>(_Float16(high))) << 16;
 }
+static unsigned bfloat16_of(float x) {
+  const unsigned bits = bits_as<unsigned>(x);
+  return x != x ? 0x7fff : bits + 0x7fff + (bits >> 16 & 1) >> 16;
+}
+static unsigned bfloat16_pair(float low, float high) { return bfloat16_of(low) | bfloat16_of(high) << 16; }
 static float exp2_of(float x) { return exp2f(x); }
 static unsigned kept(unsigned x) { return x; }
 
@@ -180,6 +185,9 @@ static void multiply(T (&d)[4], std::initializer_list<unsigned> words, int width
 static float of_halves(unsigned a, unsigned b) {
   return from_half(a) * from_half(b) + from_half(a >> 16) * from_half(b >> 16);
 }
+static float of_bfloat16(unsigned a, unsigned b) {
+  return bits_as<float>(a << 16) * bits_as<float>(b << 16) + bits_as<float>(a & 0xffff0000) * bits_as<float>(b & 0xffff0000);
+}
 static int of_bytes(unsigned a, unsigned b) {
   int sum = 0;
   for (int i = 0; i < 32; i += 8) sum += int(a >> i & 255) * (signed char)(b >> i);
@@ -187,6 +195,9 @@ static int of_bytes(unsigned a, unsigned b) {
 }
 static void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   multiply(d, {a0, a1, a2, a3, b0, b1}, 8, of_halves);
+}
+static void multiply_bfloat16(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  multiply(d, {a0, a1, a2, a3, b0, b1}, 8, of_bfloat16);
 }
 static void multiply(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   multiply(d, {a0, a1, a2, a3, b0, b1}, 8, of_bytes);

@@ -27,6 +27,7 @@ Metadata = Annotated[torch.Tensor, "Metadata*"]
 Signed = Annotated[torch.Tensor, "signed char*"]
 Headers = Annotated[torch.Tensor, "Header*"]
 Pairs = Annotated[torch.Tensor, "float2*"]
+Halves = Annotated[torch.Tensor, "unsigned short*"]
 Tally = Annotated[torch.Tensor, "unsigned long long*"]
 
 # Each argument has 64 bits: a pointer, an integer or a double.
@@ -349,6 +350,50 @@ class RestoreSegments(NamedTuple):
     value: RestoredSegments
 
 
+class CopiedPages(NamedTuple):
+    """The pages of copies that a window reads, and which of their tokens."""
+
+    slots: Ints
+    starts: Ints
+    lengths: Ints
+    pieces: int
+
+
+class AttendLatents(NamedTuple):
+    """`attend_latents` of latents.cu."""
+
+    query: Elements
+    turned: Halves
+    headers: Floats
+    columns: int
+    heads: int
+    pages: Pages
+    begin: Begin
+    rope: int
+    starts: Ints
+    floors: Ints
+    lengths: Ints
+    splits: int
+    copies: Elements
+    sink: CopiedPages
+    recent: CopiedPages
+    scale: float
+    totals: Pairs
+    outputs: Floats
+
+
+class MergeLatents(NamedTuple):
+    """`merge_latents` of latents.cu."""
+
+    totals: Pairs
+    outputs: Floats
+    parts: int
+    windows: int
+    packed: Elements
+    exact: Elements
+    shares: Floats
+
+
 PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
     "int2.cu": {"quantize": Quantize, "dequantize": Dequantize},
     "attention.cu": {
@@ -357,6 +402,7 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
         "finish": Finish,
         "finish_many": Finish,
     },
+    "latents.cu": {"attend_latents": AttendLatents, "merge_latents": MergeLatents},
     "server_step.cu": {"plan": Plan},
     "store.cu": {"copy_rows": CopyRows, "store": Store},
     "restore.cu": {"restore_rows": RestoreRows, "gather": Gather},

@@ -1,0 +1,551 @@
+// Attention of a few new tokens over pages of latents (MLA): two kernels, in the order `attend_latents`, `merge_latents`.
+//
+// The definition is rotationzoo/codec/attention.py, with keys and values as rotationzoo/vllm/latents.py defines them. All query heads
+// read one head: its key is the latent with the exact key with RoPE behind it, and its value is the latent. So a block reads a page of
+// codes once for COLUMNS columns, which are query heads times query tokens, and uses the codes twice, for scores and for outputs.
+//
+// Nothing is dequantized. With x = scale * code + offset,
+//     q . x = scale * (q . codes) + offset * sum(q)   and   sum_t p_t x_t = sum_t (p_t * scale_t) codes_t + sum_t p_t * offset_t.
+// A field of a 16-bit word whose other bits are masked away is a float16, a subnormal one, code * 4^field * 2^-24, which tensor cores
+// multiply exactly. Queries come in the order in which words have these fields, and divided by 4^field.
+//
+// Work is split over tokens (flash-decoding). Warps share a page of 64 tokens: for scores, each takes some tokens and some columns, and
+// for outputs, 64 channels of all columns. Each block writes a maximum, a sum and an output without their scale; `merge_latents` merges
+// them, and what it leaves in the frame of the codes is rotated back by a product of matrices.
+//
+// Compile with -D: RANK (channels of a latent, a multiple of 256), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16, 32 or
+// 64), TYPE (1 float16, 2 bfloat16), and of the format HALF, MINIMUM and STRIDED, as in attention.cu. Needs sm_80 or newer.
+
+#include "launches.cu"
+#include "tensor_cores.cu"
+
+#if HALF
+typedef unsigned short Metadata;
+#else
+typedef float Metadata;
+#endif
+
+constexpr int TILE = 64;               // tokens of a page
+constexpr int WARPS = RANK / 64, THREADS = 32 * WARPS;
+constexpr int SETS = COLUMNS / 8;      // of columns that one product takes
+constexpr int ACROSS = SETS < WARPS / 2 ? SETS : WARPS / 2, DOWN = WARPS / ACROSS;  // warps that share columns, and tokens, of scores
+constexpr int ROWS = TILE / 16 / DOWN, OWN = SETS / ACROSS;                         // products of a warp: by 16 tokens, and sets
+constexpr int KEY = RANK + ROPE, ROW = 2 * KEY;                                     // channels and bytes of an exact row
+
+// Rows in shared memory have some bytes more, so that lanes which read several rows at once meet other banks.
+constexpr int PADDED = ROW + 16, CODE_ROW = RANK / 4 + 32, ROPE_ROW = 2 * ROPE + 16;
+constexpr int ROPES = TILE * CODE_ROW, NUMBERS = ROPES + TILE * ROPE_ROW;  // where they begin in a stage
+constexpr int STAGE = NUMBERS + 2 * TILE * sizeof(Metadata), STAGES = 3;
+constexpr int RING = STAGES * STAGE > TILE * PADDED ? STAGES * STAGE : TILE * PADDED;
+constexpr int WEIGHT_ROW = COLUMNS + 8;                                     // words with the weights of a pair of tokens
+constexpr int QUERIES = RING, WEIGHTS = QUERIES + COLUMNS * PADDED, SUMS = WEIGHTS + TILE / 2 * WEIGHT_ROW * 4;
+constexpr int SHARED = SUMS + (2 * DOWN + 1) * COLUMNS * 4;
+extern __shared__ uint4 memory[];
+
+// The channel of the code in `field` of byte `byte` of 32-bit word `word` of a row.
+__device__ constexpr int channel(int word, int byte, int field) {
+  return STRIDED ? field * (RANK / 4) + 4 * word + byte : 16 * word + 4 * byte + field;
+}
+
+__device__ unsigned word_at(const char* from, int index) { return reinterpret_cast<const unsigned*>(from)[index]; }
+
+// d += a b for exact rows a.
+__device__ void multiply_exact(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+#if TYPE == 1
+  multiply(d, a0, a1, a2, a3, b0, b1);
+#else
+  multiply_bfloat16(d, a0, a1, a2, a3, b0, b1);
+#endif
+}
+
+// Weights as the type of the values: codes are float16.
+__device__ unsigned pair_of(float low, float high, bool exact) {
+  return exact && TYPE == 2 ? bfloat16_pair(low, high) : half_pair(low, high);
+}
+
+// Packed tokens [B, pages]: page number n begins n units after a base: codes, scales, offsets and exact keys.
+struct Tables {
+  const Address* table;
+  Address base;
+  Count unit, pages;
+  int scales, offsets, rope;
+};
+
+// Which packed tokens of a request the queries read, as in attention_tiles.cu; or, of exact tokens, those from `start` to `end`.
+struct Range {
+  int start, floor, end, exact, tokens, heads, column, newest, moves;
+
+  __device__ int later(int c) const { return tokens - 1 - (column + c) / heads; }
+  __device__ int start_of(int c) const { return max(start - moves, start - newest * later(c)); }
+  __device__ int end_of(int c) const {
+    return exact < 0 ? end - newest * later(c) : min(max(floor, end - later(c)), end + exact - later(c));
+  }
+};
+
+struct Lane {
+  int warp, row, part, across, down;
+
+  __device__ Lane()
+      : warp(threadIdx.x / 32), row(threadIdx.x % 32 / 4), part(threadIdx.x % 4), across(warp % ACROSS), down(warp / ACROSS) {}
+  __device__ int token(int m, int r) const { return 16 * (down * ROWS + m) + 8 * r + row; }    // of a page
+  __device__ int column(int n, int i) const { return 8 * (across * OWN + n) + 2 * part + i; }  // of the block
+};
+
+// What a warp knows of its columns, and of the outputs of its channels.
+struct State {
+  float top[OWN][2], sum[OWN][2], offsets[OWN][2];  // what scores are compared with, and sums of this lane's tokens
+  float output[4][SETS][4];
+};
+
+typedef float Scores[ROWS][OWN][4];  // as products come out: rows `row` and `row` + 8, columns 2 `part` and the next
+
+// Start copying a page to a stage in shared memory.
+__device__ void fetch(const Tables& tables, Address page, int stage) {
+  const unsigned to = unsigned(__cvta_generic_to_shared(reinterpret_cast<char*>(memory))) + stage * STAGE;
+  constexpr int CODES = TILE * RANK / 64, EXACT = TILE * ROPE / 8, SCALES = TILE * sizeof(Metadata) / 16;  // 16 bytes each
+  for (int i = threadIdx.x; i < CODES; i += THREADS)
+    copy_async(to + i / (RANK / 64) * CODE_ROW + i % (RANK / 64) * 16, page + i * 16);
+  for (int i = threadIdx.x; i < EXACT; i += THREADS)
+    copy_async(to + ROPES + i / (ROPE / 8) * ROPE_ROW + i % (ROPE / 8) * 16, page + tables.rope + i * 16);
+  for (int i = threadIdx.x; i < 2 * SCALES; i += THREADS)
+    copy_async(to + NUMBERS + i * 16, page + (i < SCALES ? tables.scales + i * 16 : tables.offsets + (i - SCALES) * 16));
+}
+
+__device__ float number(const char* from, int index) {
+#if HALF
+  return from_half(reinterpret_cast<const unsigned short*>(from)[index]);
+#else
+  return reinterpret_cast<const float*>(from)[index];
+#endif
+}
+
+// Products of rows of 16-bit numbers and queries, from channel `first` of the queries on, for COUNT channels.
+template <int COUNT, int STRIDE>
+__device__ void compare_exact(Scores& scores, const char* rows, int first, const Lane& lane) {
+  const char* queries = reinterpret_cast<const char*>(memory) + QUERIES + 2 * first;
+  #pragma unroll 4
+  for (int step = 0; step < COUNT / 16; step++) {
+    const int low = 8 * step + lane.part, high = low + 4;  // words
+    unsigned b[OWN][2];
+    #pragma unroll
+    for (int n = 0; n < OWN; n++) {
+      const char* query = queries + (8 * (lane.across * OWN + n) + lane.row) * PADDED;
+      b[n][0] = word_at(query, low), b[n][1] = word_at(query, high);
+    }
+    #pragma unroll
+    for (int m = 0; m < ROWS; m++) {
+      const char *upper = rows + lane.token(m, 0) * STRIDE, *lower = rows + lane.token(m, 1) * STRIDE;
+      const unsigned a0 = word_at(upper, low), a1 = word_at(lower, low), a2 = word_at(upper, high), a3 = word_at(lower, high);
+      #pragma unroll
+      for (int n = 0; n < OWN; n++) multiply_exact(scores[m][n], a0, a1, a2, a3, b[n][0], b[n][1]);
+    }
+  }
+}
+
+// Products of codes and queries, which are in the order of fields. A lane reads four words of its rows at once.
+__device__ void compare_codes(Scores& scores, const char* rows, const Lane& lane) {
+  const char* queries = reinterpret_cast<const char*>(memory) + QUERIES;
+  #pragma unroll 1
+  for (int four = 0; four < RANK / 256; four++) {
+    unsigned words[ROWS][2][4];
+    #pragma unroll
+    for (int m = 0; m < ROWS; m++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint4 x = reinterpret_cast<const uint4*>(rows + lane.token(m, r) * CODE_ROW)[4 * four + lane.part];
+        words[m][r][0] = x.x, words[m][r][1] = x.y, words[m][r][2] = x.z, words[m][r][3] = x.w;
+      }
+    #pragma unroll
+    for (int j = 0; j < 4; j++)
+      #pragma unroll
+      for (int field = 0; field < 4; field++) {
+        const int step = 16 * four + 4 * j + field, low = 8 * step + lane.part;
+        const unsigned mask = 0x00030003u << 2 * field;
+        unsigned b[OWN][2];
+        #pragma unroll
+        for (int n = 0; n < OWN; n++) {
+          const char* query = queries + (8 * (lane.across * OWN + n) + lane.row) * PADDED;
+          b[n][0] = word_at(query, low), b[n][1] = word_at(query, low + 4);
+        }
+        #pragma unroll
+        for (int m = 0; m < ROWS; m++) {
+          const unsigned upper = words[m][0][j], lower = words[m][1][j];
+          #pragma unroll
+          for (int n = 0; n < OWN; n++)
+            multiply(scores[m][n], upper & mask, lower & mask, upper >> 8 & mask, lower >> 8 & mask, b[n][0], b[n][1]);
+        }
+      }
+  }
+}
+
+// Turn the scores of a page, times log2(e), into weights in shared memory, and return by what the outputs of columns so far are to be
+// multiplied: `factors` in shared memory. Weights times scales are at most 2^8; `top` only rises where they would exceed 2^15.
+__device__ void weigh(State& state, Scores& scores, const float (&scales)[ROWS][2], const float (&offsets)[ROWS][2], bool first,
+                      bool exact, const Lane& lane) {
+  char* shared = reinterpret_cast<char*>(memory);
+  float *tops = reinterpret_cast<float*>(shared + SUMS), *factors = tops + 2 * DOWN * COLUMNS;
+  unsigned* weights = reinterpret_cast<unsigned*>(shared + WEIGHTS);
+  #pragma unroll
+  for (int n = 0; n < OWN; n++)
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float top = LOWEST;
+      #pragma unroll
+      for (int m = 0; m < ROWS; m++)
+        #pragma unroll
+        for (int r = 0; r < 2; r++)
+          top = fmaxf(top, scores[m][n][2 * r + i] + __log2f(fmaxf(scales[m][r], 0x1p-40f)) - 8.0f);
+      #pragma unroll
+      for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+      if (!lane.row) tops[lane.down * COLUMNS + lane.column(n, i)] = top;
+    }
+  __syncthreads();
+  #pragma unroll
+  for (int n = 0; n < OWN; n++)
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int column = lane.column(n, i);
+      float top = LOWEST;
+      #pragma unroll
+      for (int d = 0; d < DOWN; d++) top = fmaxf(top, tops[d * COLUMNS + column]);
+      const float before = state.top[n][i], now = first || top > before + 7.0f ? top : before;
+      const float factor = first ? 1.0f : exp2_of(before - now);
+      state.top[n][i] = now, state.sum[n][i] *= factor, state.offsets[n][i] *= factor;
+      if (!lane.row && !lane.down) factors[column] = factor;
+      #pragma unroll
+      for (int m = 0; m < ROWS; m++) {
+        float scaled[2];
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const float weight = exp2_of(scores[m][n][2 * r + i] - now);
+          state.sum[n][i] += weight, state.offsets[n][i] += weight * offsets[m][r], scaled[r] = weight * scales[m][r];
+        }
+        weights[(8 * (lane.down * ROWS + m) + lane.row) * WEIGHT_ROW + column] = pair_of(scaled[0], scaled[1], exact);
+      }
+    }
+  __syncthreads();
+}
+
+// Multiply the outputs so far by the factors of their columns, which are 1 for most pages.
+__device__ void rescale(State& state, const Lane& lane) {
+  const float* factors = reinterpret_cast<const float*>(reinterpret_cast<const char*>(memory) + SUMS) + 2 * DOWN * COLUMNS;
+  float of[SETS][2];
+  bool changed = false;
+  #pragma unroll
+  for (int n = 0; n < SETS; n++)
+    #pragma unroll
+    for (int i = 0; i < 2; i++) of[n][i] = factors[8 * n + 2 * lane.part + i], changed |= of[n][i] != 1.0f;
+  if (!__any_sync(ALL, changed)) return;
+  #pragma unroll
+  for (int f = 0; f < 4; f++)
+    #pragma unroll
+    for (int n = 0; n < SETS; n++)
+      #pragma unroll
+      for (int i = 0; i < 4; i++) state.output[f][n][i] *= of[n][i % 2];
+}
+
+// Add the weighted values of a page to the outputs of this warp's 64 channels.
+template <bool EXACT>
+__device__ void accumulate(State& state, const char* rows, const Lane& lane) {
+  const unsigned* weights = reinterpret_cast<const unsigned*>(reinterpret_cast<const char*>(memory) + WEIGHTS);
+  #pragma unroll 1
+  for (int step = 0; step < TILE / 16; step++) {
+    unsigned a[4][4];
+    #pragma unroll
+    for (int f = 0; f < (EXACT ? 4 : 1); f++) {
+      unsigned words[4];  // of the tokens whose weights make up a pair, and of the next two
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int token = 16 * step + lane.part + i % 2 * 8 + i / 2 * 4;
+        words[i] = EXACT ? word_at(rows + token * PADDED, 32 * lane.warp + 8 * f + lane.row)
+                         : word_at(rows + token * CODE_ROW, lane.warp / 2 * 8 + lane.row);
+      }
+      #pragma unroll
+      for (int pair = 0; pair < 2; pair++)
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const unsigned low = words[2 * pair], high = words[2 * pair + 1];
+          if (EXACT) {
+            a[f][2 * pair + r] = __byte_perm(low, high, r ? 0x7632 : 0x5410);  // even channels, and odd ones
+          } else {
+            const int byte = lane.warp % 2 * 2 + r;
+            const unsigned bytes = __byte_perm(low, high, byte * 0x0011 + (byte + 4) * 0x1100);
+            #pragma unroll
+            for (int field = 0; field < 4; field++) a[field][2 * pair + r] = bytes & 0x00030003u << 2 * field;
+          }
+        }
+    }
+    #pragma unroll
+    for (int n = 0; n < SETS; n++) {
+      const unsigned* of = weights + (8 * step + lane.part) * WEIGHT_ROW + 8 * n + lane.row;
+      const unsigned b0 = of[0], b1 = of[4 * WEIGHT_ROW];
+      #pragma unroll
+      for (int f = 0; f < 4; f++)
+        if (EXACT)
+          multiply_exact(state.output[f][n], a[f][0], a[f][1], a[f][2], a[f][3], b0, b1);
+        else
+          multiply(state.output[f][n], a[f][0], a[f][1], a[f][2], a[f][3], b0, b1);
+    }
+  }
+}
+
+// The channel of row `row` + 8 r of output f.
+template <bool EXACT>
+__device__ int output_channel(int f, int r, const Lane& lane) {
+  return EXACT ? 64 * lane.warp + 16 * f + 2 * lane.row + r
+               : channel(lane.warp / 2 * 8 + lane.row, lane.warp % 2 * 2 + r, f);
+}
+
+struct Results {
+  float2* totals;
+  float* outputs;
+  Count columns, parts, part, first;  // first: of the request and tile
+  __device__ Count at(int column) const { return (first + column) * parts + part; }
+};
+
+// Write what the block found: `biases` are added to what scores are compared with.
+template <bool EXACT>
+__device__ void write(State& state, const Results& results, const float* headers, const Lane& lane) {
+  float *sums = reinterpret_cast<float*>(reinterpret_cast<char*>(memory) + SUMS), *offsets = sums + DOWN * COLUMNS;
+  float* tops = offsets + DOWN * COLUMNS;
+  __syncthreads();
+  #pragma unroll
+  for (int n = 0; n < OWN; n++)
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float sum = state.sum[n][i], offset = state.offsets[n][i];
+      #pragma unroll
+      for (int step = 4; step < 32; step *= 2)
+        sum += __shfl_xor_sync(ALL, sum, step), offset += __shfl_xor_sync(ALL, offset, step);
+      const int column = lane.column(n, i);
+      if (lane.row) continue;
+      sums[lane.down * COLUMNS + column] = sum, offsets[lane.down * COLUMNS + column] = offset;
+      if (!lane.down) tops[column] = state.top[n][i];
+    }
+  __syncthreads();
+  for (int column = threadIdx.x; column < min(Count(COLUMNS), results.columns); column += THREADS) {
+    float sum = 0.0f;
+    for (int d = 0; d < DOWN; d++) sum += sums[d * COLUMNS + column];
+    results.totals[results.at(column)] = {tops[column] + (EXACT ? 0.0f : headers[3 * column + 2]), sum};
+  }
+  #pragma unroll
+  for (int n = 0; n < SETS; n++)
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int column = 8 * n + 2 * lane.part + i;
+      if (column >= results.columns) continue;
+      float offset = 0.0f, x[2][4];
+      for (int d = 0; d < DOWN; d++) offset += offsets[d * COLUMNS + column];
+      #pragma unroll
+      for (int r = 0; r < 2; r++)
+        #pragma unroll
+        for (int f = 0; f < 4; f++)
+          x[r][f] = EXACT ? state.output[f][n][2 * r + i] : state.output[f][n][2 * r + i] * (16777216.0f / (1 << 2 * f)) + offset;
+      float* to = results.outputs + results.at(column) * RANK;
+      if (EXACT || STRIDED) {  // rows are neighbouring channels
+        #pragma unroll
+        for (int f = 0; f < 4; f++) *reinterpret_cast<float2*>(to + output_channel<EXACT>(f, 0, lane)) = {x[0][f], x[1][f]};
+      } else {  // and so are fields
+        #pragma unroll
+        for (int r = 0; r < 2; r++)
+          *reinterpret_cast<float4*>(to + output_channel<EXACT>(0, r, lane)) = {x[r][0], x[r][1], x[r][2], x[r][3]};
+      }
+    }
+}
+
+// Of the pages from `begin` to `end`, the tokens of a range. Queries are in the frame of the codes.
+__device__ void attend_codes(const Tables& tables, int begin, int end, const Range& range, const float* headers, float scale,
+                             const Results& results) {
+  const Lane lane;
+  const char* shared = reinterpret_cast<const char*>(memory);
+  Address next = tables.table[begin];
+  #pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (begin + i < end) fetch(tables, tables.base + next * tables.unit, i);
+    if (begin + i + 1 < end) next = tables.table[begin + i + 1];
+    end_group();
+  }
+  float units[OWN][2], sums[OWN][2];
+  #pragma unroll
+  for (int n = 0; n < OWN; n++)
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int column = min(lane.column(n, i), int(results.columns) - 1);
+      units[n][i] = headers[3 * column], sums[n][i] = headers[3 * column + 1];
+    }
+  State state = {};
+  for (int tile = begin, slot = 0; tile < end; tile++, slot = slot + 1 == STAGES ? 0 : slot + 1) {
+    wait_groups<STAGES - 2>();
+    __syncthreads();  // all threads' copies have arrived, and nobody reads the stage before, or the weights, any more
+    const int ahead = tile + STAGES - 1;
+    if (ahead < end) {
+      fetch(tables, tables.base + next * tables.unit, slot ? slot - 1 : STAGES - 1);
+      if (ahead + 1 < end) next = tables.table[ahead + 1];
+    }
+    end_group();
+    const char *rows = shared + slot * STAGE, *numbers = rows + NUMBERS;
+    Scores products = {}, scores = {};
+    compare_codes(products, rows, lane);
+    compare_exact<ROPE, ROPE_ROW>(scores, rows + ROPES, RANK, lane);
+    float scales[ROWS][2], offsets[ROWS][2];
+    const int first = tile * TILE;
+    #pragma unroll
+    for (int m = 0; m < ROWS; m++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int token = lane.token(m, r);
+        scales[m][r] = number(numbers, token), offsets[m][r] = number(numbers + TILE * sizeof(Metadata), token);
+        if (!MINIMUM) offsets[m][r] *= -scales[m][r];
+        #pragma unroll
+        for (int n = 0; n < OWN; n++)
+          #pragma unroll
+          for (int i = 0; i < 2; i++) {
+            float& score = scores[m][n][2 * r + i];
+            score = score * scale + (products[m][n][2 * r + i] * scales[m][r] * units[n][i] + offsets[m][r] * sums[n][i]);
+          }
+      }
+    // The first pages, or the last: what lies beyond may be anything, even NaN.
+    if (range.start > first || range.floor - range.tokens < first + TILE)
+      #pragma unroll
+      for (int m = 0; m < ROWS; m++)
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int token = first + lane.token(m, r);
+          #pragma unroll
+          for (int n = 0; n < OWN; n++)
+            #pragma unroll
+            for (int i = 0; i < 2; i++)
+              if (token < range.start || token >= range.end_of(lane.column(n, i))) scores[m][n][2 * r + i] = MINUS_INFINITY;
+          if (token < range.start || token >= range.end) scales[m][r] = offsets[m][r] = 0.0f;
+        }
+    weigh(state, scores, scales, offsets, tile == begin, false, lane);
+    if (tile > begin) rescale(state, lane);
+    accumulate<false>(state, rows, lane);
+  }
+  wait_groups<0>();
+  write<false>(state, results, headers, lane);
+}
+
+// The exact tokens of a page of copies.
+__device__ void attend_copies(const Element* rows, int first, const Range& range, float scale, const Results& results) {
+  const Lane lane;
+  char* shared = reinterpret_cast<char*>(memory);
+  constexpr int PIECES = KEY / 8;  // of 16 bytes
+  for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
+    const int token = first + i / PIECES;
+    uint4 x = {};  // what nobody reads may be anything
+    if (token >= range.start - range.moves && token < range.end) x = reinterpret_cast<const uint4*>(rows)[i];
+    *reinterpret_cast<uint4*>(shared + i / PIECES * PADDED + i % PIECES * 16) = x;
+  }
+  __syncthreads();
+  Scores scores = {};
+  compare_exact<KEY, PADDED>(scores, shared, 0, lane);
+  float scales[ROWS][2], offsets[ROWS][2] = {};
+  #pragma unroll
+  for (int m = 0; m < ROWS; m++)
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int token = first + lane.token(m, r);
+      scales[m][r] = 1.0f;
+      #pragma unroll
+      for (int n = 0; n < OWN; n++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int column = lane.column(n, i);
+          float& score = scores[m][n][2 * r + i];
+          score = token >= range.start_of(column) && token < range.end_of(column) ? score * scale : MINUS_INFINITY;
+        }
+    }
+  State state = {};
+  weigh(state, scores, scales, offsets, true, true, lane);
+  accumulate<true>(state, shared, lane);
+  write<true>(state, results, nullptr, lane);
+}
+
+// Grid: x = pages of copies + splits, y = tiles of columns, z = batch. Column c is query token c / heads and query head c % heads.
+// query [B, columns, KEY], turned [B, columns, RANK] float16, in the frame and order of codes and without its unit, and headers
+// [B, columns, 3] float32: the unit and the query's sum, both times the scale of scores and log2(e), and what is added to scores.
+// What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [B, columns, parts] and outputs
+// [B, columns, parts, RANK] are float32.
+extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 16 ? 2 : 1) attend_latents(
+    const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
+    Address pages_base, Count pages_unit, Count pages_pages, Count begin_scales, Count begin_offsets, Count rope, const int* starts,
+    const int* floors, const int* lengths, Count splits, const Element* copies, const int* sink_slots, const int* sink_starts,
+    const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
+    Count recent_pieces, double scale, float2* totals, float* outputs) {
+  const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, windows = gridDim.x - splits, block = blockIdx.x;
+  const bool exact = block < windows;
+  const int tokens = columns / heads, count = min(Count(COLUMNS), columns - first), length = lengths[batch], floor = floors[batch];
+  const Results results = {totals, outputs, count, gridDim.x, block, batch * columns + first};
+  const float scaled = float(scale) * LOG2E;
+
+  // Which tokens. A block without any writes a sum of 0, and no output.
+  Range range = {starts[batch], floor, length, recent_lengths[batch] - recent_starts[batch], tokens, int(heads), first};
+  int begin, end;
+  if (exact) {
+    const bool early = block < sink_pieces;
+    const int piece = early ? block : block - int(sink_pieces);
+    range.start = early ? sink_starts[batch] : recent_starts[batch], range.end = early ? sink_lengths[batch] : recent_lengths[batch];
+    range.exact = -1, range.newest = !early, range.moves = early ? 0 : min(tokens - 1, length - floor);
+    begin = max(range.start - range.moves, piece * TILE), end = min(range.end, piece * TILE + TILE);
+  } else {
+    const int from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE), each = (to - from + int(splits) - 1) / int(splits);
+    begin = min(to, from + (block - windows) * each), end = min(to, begin + each);
+  }
+  if (begin >= end) {
+    for (int c = threadIdx.x; c < count; c += THREADS) totals[results.at(c)] = {LOWEST, 0.0f};
+    return;
+  }
+
+  // The queries: of packed tokens, latents in the frame of the codes. Columns that there are not are zeros.
+  char* shared = reinterpret_cast<char*>(memory);
+  constexpr int PIECES = KEY / 8;
+  for (int i = threadIdx.x; i < COLUMNS * PIECES; i += THREADS) {
+    const int c = i / PIECES, piece = i % PIECES;
+    uint4 x = {};
+    if (c < count) {
+      const Count column = batch * columns + first + c;
+      x = !exact && piece < RANK / 8 ? reinterpret_cast<const uint4*>(turned + column * RANK)[piece]
+                                     : reinterpret_cast<const uint4*>(query + column * KEY)[piece];
+    }
+    *reinterpret_cast<uint4*>(shared + QUERIES + c * PADDED + piece * 16) = x;
+  }
+  if (exact) {
+    const bool early = block < sink_pieces;
+    const int piece = early ? block : block - int(sink_pieces);
+    const Count slot = early ? sink_slots[batch * sink_pieces + piece] : recent_slots[batch * recent_pieces + piece];
+    attend_copies(copies + slot * TILE * KEY, piece * TILE, range, scaled, results);
+    return;
+  }
+  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, pages_pages,
+                         int(begin_scales), int(begin_offsets), int(rope)};
+  attend_codes(tables, begin, end, range, headers + 3 * results.first, scaled, results);
+}
+
+// Merge the parts of a column, of which the first `windows` are exact. packed and exact [B columns, RANK], shares [B columns]: what
+// weights of packed tokens sum to. Grid: x = columns, y = batch.
+extern "C" __global__ void __launch_bounds__(RANK / 4) merge_latents(
+    const float2* totals, const float* outputs, Count parts, Count windows, Element* packed, Element* exact, float* shares) {
+  const Count column = Count(blockIdx.y) * gridDim.x + blockIdx.x;
+  const float2* mine = totals + column * parts;
+  const float4* of = reinterpret_cast<const float4*>(outputs + column * parts * RANK) + threadIdx.x;
+  float top = LOWEST, total = 0.0f, share = 0.0f;
+  for (int i = 0; i < parts; i++) top = fmaxf(top, mine[i].x);
+  float4 both[2] = {};
+  for (int i = 0; i < parts; i++) {
+    const float2 part = mine[i];
+    if (part.y == 0.0f) continue;  // it has no output
+    const float factor = exp2_of(part.x - top);
+    const float4 x = of[Count(i) * (RANK / 4)];
+    float4& sum = both[i >= windows];
+    sum.x += factor * x.x, sum.y += factor * x.y, sum.z += factor * x.z, sum.w += factor * x.w;
+    total += factor * part.y, share += i < windows ? 0.0f : factor * part.y;
+  }
+  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;  // a row of padding reads nothing
+  for (int i = 0; i < 2; i++) {
+    const float4 x = both[i];
+    Element* to = (i ? packed : exact) + column * RANK + 4 * threadIdx.x;
+    to[0] = rounded(x.x * inverse), to[1] = rounded(x.y * inverse), to[2] = rounded(x.z * inverse), to[3] = rounded(x.w * inverse);
+  }
+  if (!threadIdx.x) shares[column] = share * inverse;
+}
