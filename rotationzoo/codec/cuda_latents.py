@@ -3,6 +3,7 @@ kernels of `latents.cu` read, and how their work is cut up."""
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,21 +11,36 @@ import torch
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.codec.cuda import TYPES, Launcher, allow_shared, build
 from rotationzoo.codec.cuda_attention import choose_splits
-from rotationzoo.codec.kernels import AttendLatents, Begin, CopiedPages, MergeLatents, Pages
+from rotationzoo.codec.formats import SEGMENTS
+from rotationzoo.codec.kernels import (
+    AttendLatents,
+    Begin,
+    CopiedPages,
+    LatentRows,
+    MergeLatents,
+    Pages,
+)
 from rotationzoo.codec.page_layout import PageLayout
-from rotationzoo.codec.transform import SegmentLayout
+from rotationzoo.codec.slots import cut_codes
+from rotationzoo.codec.transform import SegmentLayout, list_scales
+from rotationzoo.linalg.transform_coding import SEGMENT
 
 _PAGE = 64  # tokens: `TILE` in the source
 _LARGEST = 2.0**14
 """Of a query that is rounded to float16."""
+_MOST_PIECES = 3 / 8
+"""Of a channel: more take more registers than there are."""
 _LOG2E = 1.4426950408889634
+
+
+Layout = PageLayout | SegmentLayout
 
 
 @dataclass(frozen=True)
 class LatentVariant:
     """The layout, type and columns that the kernels are compiled for."""
 
-    layout: PageLayout
+    layout: Layout
     rope: int
     """Channels of the exact key."""
     dtype: torch.dtype
@@ -34,51 +50,120 @@ class LatentVariant:
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
-        format = self.layout.format
+        segments = isinstance(self.layout, SegmentLayout)
+        format = SEGMENTS if isinstance(self.layout, SegmentLayout) else self.layout.format
         values = {
             "RANK": self.layout.dim,
             "ROPE": self.rope,
             "COLUMNS": self.columns,
             "TYPE": TYPES[self.dtype],
+            "PIECES": self.pieces,
+            "ROOM": self.room,
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
-            "STRIDED": format.packing == "strided",
+            "SEGMENTS": segments,
         }
         return tuple((name, str(int(value))) for name, value in values.items())
 
     @property
-    def threads(self) -> int:
-        """Of a block of `attend_latents`."""
-        return self.layout.dim // 2
+    def warps(self) -> int:
+        """Warps of a block of `attend_latents`."""
+        return self.layout.dim // 64
+
+    @property
+    def pieces(self) -> int:
+        """`PIECES` in the source."""
+        return _round_up(len(list_pieces(self.layout)), 8 * self.warps)
+
+    @property
+    def room(self) -> int:
+        """`ROOM` in the source: few sizes are few variants."""
+        return _round_up(_row_stride(self.layout), 16)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: `SHARED` in the source."""
-        rank, padded = self.layout.dim, 2 * (self.layout.dim + self.rope) + 16
-        numbers = 2 * _PAGE * self.layout.format.metadata_bits // 8
-        stage = _PAGE * (rank // 4 + 32 + 2 * self.rope + 16) + numbers
-        ring = max(3 * stage, _PAGE * padded)
-        sets, warps = self.columns // 8, rank // 64
-        down = warps // min(sets, warps // 2)
+        rank, exact = self.layout.dim, 2 * self.rope + 16
+        stage = _PAGE * (self.room + exact)
+        if isinstance(self.layout, PageLayout):
+            stage += 2 * _PAGE * self.layout.format.metadata_bits // 8
+        ring = max(3 * stage, _PAGE * (2 * rank + exact))
+        queries = self.columns * (2 * max(4 * self.pieces, rank) + exact)
+        down = self.warps // min(self.columns // 8, self.warps // 2)
         weights = _PAGE // 2 * (self.columns + 8) * 4
-        return ring + self.columns * padded + weights + (2 * down + 1) * self.columns * 4
+        return ring + queries + weights + (2 * down + 1) * self.columns * 4 + 16 * self.pieces
 
 
-def supports(layout: PageLayout | SegmentLayout, rope: int, dtype: torch.dtype) -> bool:
+def supports(layout: Layout, rope: int, dtype: torch.dtype) -> bool:
     """Whether the kernels read pages of this layout with queries of this type."""
+    has_one = layout.heads == 1 and layout.tokens == _PAGE
+    if isinstance(layout, PageLayout):
+        has_one = has_one and layout.groups == 1
     return (
-        isinstance(layout, PageLayout)
-        and (layout.heads, layout.groups, layout.tokens) == (1, 1, _PAGE)
+        has_one
         and layout.dim in (256, 512)
         and rope % 16 == 0
         and 0 < rope <= 64
         and dtype in (torch.float16, torch.bfloat16)
+        and len(list_pieces(layout)) <= _MOST_PIECES * layout.dim
     )
 
 
-def choose_columns(columns: int) -> int:
+def choose_columns(columns: int, layout: Layout) -> int:
     """How many of a request's columns one block handles."""
-    return 16 if columns <= 16 else 32 if columns <= 32 else 64
+    # With more pieces, a warp's sums of 64 columns do not fit into its registers.
+    most = 64 if len(list_pieces(layout)) <= layout.dim // 4 else 32
+    return min(most, 1 << max(4, (columns - 1).bit_length()))
+
+
+@cache
+def list_pieces(layout: Layout) -> list[tuple[int, int, int, int, int]]:
+    """Where the codes of a row lie: the word, the mask of each of its bytes, the channel of the
+    first byte, how many channels later that of the next one is, and the power of two that a masked
+    byte counts in its code."""
+    if isinstance(layout, SegmentLayout):
+        return [(*piece[:3], 1, piece[3]) for piece in cut_codes(layout.widths[0])]
+    pieces = []
+    for word, field in product(range(layout.dim // 16), range(4)):
+        mask, power = 3 << 2 * field, -2 * field
+        if layout.format.packing == "strided":
+            pieces.append((word, mask, field * layout.dim // 4 + 4 * word, 1, power))
+        else:
+            pieces.append((word, mask, 16 * word + field, 4, power))
+    return pieces
+
+
+@cache
+def _piece_table(layout: Layout, count: int, device: torch.device) -> torch.Tensor:
+    """`Piece` in the source for each, int32 `[count, 4]`."""
+    table = torch.zeros(count, 4, dtype=torch.int32)
+    for at, (word, mask, channel, step, power) in enumerate(list_pieces(layout)):
+        table[at] = torch.tensor([4 * word, mask * 0x10001, channel | step << 16, power])
+    return table.to(device)
+
+
+@cache
+def _middles(layout: Layout, device: torch.device) -> torch.Tensor:
+    """What a channel has of a row's offset, float32 `[R]`."""
+    if isinstance(layout, PageLayout):
+        return torch.ones(layout.dim, device=device)
+    widths = torch.tensor(layout.widths[0], device=device).repeat_interleave(SEGMENT)
+    return 0.5 - 2.0**widths / 2
+
+
+def _row_stride(layout: Layout) -> int:
+    """Bytes from one row of codes to the next in shared memory: rows that are read at once lie in
+    other banks. Rows that are no multiples of 16 are copied as they lie in a page."""
+    size = _code_bytes(layout)
+    return size + 16 if size % 32 == 0 and size else size
+
+
+def _code_bytes(layout: Layout) -> int:
+    return layout.dim // 4 if isinstance(layout, PageLayout) else layout.row_bytes[0]
+
+
+def _round_up(number: int, of: int) -> int:
+    return max(of, -(-number // of) * of)
 
 
 @dataclass(frozen=True)
@@ -86,10 +171,11 @@ class Frame:
     """What takes queries to the frame of the codes, and back what they read there."""
 
     to_codes: torch.Tensor
-    """`[R, R]`, in the type of queries: its columns are in the order of a row's fields, and divided
-    by what a field counts."""
+    """`[R, 4 pieces]`, in the type of queries: for each byte of each piece, in the order in which
+    tensor cores multiply them, the channel of the codes times what the byte counts."""
     sums: torch.Tensor
-    """float32 `[R, 2]`: a query's sum in the frame of the codes, and its product with the mean."""
+    """float32 `[R, 2]`: a query's product with the middles in the frame of the codes, and with the
+    mean in its own."""
     from_codes: torch.Tensor
     """`[R, R]`."""
     mean: torch.Tensor | None
@@ -98,30 +184,32 @@ class Frame:
     @classmethod
     def of(cls, side: PackedSide, dtype: torch.dtype) -> "Frame":
         """The frame of a layer's packed latents."""
-        matrix = side.matrix[0]
+        layout, matrix = side.layout, side.matrix[0]
         turned = matrix.T  # with row = stored @ matrix, query . row = (query @ matrix.T) . stored
-        channels, powers = _list_fields(side.layout.dim, side.layout.format.packing)
-        ordered = turned[:, channels.to(matrix.device)] / powers.to(matrix.device)
+        channels, counts = _order_bytes(layout)
+        ordered = turned[:, channels.to(matrix.device)] * counts.to(matrix.device)
         mean = None if side.mean is None else side.mean[0]
         bias = torch.zeros_like(turned[:, 0]) if mean is None else mean
-        sums = torch.stack([turned.sum(1), bias], 1).float()
+        sums = torch.stack([turned @ _middles(layout, matrix.device), bias], 1).float()
         mean = mean if mean is None else mean.to(dtype)
         return cls(ordered.to(dtype), sums, matrix.to(dtype).contiguous(), mean)
 
 
-def _list_fields(dim: int, packing: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each number of a query, in the order in which tensor cores multiply them: the channel of
-    its code, and what the code's field counts. A product takes two pairs of each of four lanes;
-    a lane has a field of two bytes of a word, and then of the other two."""
-    number = torch.arange(dim)
-    step, inside = number // 16, number % 16
-    four, field = step // 16, step % 4
-    word = 16 * four + 4 * (inside % 8 // 2) + step % 16 // 4
-    byte = inside % 2 * 2 + inside // 8
-    channel = 16 * word + 4 * byte + field
-    if packing == "strided":
-        channel = field * (dim // 4) + 4 * word + byte
-    return channel, 4.0**field
+def _order_bytes(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each number of a turned query: its channel, and what the byte counts in the code. A
+    product takes two pairs of numbers of each of four lanes: bytes 0 and 2 of the lane's piece, and
+    bytes 1 and 3."""
+    pieces = list_pieces(layout)
+    count = 4 * _round_up(len(pieces), layout.dim // 8)
+    channels, counts = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
+    for number in range(count):
+        step, inside = divmod(number, 16)
+        piece = 4 * step + inside % 8 // 2
+        if piece < len(pieces):
+            _, _, channel, apart, power = pieces[piece]
+            byte = inside % 2 * 2 + inside // 8
+            channels[number], counts[number] = channel + byte * apart, 2.0**power
+    return channels, counts
 
 
 @dataclass(frozen=True)
@@ -140,7 +228,7 @@ def compiled(variant: LatentVariant, device: torch.device) -> Kernels:
     code = build("latents.cu", variant.macros(), device)
     attend, shared = code.get_kernel("attend_latents"), variant.shared_bytes
     allow_shared(attend, shared, device)
-    occupancy = attend.occupancy.max_active_blocks_per_multiprocessor(variant.threads, shared)
+    occupancy = attend.occupancy.max_active_blocks_per_multiprocessor(32 * variant.warps, shared)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Kernels(attend, code.get_kernel("merge_latents"), occupancy * processors)
 
@@ -159,9 +247,9 @@ def attend(
     channels of its keys. Nothing waits for the GPU."""
     batch, tokens, heads, key = query.shape
     layout = packed.key.layout
-    assert isinstance(layout, PageLayout)
     rank, columns = layout.dim, tokens * heads
-    variant = LatentVariant(layout, key - rank, query.dtype, choose_columns(columns))
+    width = choose_columns(columns, layout)
+    variant = LatentVariant(layout, key - rank, query.dtype, width)
     if not query.numel():  # CUDA refuses an empty grid
         return
     kernels = compiled(variant, query.device)
@@ -181,6 +269,7 @@ def attend(
     turned = (turned / unit).half()
     table = packed.key.addresses().contiguous()
     pages = Pages(table, packed.key.base, packed.key.unit, table.shape[1])
+    begin = Begin(*layout.starts[1:3]) if isinstance(layout, PageLayout) else None
     lengths = packed.lengths
     starts = torch.zeros_like(lengths) if packed.starts is None else packed.starts
     floors = lengths if packed.floors is None else packed.floors
@@ -193,7 +282,11 @@ def attend(
         columns=columns,
         heads=heads,
         pages=pages,
-        begin=Begin(*layout.starts[1:3]),
+        pieces=_piece_table(layout, variant.pieces, query.device),
+        middles=_middles(layout, query.device),
+        levels=None if begin else list_scales(query.device),
+        row=LatentRows(_code_bytes(layout), _row_stride(layout)),
+        begin=begin or Begin(0, 0),
         rope=layout.bytes,
         starts=starts,
         floors=floors,
@@ -208,7 +301,7 @@ def attend(
     )
     launch = Launcher(query.device)
     grid, shared = (parts, tiles, batch), variant.shared_bytes
-    launch(kernels.attend, grid, variant.threads, arguments, early=False, shared=shared)
+    launch(kernels.attend, grid, 32 * variant.warps, arguments, early=False, shared=shared)
 
     of_codes, of_copies = query.new_empty(2, batch * columns, rank)
     shares = headers.new_empty(batch * columns)

@@ -6,6 +6,7 @@ one that does not. A piece is a number: its first channel, plus 2^9 times 8 more
 two that the masked byte counts in the code, plus 2^16 times the mask of a byte.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import zip_longest
 
@@ -26,17 +27,23 @@ def list_slots(layout: SegmentLayout) -> list[list[Slot]]:
     return [_slots_of(widths) for widths in layout.widths]
 
 
-def _slots_of(widths: tuple[int, ...]) -> list[Slot]:
-    words: dict[int, tuple[list[int], list[int]]] = {}
+def cut_codes(widths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+    """The pieces of a row: the word, the mask of a byte, the first channel, and the power of two
+    that the masked byte counts in the code."""
     for segment, first in enumerate(arrange(widths)):
         start, end = first, first + widths[segment]
         while start < end:
             stop = min(end, start // 8 * 8 + 8)
             low, high = start % 8, (stop - 1) % 8 + 1
-            mask, power = (1 << high) - (1 << low), start - first - low
-            halves = words.setdefault(start // 8, ([], []))
-            halves[high > 4].append(SEGMENT * segment | power + 8 << 9 | mask << 16)
+            yield start // 8, (1 << high) - (1 << low), SEGMENT * segment, start - first - low
             start = stop
+
+
+def _slots_of(widths: tuple[int, ...]) -> list[Slot]:
+    words: dict[int, tuple[list[int], list[int]]] = {}
+    for word, mask, channel, power in cut_codes(widths):
+        halves = words.setdefault(word, ([], []))
+        halves[mask > 15].append(channel | power + 8 << 9 | mask << 16)
     slots = []
     for word, halves in sorted(words.items()):
         slots += [(4 * word, *pieces) for pieces in zip_longest(*halves, fillvalue=0)]

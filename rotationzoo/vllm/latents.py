@@ -8,10 +8,11 @@ keys: values are their first channels.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from rotationzoo.codec import cuda_latents, int2
+from rotationzoo.codec import cuda_latents, cuda_segments, int2
 from rotationzoo.codec.attention import PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.cuda_latents import Frame
@@ -60,6 +61,16 @@ class LatentPages(LayerPages):
         """The exact keys with RoPE `[N, P, rope channels]` of pages uint8 `[N, bytes of these]`."""
         exact: torch.Tensor = pages.view(self.dtype).unflatten(1, (self.tokens, self.rope_dim))
         return exact
+
+    def is_few(self, rows: Rows) -> bool:
+        """Never: a block of the kernel for few rows has too few threads for a latent."""
+        return False
+
+    def segment_kernel(self, name: str) -> Any:
+        """As of `LayerPages`, for channels alone."""
+        return cuda_segments.compiled(
+            name, self.layouts[LATENT].dim, self.tokens, torch.float32, self.bad.device
+        )
 
     @torch.no_grad()
     def copy(self, step: Step, rows: Rows) -> None:

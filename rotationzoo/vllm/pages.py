@@ -109,7 +109,8 @@ class LayerPages:
         self.codec, self.format, self.layer = settings.codec, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
-        self.counted = rows_of(self.codec.rotations[layer].sides).names
+        cached = rows_of(self.codec.rotations[layer].sides)
+        self.sides, self.counted = cached.sides, cached.names
         self.bad = torch.zeros(2, 2, dtype=torch.int64, device=cache.device) if bad is None else bad
         memory = cache.view(torch.uint8).flatten(1)
         self.page_bytes = memory.stride(0)  # from one page to the next
@@ -226,7 +227,7 @@ class LayerPages:
     def segments(self) -> dict[str, IntoPages]:
         """What these kernels know of the pages of each side."""
         into = {}
-        for side, bad in zip(SIDES, self.bad, strict=True):
+        for side, bad in zip(self.sides, self.bad, strict=False):
             layout, steps = self.layouts[side], self.codec.steps(self.layer, side)
             assert isinstance(layout, SegmentLayout)
             into[side] = IntoPages(steps, layout.places(bad.device), self.memory[side], bad)
@@ -235,10 +236,10 @@ class LayerPages:
     def _store_segments(self, step: Step, rows: Rows) -> None:
         """Write rows to pages by transform coding: few in one launch, or many that torch has
         multiplied."""
-        device, (tokens, heads, dim) = rows["key"].device, rows["key"].shape
-        pages = step.pages, step.page_offsets, self.page_bytes
+        device, pages = step.pages.device, (step.pages, step.page_offsets, self.page_bytes)
         kernel = self.segment_kernel
         if self.is_few(rows):
+            tokens, heads, dim = rows["key"].shape
             both = []
             for side, into in self.segments.items():
                 matrix = self.codec.forward(self.layer, side)

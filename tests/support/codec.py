@@ -40,7 +40,9 @@ on_cpu = pytest.mark.skipif(
 
 _LAUNCH = """
 extern "C" void launch_{0}(
-    const unsigned* grid, int threads, const unsigned long long* arguments, int given) {{
+    const unsigned* grid, int threads, const unsigned long long* arguments, int given,
+    unsigned shared) {{
+  if (shared && shared != SHARED) fail("bytes of shared memory, of these", SHARED);
   shared_bytes = SHARED;
   launch<{0}>({{grid[0], grid[1], grid[2]}}, threads, arguments, given);
 }}
@@ -79,6 +81,7 @@ _TYPES = {
     "float*": torch.float32,
     "Header*": torch.float32,
     "float2*": torch.float32,
+    "int4*": torch.int32,
     "signed char*": torch.int8,
 }
 """Pointers to numbers of one type; others are compiled for what they point to, or are bytes."""
@@ -118,7 +121,7 @@ class CpuLauncher:
                     argument = moved[memory.data_ptr()] + offset
                 kind = "d" if isinstance(argument, float) else "q"
                 values.append(struct.pack(kind, argument or 0))
-            kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values))
+            kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values), shared)
 
 
 def flatten(arguments: tuple) -> Iterator:

@@ -27,6 +27,7 @@ Metadata = Annotated[torch.Tensor, "Metadata*"]
 Signed = Annotated[torch.Tensor, "signed char*"]
 Headers = Annotated[torch.Tensor, "Header*"]
 Pairs = Annotated[torch.Tensor, "float2*"]
+Pieces = Annotated[torch.Tensor, "int4*"]
 Halves = Annotated[torch.Tensor, "unsigned short*"]
 Tally = Annotated[torch.Tensor, "unsigned long long*"]
 
@@ -359,6 +360,13 @@ class CopiedPages(NamedTuple):
     pieces: int
 
 
+class LatentRows(NamedTuple):
+    """Bytes of a row of codes in a page, and from one to the next in shared memory."""
+
+    bytes: int
+    stride: int
+
+
 class AttendLatents(NamedTuple):
     """`attend_latents` of latents.cu."""
 
@@ -368,6 +376,10 @@ class AttendLatents(NamedTuple):
     columns: int
     heads: int
     pages: Pages
+    pieces: Pieces
+    middles: Floats
+    levels: Floats | None
+    row: LatentRows
     begin: Begin
     rope: int
     starts: Ints

@@ -4,19 +4,22 @@
 // read one head: its key is the latent with the exact key with RoPE behind it, and its value is the latent. So a block reads a page of
 // codes once for COLUMNS columns, which are query heads times query tokens, and uses the codes twice, for scores and for outputs.
 //
-// Nothing is dequantized. With x = scale * code + offset,
-//     q . x = scale * (q . codes) + offset * sum(q)   and   sum_t p_t x_t = sum_t (p_t * scale_t) codes_t + sum_t p_t * offset_t.
-// A field of a 16-bit word whose other bits are masked away is a float16, a subnormal one, code * 4^field * 2^-24, which tensor cores
-// multiply exactly. Queries come in the order in which words have these fields, and divided by 4^field.
+// Nothing is dequantized. With x = scale * code + offset * middle, where a middle belongs to a channel,
+//     q . x = scale * (q . codes) + offset * (q . middles)   and
+//     sum_t p_t x_t = sum_t (p_t * scale_t) codes_t + (sum_t p_t * offset_t) * middles.
+// A piece is what one mask leaves of the four bytes of a word: codes of four channels, or parts of them. Each byte is a float16, a
+// subnormal one, piece * 2^-24, which tensor cores multiply exactly. Queries come in the order of pieces, times what these count.
 //
 // Work is split over tokens (flash-decoding). Warps share a page of 64 tokens: for scores, each takes some tokens and some columns, and
 // for outputs, 64 channels of all columns. Each block writes a maximum, a sum and an output without their scale; `merge_latents` merges
 // them, and what it leaves in the frame of the codes is rotated back by a product of matrices.
 //
-// Compile with -D: RANK (channels of a latent, a multiple of 256), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16, 32 or
-// 64), TYPE (1 float16, 2 bfloat16), and of the format HALF, MINIMUM and STRIDED, as in attention.cu. Needs sm_80 or newer.
+// Compile with -D: RANK (channels of a latent, a multiple of 128), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16, 32 or
+// 64), TYPE (1 float16, 2 bfloat16), PIECES (of a row, so many that warps have equally many pairs of eight), ROOM (bytes of a row in
+// shared memory), and of the format HALF, MINIMUM and SEGMENTS, as in attention.cu. Needs sm_80 or newer.
 
 #include "launches.cu"
+#include "segment_rows.cu"
 #include "tensor_cores.cu"
 
 #if HALF
@@ -30,22 +33,22 @@ constexpr int WARPS = RANK / 64, THREADS = 32 * WARPS;
 constexpr int SETS = COLUMNS / 8;      // of columns that one product takes
 constexpr int ACROSS = SETS < WARPS / 2 ? SETS : WARPS / 2, DOWN = WARPS / ACROSS;  // warps that share columns, and tokens, of scores
 constexpr int ROWS = TILE / 16 / DOWN, OWN = SETS / ACROSS;                         // products of a warp: by 16 tokens, and sets
-constexpr int KEY = RANK + ROPE, ROW = 2 * KEY;                                     // channels and bytes of an exact row
+constexpr int KEY = RANK + ROPE, TURNED = 4 * PIECES;                               // numbers of an exact row, and of a turned query
+constexpr int EIGHTS = PIECES / 8 / WARPS;                                          // groups of eight pieces of a warp, for outputs
+constexpr int PRODUCTS = EIGHTS * 2 < 4 ? 4 : EIGHTS * 2;                           // 16 channels each; of exact rows there are four
+static_assert(PIECES % (8 * WARPS) == 0, "warps have equally many pieces");
 
 // Rows in shared memory have some bytes more, so that lanes which read several rows at once meet other banks.
-constexpr int PADDED = ROW + 16, CODE_ROW = RANK / 4 + 32, ROPE_ROW = 2 * ROPE + 16;
-constexpr int ROPES = TILE * CODE_ROW, NUMBERS = ROPES + TILE * ROPE_ROW;  // where they begin in a stage
-constexpr int STAGE = NUMBERS + 2 * TILE * sizeof(Metadata), STAGES = 3;
+constexpr int PADDED = 2 * KEY + 16, QUERY = 2 * (TURNED > RANK ? TURNED : RANK) + 2 * ROPE + 16, ROPE_ROW = 2 * ROPE + 16;
+constexpr int ROPES = TILE * ROOM, NUMBERS = ROPES + TILE * ROPE_ROW;  // where they begin in a stage
+constexpr int STAGE = NUMBERS + (SEGMENTS ? 0 : 2 * TILE * sizeof(Metadata)), STAGES = 3;
 constexpr int RING = STAGES * STAGE > TILE * PADDED ? STAGES * STAGE : TILE * PADDED;
 constexpr int WEIGHT_ROW = COLUMNS + 8;                                     // words with the weights of a pair of tokens
-constexpr int QUERIES = RING, WEIGHTS = QUERIES + COLUMNS * PADDED, SUMS = WEIGHTS + TILE / 2 * WEIGHT_ROW * 4;
-constexpr int SHARED = SUMS + (2 * DOWN + 1) * COLUMNS * 4;
+constexpr int QUERIES = RING, WEIGHTS = QUERIES + COLUMNS * QUERY, SUMS = WEIGHTS + TILE / 2 * WEIGHT_ROW * 4;
+constexpr int LIST = SUMS + (2 * DOWN + 1) * COLUMNS * 4, SHARED = LIST + PIECES * 16;
+constexpr int MERGED = RANK + 4;                                            // floats of a column's output, in place of pages and queries
+static_assert(COLUMNS * MERGED * 4 <= WEIGHTS && SHARED <= 227 * 1024, "too large");
 extern __shared__ uint4 memory[];
-
-// The channel of the code in `field` of byte `byte` of 32-bit word `word` of a row.
-__device__ constexpr int channel(int word, int byte, int field) {
-  return STRIDED ? field * (RANK / 4) + 4 * word + byte : 16 * word + 4 * byte + field;
-}
 
 __device__ unsigned word_at(const char* from, int index) { return reinterpret_cast<const unsigned*>(from)[index]; }
 
@@ -67,9 +70,15 @@ __device__ unsigned pair_of(float low, float high, bool exact) {
 struct Tables {
   const Address* table;
   Address base;
-  Count unit, pages;
-  int scales, offsets, rope;
+  Count unit;
+  int bytes, row;              // of a row of codes in a page, and from one to the next in shared memory
+  int scales, offsets, rope;   // where these begin in a page
+  const float* levels;         // with segments: the scale of each number in a row
 };
+
+// A piece: the first byte of its word in a row, the mask, its first channel and the channels from one byte to the next, and what it
+// counts in its code as a power of two.
+typedef int4 Piece;
 
 // Which packed tokens of a request the queries read, as in attention_tiles.cu; or, of exact tokens, those from `start` to `end`.
 struct Range {
@@ -94,7 +103,7 @@ struct Lane {
 // What a warp knows of its columns, and of the outputs of its channels.
 struct State {
   float top[OWN][2], sum[OWN][2], offsets[OWN][2];  // what scores are compared with, and sums of this lane's tokens
-  float output[4][SETS][4];
+  float output[PRODUCTS][SETS][4];
 };
 
 typedef float Scores[ROWS][OWN][4];  // as products come out: rows `row` and `row` + 8, columns 2 `part` and the next
@@ -102,9 +111,9 @@ typedef float Scores[ROWS][OWN][4];  // as products come out: rows `row` and `ro
 // Start copying a page to a stage in shared memory.
 __device__ void fetch(const Tables& tables, Address page, int stage) {
   const unsigned to = unsigned(__cvta_generic_to_shared(reinterpret_cast<char*>(memory))) + stage * STAGE;
-  constexpr int CODES = TILE * RANK / 64, EXACT = TILE * ROPE / 8, SCALES = TILE * sizeof(Metadata) / 16;  // 16 bytes each
-  for (int i = threadIdx.x; i < CODES; i += THREADS)
-    copy_async(to + i / (RANK / 64) * CODE_ROW + i % (RANK / 64) * 16, page + i * 16);
+  constexpr int EXACT = TILE * ROPE / 8, SCALES = SEGMENTS ? 0 : TILE * sizeof(Metadata) / 16;  // 16 bytes each
+  const int codes = TILE * tables.bytes / 16, wide = tables.bytes / 16, more = tables.row - tables.bytes;  // only rows of whole 16 have more
+  for (int i = threadIdx.x; i < codes; i += THREADS) copy_async(to + i * 16 + (more ? i / wide * more : 0), page + i * 16);
   for (int i = threadIdx.x; i < EXACT; i += THREADS)
     copy_async(to + ROPES + i / (ROPE / 8) * ROPE_ROW + i % (ROPE / 8) * 16, page + tables.rope + i * 16);
   for (int i = threadIdx.x; i < 2 * SCALES; i += THREADS)
@@ -129,7 +138,7 @@ __device__ void compare_exact(Scores& scores, const char* rows, int first, const
     unsigned b[OWN][2];
     #pragma unroll
     for (int n = 0; n < OWN; n++) {
-      const char* query = queries + (8 * (lane.across * OWN + n) + lane.row) * PADDED;
+      const char* query = queries + (8 * (lane.across * OWN + n) + lane.row) * QUERY;
       b[n][0] = word_at(query, low), b[n][1] = word_at(query, high);
     }
     #pragma unroll
@@ -142,39 +151,28 @@ __device__ void compare_exact(Scores& scores, const char* rows, int first, const
   }
 }
 
-// Products of codes and queries, which are in the order of fields. A lane reads four words of its rows at once.
-__device__ void compare_codes(Scores& scores, const char* rows, const Lane& lane) {
-  const char* queries = reinterpret_cast<const char*>(memory) + QUERIES;
-  #pragma unroll 1
-  for (int four = 0; four < RANK / 256; four++) {
-    unsigned words[ROWS][2][4];
+// Products of pieces and queries, which are in the order of pieces.
+__device__ void compare_codes(Scores& scores, const char* rows, int row, const Lane& lane) {
+  const char* shared = reinterpret_cast<const char*>(memory);
+  const Piece* pieces = reinterpret_cast<const Piece*>(shared + LIST);
+  #pragma unroll 4
+  for (int step = 0; step < PIECES / 4; step++) {
+    const int2 piece = *reinterpret_cast<const int2*>(pieces + 4 * step + lane.part);
+    const int low = 8 * step + lane.part;
+    const unsigned mask = piece.y;
+    unsigned b[OWN][2];
     #pragma unroll
-    for (int m = 0; m < ROWS; m++)
-      #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const uint4 x = reinterpret_cast<const uint4*>(rows + lane.token(m, r) * CODE_ROW)[4 * four + lane.part];
-        words[m][r][0] = x.x, words[m][r][1] = x.y, words[m][r][2] = x.z, words[m][r][3] = x.w;
-      }
+    for (int n = 0; n < OWN; n++) {
+      const char* query = shared + QUERIES + (8 * (lane.across * OWN + n) + lane.row) * QUERY;
+      b[n][0] = word_at(query, low), b[n][1] = word_at(query, low + 4);
+    }
     #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int m = 0; m < ROWS; m++) {
+      const unsigned upper = word_at(rows + lane.token(m, 0) * row + piece.x, 0), lower = word_at(rows + lane.token(m, 1) * row + piece.x, 0);
       #pragma unroll
-      for (int field = 0; field < 4; field++) {
-        const int step = 16 * four + 4 * j + field, low = 8 * step + lane.part;
-        const unsigned mask = 0x00030003u << 2 * field;
-        unsigned b[OWN][2];
-        #pragma unroll
-        for (int n = 0; n < OWN; n++) {
-          const char* query = queries + (8 * (lane.across * OWN + n) + lane.row) * PADDED;
-          b[n][0] = word_at(query, low), b[n][1] = word_at(query, low + 4);
-        }
-        #pragma unroll
-        for (int m = 0; m < ROWS; m++) {
-          const unsigned upper = words[m][0][j], lower = words[m][1][j];
-          #pragma unroll
-          for (int n = 0; n < OWN; n++)
-            multiply(scores[m][n], upper & mask, lower & mask, upper >> 8 & mask, lower >> 8 & mask, b[n][0], b[n][1]);
-        }
-      }
+      for (int n = 0; n < OWN; n++)
+        multiply(scores[m][n], upper & mask, lower & mask, upper >> 8 & mask, lower >> 8 & mask, b[n][0], b[n][1]);
+    }
   }
 }
 
@@ -237,63 +235,71 @@ __device__ void rescale(State& state, const Lane& lane) {
     for (int i = 0; i < 2; i++) of[n][i] = factors[8 * n + 2 * lane.part + i], changed |= of[n][i] != 1.0f;
   if (!__any_sync(ALL, changed)) return;
   #pragma unroll
-  for (int f = 0; f < 4; f++)
+  for (int f = 0; f < PRODUCTS; f++)
     #pragma unroll
     for (int n = 0; n < SETS; n++)
       #pragma unroll
       for (int i = 0; i < 4; i++) state.output[f][n][i] *= of[n][i % 2];
 }
 
-// Add the weighted values of a page to the outputs of this warp's 64 channels.
-template <bool EXACT>
-__device__ void accumulate(State& state, const char* rows, const Lane& lane) {
+// Add to outputs the products of what one k of 16 tokens has, `a`, and their weights.
+template <bool EXACT, int COUNT>
+__device__ void add_products(State& state, const unsigned (&a)[COUNT][4], int first, int step, const Lane& lane) {
   const unsigned* weights = reinterpret_cast<const unsigned*>(reinterpret_cast<const char*>(memory) + WEIGHTS);
+  #pragma unroll
+  for (int n = 0; n < SETS; n++) {
+    const unsigned* of = weights + (8 * step + lane.part) * WEIGHT_ROW + 8 * n + lane.row;
+    const unsigned b0 = of[0], b1 = of[4 * WEIGHT_ROW];
+    #pragma unroll
+    for (int f = 0; f < COUNT; f++)
+      if (EXACT)
+        multiply_exact(state.output[first + f][n], a[f][0], a[f][1], a[f][2], a[f][3], b0, b1);
+      else
+        multiply(state.output[first + f][n], a[f][0], a[f][1], a[f][2], a[f][3], b0, b1);
+  }
+}
+
+// The token of a page whose weight is number i of the four that make up two pairs.
+__device__ int token_of(int step, int i, const Lane& lane) { return 16 * step + lane.part + i % 2 * 8 + i / 2 * 4; }
+
+// Add the weighted pieces of a page to the outputs of this warp's. Rows `row` of a product are bytes 0 or 2, and `row` + 8 the next.
+__device__ void accumulate_codes(State& state, const char* rows, int row, const int2 (&pieces)[EIGHTS], const Lane& lane) {
+  #pragma unroll 1
+  for (int step = 0; step < TILE / 16; step++) {
+    unsigned a[2 * EIGHTS][4];
+    #pragma unroll
+    for (int e = 0; e < EIGHTS; e++) {
+      unsigned words[4];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) words[i] = word_at(rows + token_of(step, i, lane) * row + pieces[e].x, 0) & pieces[e].y * 0x101u;
+      #pragma unroll
+      for (int byte = 0; byte < 4; byte++)
+        #pragma unroll
+        for (int pair = 0; pair < 2; pair++)
+          a[2 * e + byte / 2][2 * pair + byte % 2] =
+              __byte_perm(words[2 * pair], words[2 * pair + 1], byte * 0x0011 + (byte + 4) * 0x1100) & 0x00ff00ffu;
+    }
+    add_products<false>(state, a, 0, step, lane);
+  }
+}
+
+// The same of exact rows, of which a warp has 64 channels: rows of a product are even channels, and odd ones.
+__device__ void accumulate_copies(State& state, const char* rows, const Lane& lane) {
   #pragma unroll 1
   for (int step = 0; step < TILE / 16; step++) {
     unsigned a[4][4];
     #pragma unroll
-    for (int f = 0; f < (EXACT ? 4 : 1); f++) {
-      unsigned words[4];  // of the tokens whose weights make up a pair, and of the next two
+    for (int f = 0; f < 4; f++) {
+      unsigned words[4];
       #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int token = 16 * step + lane.part + i % 2 * 8 + i / 2 * 4;
-        words[i] = EXACT ? word_at(rows + token * PADDED, 32 * lane.warp + 8 * f + lane.row)
-                         : word_at(rows + token * CODE_ROW, lane.warp / 2 * 8 + lane.row);
-      }
+      for (int i = 0; i < 4; i++) words[i] = word_at(rows + token_of(step, i, lane) * PADDED, 32 * lane.warp + 8 * f + lane.row);
       #pragma unroll
       for (int pair = 0; pair < 2; pair++)
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const unsigned low = words[2 * pair], high = words[2 * pair + 1];
-          if (EXACT) {
-            a[f][2 * pair + r] = __byte_perm(low, high, r ? 0x7632 : 0x5410);  // even channels, and odd ones
-          } else {
-            const int byte = lane.warp % 2 * 2 + r;
-            const unsigned bytes = __byte_perm(low, high, byte * 0x0011 + (byte + 4) * 0x1100);
-            #pragma unroll
-            for (int field = 0; field < 4; field++) a[field][2 * pair + r] = bytes & 0x00030003u << 2 * field;
-          }
-        }
+        a[f][2 * pair] = __byte_perm(words[2 * pair], words[2 * pair + 1], 0x5410),
+               a[f][2 * pair + 1] = __byte_perm(words[2 * pair], words[2 * pair + 1], 0x7632);
     }
-    #pragma unroll
-    for (int n = 0; n < SETS; n++) {
-      const unsigned* of = weights + (8 * step + lane.part) * WEIGHT_ROW + 8 * n + lane.row;
-      const unsigned b0 = of[0], b1 = of[4 * WEIGHT_ROW];
-      #pragma unroll
-      for (int f = 0; f < 4; f++)
-        if (EXACT)
-          multiply_exact(state.output[f][n], a[f][0], a[f][1], a[f][2], a[f][3], b0, b1);
-        else
-          multiply(state.output[f][n], a[f][0], a[f][1], a[f][2], a[f][3], b0, b1);
-    }
+    add_products<true>(state, a, 0, step, lane);
   }
-}
-
-// The channel of row `row` + 8 r of output f.
-template <bool EXACT>
-__device__ int output_channel(int f, int r, const Lane& lane) {
-  return EXACT ? 64 * lane.warp + 16 * f + 2 * lane.row + r
-               : channel(lane.warp / 2 * 8 + lane.row, lane.warp % 2 * 2 + r, f);
 }
 
 struct Results {
@@ -303,11 +309,11 @@ struct Results {
   __device__ Count at(int column) const { return (first + column) * parts + part; }
 };
 
-// Write what the block found: `biases` are added to what scores are compared with.
-template <bool EXACT>
-__device__ void write(State& state, const Results& results, const float* headers, const Lane& lane) {
-  float *sums = reinterpret_cast<float*>(reinterpret_cast<char*>(memory) + SUMS), *offsets = sums + DOWN * COLUMNS;
-  float* tops = offsets + DOWN * COLUMNS;
+// Sum up over the lanes and warps that have the same columns, into shared memory: sums, sums of offsets, and what scores are compared
+// with. Then shared memory has no pages and queries any more, but room for outputs, which are zeros.
+__device__ void sum_up(const State& state, const Lane& lane) {
+  float *merged = reinterpret_cast<float*>(memory), *sums = reinterpret_cast<float*>(reinterpret_cast<char*>(memory) + SUMS);
+  float *offsets = sums + DOWN * COLUMNS, *tops = offsets + DOWN * COLUMNS;
   __syncthreads();
   #pragma unroll
   for (int n = 0; n < OWN; n++)
@@ -322,42 +328,31 @@ __device__ void write(State& state, const Results& results, const float* headers
       sums[lane.down * COLUMNS + column] = sum, offsets[lane.down * COLUMNS + column] = offset;
       if (!lane.down) tops[column] = state.top[n][i];
     }
+  for (int i = threadIdx.x; i < COLUMNS * MERGED; i += THREADS) merged[i] = 0.0f;
   __syncthreads();
-  for (int column = threadIdx.x; column < min(Count(COLUMNS), results.columns); column += THREADS) {
-    float sum = 0.0f;
-    for (int d = 0; d < DOWN; d++) sum += sums[d * COLUMNS + column];
-    results.totals[results.at(column)] = {tops[column] + (EXACT ? 0.0f : headers[3 * column + 2]), sum};
-  }
-  #pragma unroll
-  for (int n = 0; n < SETS; n++)
+}
+
+// Write what the block found, its outputs from shared memory. `bias` is added to what scores were compared with.
+__device__ void write(const Results& results, const float* headers, const float* middles) {
+  const float *merged = reinterpret_cast<const float*>(memory);
+  const float *sums = reinterpret_cast<const float*>(reinterpret_cast<const char*>(memory) + SUMS), *offsets = sums + DOWN * COLUMNS;
+  const float* tops = offsets + DOWN * COLUMNS;
+  __syncthreads();
+  for (int c = 0; c < results.columns; c++) {
+    float sum = 0.0f, offset = 0.0f;
     #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int column = 8 * n + 2 * lane.part + i;
-      if (column >= results.columns) continue;
-      float offset = 0.0f, x[2][4];
-      for (int d = 0; d < DOWN; d++) offset += offsets[d * COLUMNS + column];
-      #pragma unroll
-      for (int r = 0; r < 2; r++)
-        #pragma unroll
-        for (int f = 0; f < 4; f++)
-          x[r][f] = EXACT ? state.output[f][n][2 * r + i] : state.output[f][n][2 * r + i] * (16777216.0f / (1 << 2 * f)) + offset;
-      float* to = results.outputs + results.at(column) * RANK;
-      if (EXACT || STRIDED) {  // rows are neighbouring channels
-        #pragma unroll
-        for (int f = 0; f < 4; f++) *reinterpret_cast<float2*>(to + output_channel<EXACT>(f, 0, lane)) = {x[0][f], x[1][f]};
-      } else {  // and so are fields
-        #pragma unroll
-        for (int r = 0; r < 2; r++)
-          *reinterpret_cast<float4*>(to + output_channel<EXACT>(0, r, lane)) = {x[r][0], x[r][1], x[r][2], x[r][3]};
-      }
-    }
+    for (int d = 0; d < DOWN; d++) sum += sums[d * COLUMNS + c], offset += offsets[d * COLUMNS + c];
+    if (!threadIdx.x) results.totals[results.at(c)] = {tops[c] + (headers ? headers[3 * c + 2] : 0.0f), sum};
+    float* to = results.outputs + results.at(c) * RANK;
+    for (int d = threadIdx.x; d < RANK; d += THREADS) to[d] = merged[c * MERGED + d] + (middles ? offset * middles[d] : 0.0f);
+  }
 }
 
 // Of the pages from `begin` to `end`, the tokens of a range. Queries are in the frame of the codes.
-__device__ void attend_codes(const Tables& tables, int begin, int end, const Range& range, const float* headers, float scale,
-                             const Results& results) {
+__device__ void attend_codes(const Tables& tables, int begin, int end, const Range& range, const float* headers, const Piece* list,
+                             const float* middles, float scale, const Results& results) {
   const Lane lane;
-  const char* shared = reinterpret_cast<const char*>(memory);
+  char* shared = reinterpret_cast<char*>(memory);
   Address next = tables.table[begin];
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
@@ -373,6 +368,14 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
       const int column = min(lane.column(n, i), int(results.columns) - 1);
       units[n][i] = headers[3 * column], sums[n][i] = headers[3 * column + 1];
     }
+  Piece* pieces = reinterpret_cast<Piece*>(shared + LIST);
+  for (int i = threadIdx.x; i < PIECES; i += THREADS) pieces[i] = list[i];
+  int2 mine[EIGHTS];
+  #pragma unroll
+  for (int e = 0; e < EIGHTS; e++) {
+    const Piece piece = list[8 * (EIGHTS * lane.warp + e) + lane.row];
+    mine[e] = {piece.x, piece.y};
+  }
   State state = {};
   for (int tile = begin, slot = 0; tile < end; tile++, slot = slot + 1 == STAGES ? 0 : slot + 1) {
     wait_groups<STAGES - 2>();
@@ -385,8 +388,8 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
     end_group();
     const char *rows = shared + slot * STAGE, *numbers = rows + NUMBERS;
     Scores products = {}, scores = {};
-    compare_codes(products, rows, lane);
-    compare_exact<ROPE, ROPE_ROW>(scores, rows + ROPES, RANK, lane);
+    compare_codes(products, rows, tables.row, lane);
+    compare_exact<ROPE, ROPE_ROW>(scores, rows + ROPES, TURNED, lane);
     float scales[ROWS][2], offsets[ROWS][2];
     const int first = tile * TILE;
     #pragma unroll
@@ -394,8 +397,12 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
       #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int token = lane.token(m, r);
-        scales[m][r] = number(numbers, token), offsets[m][r] = number(numbers + TILE * sizeof(Metadata), token);
-        if (!MINIMUM) offsets[m][r] *= -scales[m][r];
+        if (SEGMENTS) {
+          scales[m][r] = offsets[m][r] = tables.levels[tables.bytes ? gathered(word_at(rows + token * tables.row, 0)) : 0];
+        } else {
+          scales[m][r] = number(numbers, token), offsets[m][r] = number(numbers + TILE * sizeof(Metadata), token);
+          if (!MINIMUM) offsets[m][r] *= -scales[m][r];
+        }
         #pragma unroll
         for (int n = 0; n < OWN; n++)
           #pragma unroll
@@ -420,22 +427,39 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
         }
     weigh(state, scores, scales, offsets, tile == begin, false, lane);
     if (tile > begin) rescale(state, lane);
-    accumulate<false>(state, rows, lane);
+    accumulate_codes(state, rows, tables.row, mine, lane);
   }
   wait_groups<0>();
-  write<false>(state, results, headers, lane);
+  sum_up(state, lane);
+  float* merged = reinterpret_cast<float*>(memory);
+  // Other lanes, of other warps, too, may have the other parts of a lane's codes.
+  #pragma unroll
+  for (int e = 0; e < EIGHTS; e++) {
+    const Piece piece = list[8 * (EIGHTS * lane.warp + e) + lane.row];
+    const float counts = 16777216.0f * __int_as_float((127 + piece.w) << 23);
+    #pragma unroll
+    for (int byte = 0; byte < 4; byte++)
+      #pragma unroll
+      for (int n = 0; n < SETS; n++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+          if (piece.y)
+            atomicAdd(merged + (8 * n + 2 * lane.part + i) * MERGED + (piece.z & 0xffff) + byte * (piece.z >> 16),
+                      counts * state.output[2 * e + byte / 2][n][byte % 2 * 2 + i]);
+  }
+  write(results, headers, middles);
 }
 
 // The exact tokens of a page of copies.
 __device__ void attend_copies(const Element* rows, int first, const Range& range, float scale, const Results& results) {
   const Lane lane;
   char* shared = reinterpret_cast<char*>(memory);
-  constexpr int PIECES = KEY / 8;  // of 16 bytes
-  for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
-    const int token = first + i / PIECES;
+  constexpr int WIDE = KEY / 8;  // 16 bytes each
+  for (int i = threadIdx.x; i < TILE * WIDE; i += THREADS) {
+    const int token = first + i / WIDE;
     uint4 x = {};  // what nobody reads may be anything
     if (token >= range.start - range.moves && token < range.end) x = reinterpret_cast<const uint4*>(rows)[i];
-    *reinterpret_cast<uint4*>(shared + i / PIECES * PADDED + i % PIECES * 16) = x;
+    *reinterpret_cast<uint4*>(shared + i / WIDE * PADDED + i % WIDE * 16) = x;
   }
   __syncthreads();
   Scores scores = {};
@@ -458,18 +482,28 @@ __device__ void attend_copies(const Element* rows, int first, const Range& range
     }
   State state = {};
   weigh(state, scores, scales, offsets, true, true, lane);
-  accumulate<true>(state, shared, lane);
-  write<true>(state, results, nullptr, lane);
+  accumulate_copies(state, shared, lane);
+  sum_up(state, lane);
+  float* merged = reinterpret_cast<float*>(memory);
+  #pragma unroll
+  for (int f = 0; f < 4; f++)
+    #pragma unroll
+    for (int n = 0; n < SETS; n++)
+      #pragma unroll
+      for (int i = 0; i < 4; i++)
+        merged[(8 * n + 2 * lane.part + i % 2) * MERGED + 64 * lane.warp + 16 * f + 2 * lane.row + i / 2] = state.output[f][n][i];
+  write(results, nullptr, nullptr);
 }
 
 // Grid: x = pages of copies + splits, y = tiles of columns, z = batch. Column c is query token c / heads and query head c % heads.
-// query [B, columns, KEY], turned [B, columns, RANK] float16, in the frame and order of codes and without its unit, and headers
-// [B, columns, 3] float32: the unit and the query's sum, both times the scale of scores and log2(e), and what is added to scores.
-// What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [B, columns, parts] and outputs
-// [B, columns, parts, RANK] are float32.
+// query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and headers
+// [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores and log2(e), and
+// what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [B, columns, parts]
+// and outputs [B, columns, parts, RANK] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 16 ? 2 : 1) attend_latents(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
-    Address pages_base, Count pages_unit, Count pages_pages, Count begin_scales, Count begin_offsets, Count rope, const int* starts,
+    Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* middles, const float* levels,
+    Count row_bytes, Count row_stride, Count begin_scales, Count begin_offsets, Count rope, const int* starts,
     const int* floors, const int* lengths, Count splits, const Element* copies, const int* sink_slots, const int* sink_starts,
     const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
     Count recent_pieces, double scale, float2* totals, float* outputs) {
@@ -499,16 +533,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 16 ? 2 : 1) att
 
   // The queries: of packed tokens, latents in the frame of the codes. Columns that there are not are zeros.
   char* shared = reinterpret_cast<char*>(memory);
-  constexpr int PIECES = KEY / 8;
-  for (int i = threadIdx.x; i < COLUMNS * PIECES; i += THREADS) {
-    const int c = i / PIECES, piece = i % PIECES;
+  const int upper = exact ? RANK / 8 : TURNED / 8, all = upper + ROPE / 8;  // 16 bytes each
+  for (int i = threadIdx.x; i < COLUMNS * all; i += THREADS) {
+    const int c = i / all, piece = i % all;
     uint4 x = {};
     if (c < count) {
       const Count column = batch * columns + first + c;
-      x = !exact && piece < RANK / 8 ? reinterpret_cast<const uint4*>(turned + column * RANK)[piece]
-                                     : reinterpret_cast<const uint4*>(query + column * KEY)[piece];
+      x = !exact && piece < upper ? reinterpret_cast<const uint4*>(turned + column * TURNED)[piece]
+                                  : reinterpret_cast<const uint4*>(query + column * KEY)[piece - upper + RANK / 8];
     }
-    *reinterpret_cast<uint4*>(shared + QUERIES + c * PADDED + piece * 16) = x;
+    *reinterpret_cast<uint4*>(shared + QUERIES + c * QUERY + piece * 16) = x;
   }
   if (exact) {
     const bool early = block < sink_pieces;
@@ -517,9 +551,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 16 ? 2 : 1) att
     attend_copies(copies + slot * TILE * KEY, piece * TILE, range, scaled, results);
     return;
   }
-  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, pages_pages,
-                         int(begin_scales), int(begin_offsets), int(rope)};
-  attend_codes(tables, begin, end, range, headers + 3 * results.first, scaled, results);
+  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(row_bytes), int(row_stride),
+                         int(begin_scales), int(begin_offsets), int(rope), levels};
+  attend_codes(tables, begin, end, range, headers + 3 * results.first, pieces, middles, scaled, results);
 }
 
 // Merge the parts of a column, of which the first `windows` are exact. packed and exact [B columns, RANK], shares [B columns]: what

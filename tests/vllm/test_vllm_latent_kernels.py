@@ -1,0 +1,245 @@
+"""The decode kernel for latents: equal to attention in float64 on a CPU, which runs the same
+source, and on a GPU."""
+
+import ctypes
+import math
+import shutil
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from support import server_pages
+from support.cases import quick_first
+from support.codec import ONLY_COMPILE, CpuLauncher, compile_kernels, on_cpu, on_gpu
+from support.decode_cases import error_of, quantize
+from support.server_pages import Server, settings_of
+
+from rotationzoo.codec import attention, cuda_latents, cuda_segments, kernels
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
+from rotationzoo.codec.cuda_latents import Frame, Kernels, LatentVariant, choose_columns
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.page_layout import PageLayout
+from rotationzoo.codec.transform import SegmentLayout
+from rotationzoo.geometry import Layer
+from rotationzoo.vllm import latents, pages, prompts, steps
+from rotationzoo.vllm.latents import LatentKeys
+
+PAGE, SCALE = 64, 0.07
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one call gets."""
+
+    format: str = "vllm"
+    rank: int = 256
+    rope: int = 64
+    heads: int = 5
+    new: int = 1
+    lengths: tuple[int, ...] = (333, 0, 70)
+    """Packed tokens of each request."""
+    starts: tuple[int, ...] = (64, 0, 64)
+    recent: int = 100
+    """Exact tokens at the end."""
+    dtype: torch.dtype = torch.bfloat16
+    mean: bool = False
+    device: str = "cpu"
+    splits: int | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The pages, windows and queries of a case."""
+
+    query: torch.Tensor
+    packed: PackedTokens
+    windows: tuple[ExactWindow, ExactWindow]
+    memory: torch.Tensor
+
+
+def draw(case: Case) -> Inputs:
+    """Random rows in pages. What nobody may read is not a number."""
+    generator = torch.Generator(case.device).manual_seed(case.rank + case.heads)
+    make = {"generator": generator, "device": case.device}
+    batch, count = len(case.lengths), -(-max(case.lengths) // PAGE) + 1
+    rotation = torch.linalg.qr(torch.randn(case.rank, case.rank, **make)).Q
+    if case.format == "segments":
+        widths = torch.randint(0, 6, (1, case.rank // 4), **make).sort(descending=True).values
+        layout = SegmentLayout.of(widths, PAGE)
+        steps = 4 / 2.0 ** widths.repeat_interleave(4, 1)
+        rotation = steps.mT * rotation
+    else:
+        layout = PageLayout(1, case.rank, 1, PAGE, FORMATS[case.format])
+    mean = torch.randn(1, case.rank, **make) if case.mean else None
+    rows = torch.randn(batch * count, 1, PAGE, case.rank, **make)
+    rope = torch.randn(batch * count, PAGE, case.rope, **make).to(case.dtype)
+    memory = torch.zeros(
+        1 + batch * count, layout.bytes + rope[0].numel() * 2, dtype=torch.uint8, device=case.device
+    )
+    pages = memory[1:]
+    if case.format == "segments":
+        stored = layout.pack(*layout.quantize(rows / steps, steps))
+    else:
+        stored = quantize(layout, rows)
+    for section, part in zip(layout.view(pages[:, : layout.bytes]), stored, strict=True):
+        section[:] = part
+    exact = pages[:, layout.bytes :].view(case.dtype).unflatten(1, (PAGE, case.rope))
+    exact[:] = rope
+    for row, length in enumerate(case.lengths):
+        for page in range(count):
+            unread = exact[row * count + page, max(0, length - page * PAGE) :]
+            unread.fill_(math.nan)
+    table = 1 + torch.arange(batch * count, device=case.device).view(batch, count)
+    blocks = [memory[table[:, page], : layout.bytes] for page in range(count)]
+    side = PackedSide(blocks, layout, rotation[None].contiguous(), mean)
+    keys = LatentKeys(
+        side.blocks, layout, side.matrix, mean, table, memory.data_ptr(), memory.shape[1],
+        [exact[table[:, page] - 1][:, None] for page in range(count)],
+    )  # fmt: skip
+    numbers = torch.tensor((case.lengths, case.starts), dtype=torch.int32, device=case.device)
+    lengths, starts = numbers
+    packed = PackedTokens(keys, side, lengths, starts, (lengths - case.new + 1).clamp(min=0))
+    key = case.rank + case.rope
+    slots = torch.randperm(batch * 4, **make).int().view(batch, 4)
+    copies = torch.randn(batch * 4, 1, PAGE, key, **make).to(case.dtype)
+    copies[slots[:, 0].long(), :, 60:] = math.nan
+    copies[slots[:, 3].long(), :, 10:] = math.nan
+    sinks = torch.full_like(lengths, 60)
+    ends = torch.full_like(lengths, 2 * PAGE + 10)
+    begins = ends - case.recent
+    sink = ExactWindow(copies, copies[..., : case.rank], sinks, None, slots[:, :1].contiguous())
+    recent = ExactWindow(copies, copies[..., : case.rank], ends, begins, slots[:, 1:].contiguous())
+    query = torch.randn(batch, case.new, case.heads, key, **make).to(case.dtype)
+    return Inputs(query, packed, (sink, recent), memory)
+
+
+def reference(inputs: Inputs) -> torch.Tensor:
+    """What is read, by the definition, in float64."""
+    query = inputs.query.double().transpose(1, 2)
+    read = attention.attend(query, inputs.packed, *inputs.windows, Scores(SCALE))
+    return read.transpose(1, 2)
+
+
+def attend(case: Case, inputs: Inputs) -> torch.Tensor:
+    output = torch.full_like(inputs.query[..., : case.rank], math.nan)
+    frame = Frame.of(inputs.packed.value, case.dtype)
+    cuda_latents.attend(inputs.query, inputs.packed, inputs.windows, frame, SCALE, output)
+    return output
+
+
+@pytest.fixture
+def on_emulated_gpu(monkeypatch, compile_program):
+    """`cuda_latents.attend` on a CPU, from these pages."""
+
+    def prepare(memory: torch.Tensor, blocks: int = 8) -> None:
+        def compiled(variant: LatentVariant, device: torch.device) -> Kernels:
+            functions = compile_program("latents.cu", variant.macros())
+            ends = memory.data_ptr(), memory.data_ptr() + memory.numel()
+            functions.set_pages((ctypes.c_ulonglong * 2)(*ends), 1)
+            made = [functions[f"launch_{name}"] for name in kernels.PROGRAMS["latents.cu"]]
+            return Kernels(*made, blocks)
+
+        monkeypatch.setattr(cuda_latents, "compiled", compiled)
+        monkeypatch.setattr(cuda_latents, "Launcher", CpuLauncher)
+
+    return prepare
+
+
+CASES = {
+    "new tokens": Case(new=3, heads=13, mean=True, dtype=torch.float16),
+    "segments": Case("segments", heads=20, mean=True, dtype=torch.float16),
+    "one head": Case(heads=1),
+    "strided": Case("sglang", dtype=torch.float16, heads=20),
+    "wide": Case(rank=512, heads=16, lengths=(130, 40), starts=(64, 40)),
+    "wide segments": Case("segments", rank=512, heads=40, lengths=(130,), starts=(64,)),
+    "tiles": Case(heads=65, lengths=(200,), starts=(64,), rope=32),
+}
+LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of an error: 0.0006 and 0.005 were measured, as queries are rounded in the frame of codes."""
+
+
+@on_cpu
+@pytest.mark.parametrize("name", quick_first(CASES, 2))
+def test_it_reads_what_the_definition_reads(name, on_emulated_gpu):
+    case = CASES[name]
+    inputs = draw(case)
+    on_emulated_gpu(inputs.memory)
+    assert error_of(attend(case, inputs), reference(inputs)).row < LIMITS[case.dtype]
+
+
+ON_A_GPU = {
+    "vllm": Case(rank=512, heads=128, lengths=(5000, 0, 70)),
+    "strided": Case("sglang", rank=512, heads=16, lengths=(5000, 0, 70), dtype=torch.float16),
+    "segments": Case("segments", rank=512, heads=20, lengths=(5000, 0, 70), mean=True),
+    "new tokens": Case("segments", rank=512, heads=20, new=3, lengths=(5000, 64, 70)),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("case", ON_A_GPU.values(), ids=ON_A_GPU)
+def test_it_reads_the_same_on_a_gpu(case, device):
+    """In a graph, too, for which pages are longer when it is replayed."""
+    case = replace(case, device=device)
+    inputs, expected = draw(case), reference(draw(case))
+    assert error_of(attend(case, inputs), expected).row < LIMITS[case.dtype]
+    lengths = inputs.packed.lengths.clone()
+    inputs.packed.lengths.copy_(inputs.packed.starts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attend(case, inputs)
+    inputs.packed.lengths.copy_(lengths)
+    graph.replay()
+    assert error_of(output, expected).row < LIMITS[case.dtype]
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.thorough
+@pytest.mark.parametrize("width", [None, 2, 5])
+def test_every_variant_compiles_without_spilled_registers(width, tmp_path):
+    """Of nearest codes, and of segments that have few pieces, and many."""
+    layout = PageLayout(1, 512, 1, PAGE, FORMATS["vllm"])
+    if width:
+        layout = SegmentLayout(((width,) * 110 + (0,) * 18,), PAGE)
+    for columns in {choose_columns(columns, layout) for columns in (16, 20, 128)}:
+        macros = LatentVariant(layout, 64, torch.bfloat16, columns).macros()
+        output = compile_kernels(kernels.read("latents.cu"), macros, tmp_path, ONLY_COMPILE[:1])
+        assert output.count(" 0 bytes spill stores") == output.count("spill stores") == 2
+
+
+RANK, ROPE = 256, 16
+CHUNKS = 70, 1, 3, 90, 1
+
+
+@on_cpu
+@pytest.mark.parametrize("format", ["vllm", "segments"])
+def test_a_server_reads_what_the_definition_reads(
+    format, on_emulated_gpu, programs_on_cpu, monkeypatch
+):
+    """Two requests, one of them always shorter, in prompts and steps of decoding."""
+    geometry = [Layer(0, 0, 2, 1, RANK, RANK, rope_dim=ROPE)]
+    settings = settings_of(format, sink=5, recent=40, kernel=True, geometry=geometry)
+    monkeypatch.setattr(server_pages, "ROPE", ROPE)
+    # So that tokens do not read themselves alone.
+    monkeypatch.setattr(server_pages, "SCORES", Scores(0.005))
+    found = []
+    for has in (False, True):
+        for module in (pages, prompts, latents, cuda_segments, steps):
+            monkeypatch.setattr(module, "kernels_run_on", lambda device, has=has: has)
+        server = Server(settings, tokens=PAGE, dtype=torch.float16, pages=12)
+        stored = server.layer.memory["latent"].untyped_storage()
+        on_emulated_gpu(torch.empty(0, dtype=torch.uint8).set_(stored))
+        for request in "ab":
+            server.begin(request)
+        outputs = []
+        for number, count in enumerate(CHUNKS):
+            rows = {}
+            for request, new in (("a", count), ("b", count // 2 + 1)):
+                generator = torch.Generator().manual_seed(2 * number + (request == "a"))
+                key = torch.randn(new, 1, RANK + ROPE, generator=generator)
+                rows[request] = {"key": key, "value": key[..., :RANK]}
+            outputs.append(server.run(rows))
+        found.append(outputs)
+    for definition, read in zip(*found, strict=True):
+        for request, expected in definition.items():
+            error = (read[request] - expected).float().norm() / expected.float().norm()
+            assert error < 5e-3  # 0.0021 was measured
