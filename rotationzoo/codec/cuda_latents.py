@@ -19,6 +19,7 @@ from rotationzoo.codec.kernels import (
     LatentRows,
     MergeLatents,
     Pages,
+    ScaleQueries,
 )
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.slots import cut_codes
@@ -26,11 +27,8 @@ from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.linalg.transform_coding import SEGMENT
 
 _PAGE = 64  # tokens: `TILE` in the source
-_LARGEST = 2.0**14
-"""Of a query that is rounded to float16."""
 _MOST_PIECES = 3 / 8
 """Of a channel: more take more registers than there are."""
-_LOG2E = 1.4426950408889634
 
 
 Layout = PageLayout | SegmentLayout
@@ -214,8 +212,9 @@ def _order_bytes(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled kernels, and how many blocks of the first a GPU holds at once."""
+    """The compiled kernels, and how many blocks of `attend_latents` a GPU holds at once."""
 
+    scale: Any
     attend: Any
     merge: Any
     blocks: int
@@ -230,7 +229,8 @@ def compiled(variant: LatentVariant, device: torch.device) -> Kernels:
     allow_shared(attend, shared, device)
     occupancy = attend.occupancy.max_active_blocks_per_multiprocessor(32 * variant.warps, shared)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Kernels(attend, code.get_kernel("merge_latents"), occupancy * processors)
+    scale, merge = code.get_kernel("scale_queries"), code.get_kernel("merge_latents")
+    return Kernels(scale, attend, merge, occupancy * processors)
 
 
 def attend(
@@ -261,12 +261,12 @@ def attend(
     splits = max(1, min(splits, room))
     parts = exact + splits
 
-    latents = query[..., :rank].reshape(-1, rank)
-    turned = (latents @ frame.to_codes).float()
-    unit = turned.abs().amax(-1, keepdim=True).clamp(min=1e-30) / _LARGEST
-    scaled = scale * _LOG2E
-    headers = torch.cat([unit * 2.0**24, latents.float() @ frame.sums], 1) * scaled
-    turned = (turned / unit).half()
+    launch = Launcher(query.device)
+    given = query.view(-1, key)[:, :rank] @ frame.to_codes
+    turned = torch.empty_like(given, dtype=torch.float16)
+    headers = torch.empty(len(given), 3, device=query.device)
+    scaled = ScaleQueries(query, given, frame.sums, scale, turned, headers)
+    launch(kernels.scale, (len(given), 1, 1), 128, scaled, early=False)
     table = packed.key.addresses().contiguous()
     pages = Pages(table, packed.key.base, packed.key.unit, table.shape[1])
     begin = Begin(*layout.starts[1:3]) if isinstance(layout, PageLayout) else None
@@ -299,7 +299,6 @@ def attend(
         totals=totals,
         outputs=outputs,
     )
-    launch = Launcher(query.device)
     grid, shared = (parts, tiles, batch), variant.shared_bytes
     launch(kernels.attend, grid, 32 * variant.warps, arguments, early=False, shared=shared)
 

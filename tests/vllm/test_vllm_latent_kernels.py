@@ -203,7 +203,7 @@ def test_every_variant_compiles_without_spilled_registers(width, tmp_path):
     for columns in {choose_columns(columns, layout) for columns in (16, 20, 128)}:
         macros = LatentVariant(layout, 64, torch.bfloat16, columns).macros()
         output = compile_kernels(kernels.read("latents.cu"), macros, tmp_path, ONLY_COMPILE[:1])
-        assert output.count(" 0 bytes spill stores") == output.count("spill stores") == 2
+        assert output.count(" 0 bytes spill stores") == output.count("spill stores") == 3
 
 
 RANK, ROPE = 256, 16

@@ -360,6 +360,17 @@ class CopiedPages(NamedTuple):
     pieces: int
 
 
+class ScaleQueries(NamedTuple):
+    """`scale_queries` of latents.cu."""
+
+    query: Elements
+    given: Elements
+    sums: Floats
+    scale: float
+    turned: Halves
+    headers: Floats
+
+
 class LatentRows(NamedTuple):
     """Bytes of a row of codes in a page, and from one to the next in shared memory."""
 
@@ -414,7 +425,11 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
         "finish": Finish,
         "finish_many": Finish,
     },
-    "latents.cu": {"attend_latents": AttendLatents, "merge_latents": MergeLatents},
+    "latents.cu": {
+        "scale_queries": ScaleQueries,
+        "attend_latents": AttendLatents,
+        "merge_latents": MergeLatents,
+    },
     "server_step.cu": {"plan": Plan},
     "store.cu": {"copy_rows": CopyRows, "store": Store},
     "restore.cu": {"restore_rows": RestoreRows, "gather": Gather},

@@ -1,4 +1,5 @@
-// Attention of a few new tokens over pages of latents (MLA): two kernels, in the order `attend_latents`, `merge_latents`.
+// Attention of a few new tokens over pages of latents (MLA): three kernels, in the order `scale_queries`, `attend_latents`,
+// `merge_latents`. Before and after them, products of matrices take queries to the frame of the codes, and outputs back.
 //
 // The definition is rotationzoo/codec/attention.py, with keys and values as rotationzoo/vllm/latents.py defines them. All query heads
 // read one head: its key is the latent with the exact key with RoPE behind it, and its value is the latent. So a block reads a page of
@@ -12,7 +13,7 @@
 //
 // Work is split over tokens (flash-decoding). Warps share a page of 64 tokens: for scores, each takes some tokens and some columns, and
 // for outputs, 64 channels of all columns. Each block writes a maximum, a sum and an output without their scale; `merge_latents` merges
-// them, and what it leaves in the frame of the codes is rotated back by a product of matrices.
+// them.
 //
 // Compile with -D: RANK (channels of a latent, a multiple of 128), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16, 32 or
 // 64), TYPE (1 float16, 2 bfloat16), PIECES (of a row, so many that warps have equally many pairs of eight), ROOM (bytes of a row in
@@ -493,6 +494,37 @@ __device__ void attend_copies(const Element* rows, int first, const Range& range
       for (int i = 0; i < 4; i++)
         merged[(8 * n + 2 * lane.part + i % 2) * MERGED + 64 * lane.warp + 16 * f + 2 * lane.row + i / 2] = state.output[f][n][i];
   write(results, nullptr, nullptr);
+}
+
+// What is known of a query: query [columns, KEY], given [columns, TURNED] in the order of pieces, and sums [RANK, 2], whose products with
+// it are with the middles and the mean. turned float16 and headers as below. Grid: x = columns.
+extern "C" __global__ void __launch_bounds__(128) scale_queries(
+    const Element* query, const Element* given, const float* sums, double scale, unsigned short* turned, float* headers) {
+  constexpr int WARPS_OF_BLOCK = 4, STEP = 32 * WARPS_OF_BLOCK;
+  __shared__ float found[WARPS_OF_BLOCK][3];
+  const Count column = blockIdx.x;
+  float top = 0.0f, middle = 0.0f, bias = 0.0f;
+  for (int i = threadIdx.x; i < TURNED; i += STEP) top = fmaxf(top, fabsf(element(given[column * TURNED + i])));
+  for (int d = threadIdx.x; d < RANK; d += STEP) {
+    const float x = element(query[column * KEY + d]);
+    middle += x * sums[2 * d], bias += x * sums[2 * d + 1];
+  }
+  #pragma unroll
+  for (int step = 16; step; step /= 2) {
+    top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    middle += __shfl_xor_sync(ALL, middle, step), bias += __shfl_xor_sync(ALL, bias, step);
+  }
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 == 0) found[warp][0] = top, found[warp][1] = middle, found[warp][2] = bias;
+  __syncthreads();
+  top = middle = bias = 0.0f;
+  #pragma unroll
+  for (int w = 0; w < WARPS_OF_BLOCK; w++) top = fmaxf(top, found[w][0]), middle += found[w][1], bias += found[w][2];
+  const float unit = fmaxf(top, 1e-30f) / 16384.0f, scaled = float(scale) * LOG2E;
+  for (int i = threadIdx.x; i < TURNED; i += STEP)
+    turned[column * TURNED + i] = half_pair(element(given[column * TURNED + i]) / unit, 0.0f);
+  if (threadIdx.x) return;
+  headers[3 * column] = unit * 16777216.0f * scaled, headers[3 * column + 1] = middle * scaled, headers[3 * column + 2] = bias * scaled;
 }
 
 // Grid: x = pages of copies + splits, y = tiles of columns, z = batch. Column c is query token c / heads and query head c % heads.
