@@ -69,6 +69,8 @@ class Shape:
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
+    rope_dim: int | None = None
+    """Of the exact key beside a latent."""
 
     @property
     def token_bytes(self) -> int:
@@ -110,7 +112,8 @@ def settings_of(
 ) -> CacheSettings:
     """Random rotations; with transform coding in so many bits in the format `segments`, of channels
     whose deviations fall from 1 to e^-fall: 0 is what random weights have."""
-    geometry = [Layer(0, 0, shape.heads, shape.kv_heads, shape.dim, shape.dim)]
+    sizes = shape.heads, shape.kv_heads, shape.dim, shape.dim
+    geometry = [Layer(0, 0, *sizes, rope_dim=shape.rope_dim)]
     generator = torch.Generator().manual_seed(0)
 
     def complete(_: int, __: str, rotation: Rotation) -> Rotation:
@@ -140,24 +143,24 @@ class Server:
         self.shape, self.settings = shape, settings
         each = -(-(shape.context + 1) // PAGE)
         count = shape.batch * each + 1
-        layouts = [
-            settings.codec.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES
-        ]
-        cell = -(-sum(layout.bytes for layout in layouts) // (shape.kv_heads * PAGE))
-        size = cell * shape.kv_heads * PAGE
         self.planner = Planner(
             settings.layout, PAGE, count, shape.batch, torch.device("cuda"), LONG, verified
         )
         self.table = (torch.randperm(count - 1, device="cuda") + 1).view(shape.batch, each)
-        self.layers = []
-        for _ in range(copies):
-            pages = torch.cat([random_pages(layout, count, "cuda") for layout in layouts], 1)
-            filled = torch.nn.functional.pad(pages, (0, size - pages.shape[1]))
-            cache = filled.view(count, shape.kv_heads, PAGE, cell)
-            layer = LayerPages(settings, 0, cache, self.planner.slots, torch.bfloat16)
+        self.layers = [self._make_layer(count) for _ in range(copies)]
+        for layer in self.layers:
             for copied in layer.copies.values():
                 copied.normal_()
-            self.layers.append(layer)
+
+    def _make_layer(self, count: int) -> LayerPages:
+        """A layer with so many pages of random codes."""
+        codec, format, heads = self.settings.codec, self.settings.layout.format, self.shape.kv_heads
+        layouts = [codec.page_layout(0, side, PAGE, format) for side in SIDES]
+        cell = -(-sum(layout.bytes for layout in layouts) // (heads * PAGE))
+        pages = torch.cat([random_pages(layout, count, "cuda") for layout in layouts], 1)
+        filled = torch.nn.functional.pad(pages, (0, cell * heads * PAGE - pages.shape[1]))
+        cache = filled.view(count, heads, PAGE, cell)
+        return LayerPages(self.settings, 0, cache, self.planner.slots, torch.bfloat16)
 
     def numbers(self, counts: list[int], lengths: list[int], few: int) -> tuple:
         """The arguments of `plan`, where the first requests get `counts` new tokens, and `few` of
