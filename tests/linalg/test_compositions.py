@@ -112,8 +112,6 @@ def test_compositions_list_their_factors_left_to_right():
         "br": u @ p,
         "r_h": u @ h,
         "r_h_pbr": u @ h @ p,
-        "rdesc_h": u.flip(-1) @ h,
-        "rdesc_h_br": u.flip(-1) @ h @ p.flip(0),  # the plain bit reversal: P without its sorting
         "r_pbr_hblock": u @ p @ torch.block_diag(*[hadamard(4)] * 4),
     }
     assert set(expected) == set(AROUND_EIGENBASIS)
@@ -142,7 +140,7 @@ def test_is_a_normalised_hadamard_matrix(order):
     assert error.abs().max() < 1e-13  # measured 3e-15
 
 
-@pytest.mark.parametrize("order", [64, 128, 256, 512])
+@pytest.mark.parametrize("order", [64, 512])
 def test_powers_of_two_are_in_natural_order(order):
     assert torch.equal(hadamard(order), torch.from_numpy(sylvester(order)).double() / order**0.5)
 
