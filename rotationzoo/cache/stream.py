@@ -132,15 +132,16 @@ class Stream:
             blocks.length = max(blocks.length, forgotten - sink)
             begin = sink + blocks.length
             # Without a kernel, the codes of many tokens take hardly longer than those of one.
-            ahead = begin + 1 == end and self.codec.encoder(*kind, rows.device) is None
+            encoder = self.codec.encoder(*kind, rows.device)
+            ahead = begin + 1 == end and encoder is None
             leaving = rows[:, :, begin - self.tail_start :]
             leaving = leaving[:, :, : AHEAD if ahead else max(0, end - begin)]
             # A block at a time, because the codec takes float32 copies of what it quantizes.
             for piece in leaving.split(step, dim=2) if begin < end else ():
                 blocks.append(self.codec.pack(piece, *kind))
-            if end - start > 1 or blocks.length % step == 0:
+            if encoder and (end - start > 1 or blocks.length % step == 0):
                 # Not after each token of decoding, because it waits for the GPU.
-                self.codec.check_packed(*kind, rows.device)
+                encoder.check()
         for name, rows in self.tail.items():
             # A copy, so that a long prompt is freed after its last reader.
             tail[name] = rows[:, :, end - self.tail_start :].clone()

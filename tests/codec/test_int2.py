@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.codec import RATIOS, largest, many, restore, rows, shapes, some
 
 from rotationzoo.codec import int2
-from rotationzoo.codec.clip import clip_threshold
+from rotationzoo.codec.int2 import clip_threshold
 from rotationzoo.errors import RotationZooError
 
 FORMATS = pytest.mark.parametrize("format", int2.FORMATS.values(), ids=int2.FORMATS)
