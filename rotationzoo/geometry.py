@@ -132,8 +132,8 @@ def head_dims(geometry: Geometry) -> set[int]:
 
 
 def full_attention_layers(config: Any) -> set[int] | None:
-    """The layers with full attention and a cache, if a transformers config gives others a sliding
-    window; None if no layer has one."""
+    """The layers with full attention and a cache, if the config gives others a sliding window; None
+    if no layer has one."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:  # all layers are the same

@@ -16,9 +16,8 @@ SIDES = HEADS.sides
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix`, and
-    are clipped before they get the nearest codes. With transform coding they become the channels
-    `(x - mean) @ transform`."""
+    """The rotation of one side of one layer. Rows `x` become `(x - mean) @ matrix`, are clipped,
+    and get the nearest codes. With transform coding, `(x - mean) @ transform` are the channels."""
 
     matrix: torch.Tensor
     """`[H, D, D]` float32, with H = 1 if all KV heads share it. In tests it is float64, and rows
@@ -94,8 +93,7 @@ class LayerRotations:
 
 
 class Rotations(Mapping[int, LayerRotations]):
-    """Layer index -> rotations of that layer, for layers with a cache. Indices count all layers of
-    the model."""
+    """Layer index (of all layers of the model) -> rotations, for layers with a cache."""
 
     def __init__(self, layers: Mapping[int, LayerRotations]):
         self._layers = dict(layers)  # a copy, so that the caller's table may change

@@ -61,6 +61,5 @@ def read_as(side: str) -> tuple[str, ...]:
 
 def cost_kinds(side: str) -> tuple[str, ...]:
     """The statistics whose second moments weight the errors of a side's rows: of queries and
-    attention outputs. Those of a latent are in the same unit (`model.latent`), so they are added
-    unscaled."""
+    attention outputs. Both have one unit for a latent (`model.latent`), so they are added."""
     return tuple(_READERS[part] for part in read_as(side))

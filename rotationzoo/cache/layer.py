@@ -158,8 +158,7 @@ class RotatedLayer(CacheLayerMixin):
                 self.starts[number] = start
 
     def _reads_pages(self, key_states: torch.Tensor) -> bool:
-        """Whether a call with these keys `[B, H, T, D]` may read pages: a token, or a few
-        candidates, after a prompt."""
+        """Whether a call with keys `[B, H, T, D]` may read pages: a token or a few candidates."""
         reading = self.settings.reading
         if reading == "rows" or self.is_sliding or not self.streams:
             return False
@@ -175,8 +174,7 @@ class RotatedLayer(CacheLayerMixin):
     def _pages(
         self, key_states: torch.Tensor, value_states: torch.Tensor, masks: MaskCheck
     ) -> Rows:
-        """The keys and values of a decoding step, not restored until something asks for them,
-        unless all tokens are exact."""
+        """The keys and values of a decoding step, restored on demand, or now if all are exact."""
         is_quantized = any(stream.head for stream in self.streams)
         if not is_quantized or not all(stream.length for stream in self.streams):
             return self.read(0)
@@ -299,8 +297,7 @@ class RotatedLayer(CacheLayerMixin):
 
 
 class RotatedSlidingLayer(RotatedLayer):
-    """The keys and values of one layer with a sliding window or chunked attention, which forgets
-    tokens that no later query reads."""
+    """One layer with a sliding window or chunked attention, which forgets tokens no longer read."""
 
     is_sliding = True
 

@@ -257,8 +257,7 @@ def _returns_weights(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _reader(registry: AttentionInterface, name: str) -> PageReader | None:
-    """The reader of pages under this name; None if its function is not the library's, as in a
-    capture or a simulation."""
+    """The reader under this name; None if its function is not the library's, as in a capture."""
     entry = registry.get(name)
     reader = entry if isinstance(entry, PageReader) else PageReader(registry, name)
     if entry is not reader and entry is not reader.original:

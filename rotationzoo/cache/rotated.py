@@ -155,8 +155,7 @@ class RotatedCache(DynamicCache):
 
     @property
     def argument(self) -> dict[str, "RotatedCache"]:
-        """This cache by the model's name for it: `cache`, or `past_key_values` before transformers
-        5.24."""
+        """This cache by its name in the model: `cache`, or `past_key_values` before 5.24."""
         return {self._name: self}
 
     @property

@@ -17,9 +17,8 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.sides import read_as, rows_of
 
 READ_TOGETHER = {"key": 16, "value": 2}
-"""Blocks that are restored at once. This takes twice the memory of their float32 rows: 2 MiB per
-block with 8 heads of 128. More blocks are faster, but the memory for values adds to the peak of a
-layer, which holds all keys by then."""
+"""Blocks that are restored at once, with twice the memory of their float32 rows (2 MiB per block
+with 8 heads of 128). Restoring values adds to a layer's peak, which holds all keys."""
 AHEAD = 16
 """Tokens that are quantized together when decoding reaches the first of them."""
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -87,8 +86,8 @@ class Stream:
         read_from: int | None,
     ) -> Rows | None:
         """Add the keys and values of new tokens, and return what their queries read from token
-        `read_from` on, or None for a model that reads pages. `now` is what these queries need, and
-        `later` what the next ones need."""
+        `read_from` on; None if the model reads pages. `now` is what these queries need, and `later`
+        what the next ones need."""
         for side, rows in zip(list(self.tail), (key, value), strict=True):
             tail = self.tail[side]
             # The first tokens are not copied, because a prompt may be long.
@@ -189,8 +188,7 @@ class Stream:
 
     def attend(self, query: torch.Tensor, scores: Scores) -> torch.Tensor:
         """The attention output `[B, H_q, T, D_v]` of the last T tokens' queries `[B, H_q, T, D]`,
-        from the codes. On a GPU it copies nothing and does not wait. Only for layers that forget no
-        tokens."""
+        from the codes, without a copy or a wait on a GPU. Not for layers that forget tokens."""
         attend = cuda_attention.attend if self.has_kernel(query) else attention.attend
         return attend(query, self.packed(), *self.windows(), scores)
 

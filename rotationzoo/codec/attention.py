@@ -22,8 +22,7 @@ class PackedSide:
     mean: torch.Tensor | None = None
     """float32 `[H, D]`, added to these rows."""
     table: torch.Tensor | None = None
-    """Page numbers, int64 `[B, blocks or more]`: page n begins `n * unit` bytes after `base`. None:
-    the addresses of the blocks."""
+    """int64 `[B, blocks or more]`: page n begins `n * unit` bytes after `base`. None: addresses."""
     base: int = 0
     unit: int = 1
 
@@ -98,8 +97,7 @@ class Scores:
     soft_cap: float | None = None
     """The bound of logits `tanh(logits / cap) * cap`, as in Gemma 2."""
     sinks: torch.Tensor | None = None
-    """`[H_q]`: a learned attention sink for each query head, a logit without a value, as in
-    gpt-oss."""
+    """`[H_q]`: an attention sink of each query head, a logit without a value, as in gpt-oss."""
 
 
 def attend(
@@ -175,7 +173,7 @@ def _counts(window: ExactWindow) -> torch.Tensor:
 
 
 def _reads(tokens: int, starts: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
-    """Which tokens each query reads, boolean `[B, T, tokens]`: those from `starts` `[B, T or 1]` to
+    """Which tokens each query reads, boolean `[B, T, tokens]`: from `starts` `[B, T or 1]` to
     `counts` `[B, T]`."""
     position = torch.arange(tokens, device=counts.device)
     read = position < counts[..., None]

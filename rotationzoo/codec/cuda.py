@@ -29,9 +29,8 @@ _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` 
 
 @cache
 def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> Any:
-    """A program of `kernels.PROGRAMS`, compiled with these macros for this GPU or taken from the
-    cache: cuda.core's object code, whose `get_kernel` takes a name. Raises `RotationZooError` if
-    cuda.core or NVRTC is missing."""
+    """A program of `kernels.PROGRAMS`, compiled or from the cache: cuda.core's object code, whose
+    `get_kernel` takes a name. Raises `RotationZooError` if cuda.core or NVRTC is missing."""
     # Imported here because the package is optional.
     try:
         from cuda.core import Device, Program, ProgramOptions
@@ -153,8 +152,8 @@ class Variant:
     """Whether rows are multiplied by a matrix."""
 
     def macros(self) -> list[tuple[str, str]]:
-        """The macros of this variant. Raises `RotationZooError` for shapes and types that the
-        kernels do not support."""
+        """The macros of this variant. Raises `RotationZooError` for unsupported shapes and
+        types."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:

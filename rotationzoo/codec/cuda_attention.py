@@ -42,8 +42,7 @@ class AttentionVariant:
 
     @property
     def warps(self) -> int:
-        """Warps of a block of `attend`: four, if its shared memory has room for two tiles of
-        each."""
+        """Warps of a block of `attend`: four, if two tiles of each fit its shared memory."""
         return 4 if 8 * self.tile_bytes <= _SHARED_MEMORY else 2
 
     @property
@@ -120,8 +119,8 @@ def _are_even(layout: Layout) -> bool:
 
 
 def supports(key: Layout, value: Layout, dtype: torch.dtype, exact_tokens: int = 0) -> bool:
-    """Whether the kernels read pages of these layouts with queries of this type, and windows of
-    `exact_tokens` tokens together."""
+    """Whether the kernels read pages of these layouts with queries of this type, and exact windows
+    of `exact_tokens` tokens together."""
     # Each window may end with a part of its own, and packed tokens are at least one more.
     variant = AttentionVariant(key, value, dtype, soft_cap=False, columns=4)
     parts = exact_tokens // variant.window + 3
@@ -153,9 +152,8 @@ def choose_columns(columns: int, key: Layout, value: Layout) -> int:
 
 
 def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
-    """How many splits the `tokens` packed tokens of a head get. `heads` counts the heads of all
-    rows and tiles of columns. A GPU holds `blocks` thread blocks at once, of which the exact tokens
-    of each head need `windows`."""
+    """How many splits the `tokens` packed tokens of a head get, of `heads` in all rows and tiles of
+    columns. A GPU holds `blocks` blocks at once; the exact tokens of a head take `windows` more."""
     # One wave of blocks, including those of exact tokens, most of which end early. If these take
     # most of the wave, there are several waves.
     wave = blocks // heads

@@ -1,5 +1,4 @@
-"""Whole rows quantized on an NVIDIA GPU, and back, which `validate` compares with the definition
-and times."""
+"""Whole rows quantized on an NVIDIA GPU, and back, for `validate` to check and to time."""
 
 import torch
 

@@ -22,8 +22,7 @@ _LARGEST_DIM = 256  # a block of few has 4 threads a channel
 
 @cache
 def compiled(name: str, dim: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """A kernel of `segments.cu` for pages of `tokens` tokens, and rows of this dimension and
-    type."""
+    """A kernel of `segments.cu` for these rows, and pages of `tokens` tokens."""
     macros = (*Variant(dim, dim, dtype).macros(), ("TOKENS", str(tokens)))
     kernel = build("segments.cu", macros, device).get_kernel(name)
     run_beside(kernel, device)

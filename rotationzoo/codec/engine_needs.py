@@ -42,8 +42,7 @@ class Entry:
     budget: bool = False
     """Whether it supports a budget of bits."""
     sliding: bool = True
-    """Whether it stores layers with a sliding window in 2 bits. If not, all others get the same
-    bits of a budget."""
+    """Whether layers with a sliding window are in 2 bits. If not, all others get the same bits."""
     prefill_layout: Literal["server", "window"] = "server"
     """Which tokens of earlier chunks of a prompt stay exact, as in `codec.windows`."""
     gguf: tuple[str, ...] = ()

@@ -14,8 +14,7 @@ class Format:
     """How the rows of one engine differ from another's."""
 
     interpolated: bool
-    """Whether the clip threshold is interpolated between the magnitudes of two channels, or is the
-    magnitude of one."""
+    """Whether the clip threshold is interpolated between the magnitudes of two channels."""
     metadata: Literal["float32", "float16"]
     """The type of a stored scale or offset."""
     offset: Literal["zero", "minimum", "none"]

@@ -162,7 +162,7 @@ def metadata(
 
 
 def store_metadata(number: torch.Tensor, format: Format) -> torch.Tensor:
-    """A scale or an offset in the format's type. Values that overflow float16 become its largest
+    """A scale or offset in the format's type. Values that overflow float16 become its largest
     number, so every row stays finite."""
     if format.metadata == "float16":
         number = number.clamp(-_HALF_MAX, _HALF_MAX)

@@ -31,8 +31,7 @@ Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", m
 
 
 def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
-    """Raise `UsageError` for a budget if no rotations have one, or if all rows of the `format` have
-    the same bits."""
+    """Raise `UsageError` for a budget that no rotations have, or that the `format` cannot store."""
     if not budget:
         return
     if not has_budget:
@@ -45,8 +44,8 @@ def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(Settings):
-    """The options that `RotatedCache` describes. None leaves one open. Raises `UsageError` for
-    invalid numbers."""
+    """The options of `RotatedCache`; None leaves one open. Raises `UsageError` for invalid
+    numbers."""
 
     engine: Engine = None
     format: FormatName = None
@@ -67,9 +66,8 @@ class CacheOptions(Settings):
                 raise UsageError(problem, hint=f"{name}=64")
 
     def as_engine(self, has_budget: bool = False) -> Self:
-        """The options, completed as the engine has them for rotations with or without a budget of
-        bits. Raises `UsageError` for an engine whose codec is not simulated, and as `Budget` and
-        `check_budget` do."""
+        """The options as the engine completes them, for rotations with or without a budget. Raises
+        `UsageError` as `choose_format`, `Budget` and `check_budget` do."""
         name = self.engine or DEFAULT
         engine, format = find_engine(name), choose_format(name, has_budget)
         layout = engine.prefill_layout

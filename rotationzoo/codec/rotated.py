@@ -33,8 +33,7 @@ class RotatedCodec:
     group_size: int | None = None
     """Channels that share a scale; None is the whole head."""
     rounding: Rounding = "nearest"
-    """How rows get their codes: the nearest one of each channel, as engines do, or by transform
-    coding."""
+    """How rows get codes: the nearest of each channel, as in engines, or by transform coding."""
     _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | SegmentEncoder | None] = (
         field(init=False, default_factory=dict, repr=False, compare=False)
     )
@@ -82,8 +81,7 @@ class RotatedCodec:
         return self.restore(stored, layer, side).to(rows.dtype)
 
     def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the model without their mean, and rotated, in the rotation's
-        type."""
+        """Rows `[B, H, T, D]` without their mean, rotated, in the type of the rotation."""
         mean = self._mean(rows, layer, side)
         matrix = self.forward(layer, side).to(rows.device)
         rows = rows.to(matrix.dtype)
@@ -100,9 +98,8 @@ class RotatedCodec:
     def pack(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> Sequence[torch.Tensor]:
-        """The sections `[B, H or 1, T, ...]` of rows `[B, H, T, D]` of the model, as pages have
-        them. A kernel does not wait for the GPU, and its `encoder` reports rows that cannot be
-        quantized."""
+        """The sections `[B, H or 1, T, ...]` of the model's rows `[B, H, T, D]`. With a kernel
+        nothing waits for the GPU, and `encoder` reports rows that cannot be quantized."""
         rotated = self.rotate(rows, layer, side)
         if encoder := self.encoder(layer, side, format, rows.device):
             return encoder(rotated)
@@ -225,8 +222,7 @@ class RotatedCodec:
 
 
 def _move(rotation: Rotation, device: torch.device) -> Rotation:
-    """A rotation whose matrices are on a device. Clip ratios stay on the CPU, which looks up their
-    positions."""
+    """A rotation on a device. Clip ratios stay on the CPU, which looks up their positions."""
     moved: dict[str, torch.Tensor] = {}
     for name in ("matrix", "mean", "transform", "deviations"):
         if (tensor := getattr(rotation, name)) is not None:

@@ -1,5 +1,4 @@
-"""The settings of a cache that stores codes, the same for all its layers, and rotations without the
-parts that an engine does not take."""
+"""The settings of a cache that stores codes, and rotations as an engine takes them."""
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
@@ -20,8 +19,7 @@ from rotationzoo.rotations import Rotation, Rotations
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """How the layers of a cache store their tokens. Raises `RotationZooError` for nearest codes in
-    the format `segments`."""
+    """How a cache stores its tokens. Raises `RotationZooError` for nearest codes in `segments`."""
 
     codec: RotatedCodec
     layout: CacheLayout = field(default_factory=CacheLayout)

@@ -92,9 +92,9 @@ class SegmentLayout:
         return self.starts[-1]
 
     def places(self, device: torch.device) -> torch.Tensor:
-        """The table of each head for kernels, int32 `[H, 2 + D / SEGMENT]`: the first byte of its
-        rows in a page, the bytes of a row, and for each segment, its width plus 16 times its first
-        bit in its streams."""
+        """What kernels read of each head, int32 `[H, 2 + D / SEGMENT]`: the first byte of its rows
+        in a page, the bytes of a row, and for each segment its width plus 16 times its first
+        bit."""
         return _places(self, device)
 
     def empty(self, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -154,8 +154,7 @@ class SegmentLayout:
         return rows
 
     def unpack(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes `[B, H, T, D]` and numbers of scales `[B, H, T]`, uint8, of the rows of each
-        head."""
+        """Codes `[B, H, T, D]` and scale numbers `[B, H, T]`, uint8, of the rows of each head."""
         tables = _tables(self.widths, stored[0].device)
         byte = torch.arange(SEGMENT, device=stored[0].device)
         codes, numbers = [], []

@@ -19,9 +19,9 @@ class CacheLayout:
     recent: int = 256
     """Tokens at the end of a request that stay exact."""
     prefill_chunk: int | None = None
-    """Tokens per chunk of a prompt. A query reads its whole chunk exact, and earlier chunks as
-    `prefill_layout` says. None simulates decoding, where the `recent` tokens of each query end with
-    its own."""
+    """Tokens per chunk of a prompt. A query reads its own chunk exact, and `prefill_layout` is
+    about earlier ones. None simulates decoding, where each query's `recent` tokens end with its
+    own."""
     prefill_layout: Literal["server", "window"] = "server"
     """Which tokens of earlier chunks stay exact. `server`: only the sink, as OSCAR's fork of SGLang
     writes chunks (`_mixed_extend_layout_counts`), so that `recent` applies to decoding only.
@@ -38,8 +38,8 @@ class CacheLayout:
         return cls(format, recipe.sink, recipe.recent, group_size=recipe.group_size)
 
     def exact_for(self, query: torch.Tensor, length: int) -> torch.Tensor:
-        """Boolean `[Q, T]`: whether queries at these positions `[Q]` read each of T = `length`
-        positions exact."""
+        """Boolean `[Q, T]`: whether queries at positions `[Q]` read each of `length` positions
+        exact."""
         position = torch.arange(length, device=query.device)
         chunk = self.prefill_chunk
         end = query + 1 if chunk is None else query // chunk * chunk
@@ -74,8 +74,7 @@ class CacheLayout:
 
     @property
     def _recent(self) -> int:
-        """Tokens that stay exact up to and including a query (decoding), or before its chunk
-        (prefill)."""
+        """Tokens that stay exact up to a query (decoding), or before its chunk (prefill)."""
         if self.prefill_chunk is not None and self.prefill_layout == "server":
             return 0
         return self.recent

@@ -64,8 +64,8 @@ def check_settings(job: GenerationSettings) -> None:
 
 
 def _open_rotations(job: GenerationSettings) -> Artifact | None:
-    """The artifact. Raises `RotationZooError` if there is none, or if it lacks the transform coding
-    of the format."""
+    """The artifact. Raises `RotationZooError` if it is missing, or lacks needed transform
+    coding."""
     artifact = job.rotations
     if isinstance(artifact, str | Path):
         artifact = Artifact.open(Path(artifact).expanduser())
@@ -260,10 +260,9 @@ def continue_prompt(
     stream: TextStream,
     cache: DynamicCache | None,
 ) -> None:
-    """Continue a prompt of ids `[T]` with the most probable tokens, through a cache or the model's
-    own. The text goes to `stream`, until its limit or Ctrl-C. Raises `RotationZooError` for a model
-    that fails when it runs or whose logits are not finite, and `OSError` if the reader of the text,
-    or a disk with weights, fails."""
+    """Continue a prompt of ids `[T]` greedily, through a cache or the model's own. The text goes to
+    `stream`, until its limit or Ctrl-C. Raises `RotationZooError` if the model fails or its logits
+    are not finite, and `OSError` if the reader of the text, or a disk with weights, fails."""
     # Models name their end tokens in one of three places.
     text_config = model.config.get_text_config(decoder=True)
     places = model.generation_config, text_config, stream.tokenizer

@@ -1,7 +1,4 @@
-"""The compositions that a recipe may ask for, each with the names of its factors.
-
-It imports no torch. `linalg.compositions` has the factors themselves.
-"""
+"""The compositions of recipes, with the names of their factors. It imports no torch."""
 
 AROUND_EIGENBASIS = {
     "plain": "",

@@ -114,9 +114,7 @@ def _multiply(names: str, dim: int, group: int) -> torch.Tensor:
 
 def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Ascending eigenvalues `[..., D]` and eigenvectors (columns) of symmetric moments, float64.
-
-    Each eigenvector's largest-magnitude entry is made positive, so that bytes are repeatable.
-    """
+    Each eigenvector's largest entry is made positive, so that bytes are repeatable."""
     moment = moment.double().cpu()
     # Sums of products are symmetric only up to rounding, and eigh reads just one triangle.
     with one_thread():

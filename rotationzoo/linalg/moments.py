@@ -37,10 +37,8 @@ class Moment:
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def add(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """Add rows `[H, N, D]` of any floating dtype, with optional weights `[H, N]`.
-
-        Products are float64: with float32, the smallest eigenvalues are off by percents.
-        """
+        """Add rows `[H, N, D]` of any floating dtype, with optional weights `[H, N]`. In float32,
+        products would put the smallest eigenvalues off by percents."""
         rows = rows.to(self.second.device, torch.float64)
         weights = None if weights is None else weights.to(rows)
         weighted = rows if weights is None else rows * weights.unsqueeze(-1)

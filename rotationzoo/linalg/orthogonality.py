@@ -23,10 +23,9 @@ def identity(dim: int) -> torch.Tensor:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread. LAPACK's threads wait for each other at every column of a
-    matrix: with D = 128, two are 1.2 times as fast as one, and 32 on two CPUs are 20 to 30 times
-    slower. Once torch's threads have been set, as here, batched LU (`inv`, `solve`, `det`) with
-    several threads of MKL fails from D = 160 on, with or without an error (torch 2.13): see
-    `invert`."""
+    matrix: with D = 128, two are 1.2 times as fast as one, and 32 on two CPUs 20 to 30 times
+    slower. After this, batched LU (`inv`, `solve`, `det`) with several threads of MKL fails from D
+    = 160 on, with or without an error (torch 2.13): see `invert`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

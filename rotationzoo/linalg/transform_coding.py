@@ -23,8 +23,8 @@ MOST_BITS = len(REMAINING) - 1
 SEGMENT = 4
 """Successive channels that have equal bits."""
 WORD = 32
-"""The bits of a row are a multiple of this: `WORD / SEGMENT` segments of one bit. The scale takes
-the place of the first segment."""
+"""The bits of a row are a multiple of this: `WORD / SEGMENT` segments of one bit, of which the
+scale takes the place of the first."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Transform:
 def decorrelate(
     covariance: torch.Tensor, metric: torch.Tensor, damping: float = DAMPING
 ) -> Transform:
-    """The transform of rows with these covariances and metrics of errors, both symmetric positive
-    semidefinite `[H, D, D]`."""
+    """The transform of rows with these covariances and metrics of errors, both `[H, D, D]` and
+    symmetric positive semidefinite."""
     metric, covariance = metric.double().cpu(), covariance.double().cpu()
     size = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
     # A metric of zeros, of a head that nothing reads, becomes the identity.
@@ -58,8 +58,7 @@ def decorrelate(
 
 
 def keep_basis(basis: torch.Tensor, covariance: torch.Tensor, metric: torch.Tensor) -> Transform:
-    """The transform of such rows in an orthogonal basis `[H or 1, D, D]`, as if its channels did
-    not correlate."""
+    """The transform in an orthogonal basis `[H or 1, D, D]`, as if channels did not correlate."""
     metric, covariance, basis = (each.double().cpu() for each in (metric, covariance, basis))
     weights, variances = (
         (basis.mT @ each @ basis).diagonal(dim1=-2, dim2=-1).clamp(min=0)
@@ -77,8 +76,7 @@ def keep_basis(basis: torch.Tensor, covariance: torch.Tensor, metric: torch.Tens
 
 def share_bits(costs: Sequence[torch.Tensor], bits: float) -> list[torch.Tensor]:
     """The bits (0 to 8) of each segment, int64 `[H, D / SEGMENT]`, from the costs `[H, D]` of each
-    side, so that rows take `bits` per element on average, with their scales. A row that gets no
-    bits stores nothing."""
+    side: `bits` per element on average, with scales. A row without bits stores nothing."""
     left = torch.tensor(REMAINING, dtype=torch.float64)
     savings, words = [], []
     for its in costs:

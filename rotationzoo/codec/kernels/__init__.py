@@ -73,8 +73,7 @@ class Prepare(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The pages of packed keys or values: page n of `table` `[B, pages]` begins `n * unit` bytes
-    after `base`."""
+    """Pages of keys or values: page n of `table` `[B, pages]` is at `base + n * unit` bytes."""
 
     table: Addresses
     base: int
