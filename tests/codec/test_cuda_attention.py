@@ -17,7 +17,7 @@ from support.decode_cases import DIMS, SEGMENTS, Case, Drawing, Inputs, error_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention, kernels
-from rotationzoo.codec.attention import ExactWindow, PackedTokens
+from rotationzoo.codec.attention import ExactWindow
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
 from rotationzoo.codec.formats import FORMATS, SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
@@ -99,26 +99,22 @@ def spread(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, torch.full_like(tensor, 99)], -1)[..., 0]
 
 
+def scatter(part: Any, *names: str) -> Any:
+    """A part of the inputs whose tensors are not contiguous, and whose integers have 64 bits."""
+    tensors = {name: getattr(part, name) for name in names if getattr(part, name) is not None}
+    wide = {
+        name: each if each.is_floating_point() else each.long() for name, each in tensors.items()
+    }
+    return replace(part, **{name: spread(each) for name, each in wide.items()})
+
+
 def scattered(inputs: Inputs) -> Inputs:
     """The same with nothing contiguous but pages, and 64-bit lengths."""
-    windows = []
-    for window in (inputs.head, inputs.tail):
-        rows = [spread(side) for side in (window.key, window.value)]
-        counts = (window.lengths, window.starts, window.slots)
-        windows.append(
-            ExactWindow(*rows, *(each if each is None else spread(each.long()) for each in counts))
-        )
-    sides = [
-        replace(side, matrix=spread(side.matrix), mean=spread(side.mean))
-        for side in inputs.packed.sides
-    ]
-    counts = inputs.packed.lengths, inputs.packed.starts, inputs.packed.floors
-    packed = PackedTokens(
-        *sides, *(each if each is None else spread(each.long()) for each in counts)
-    )
-    return replace(
-        inputs, query=spread(inputs.query), packed=packed, head=windows[0], tail=windows[1]
-    )
+    windows = inputs.head, inputs.tail
+    head, tail = (scatter(each, "key", "value", "lengths", "starts", "slots") for each in windows)
+    key, value = (scatter(side, "matrix", "mean") for side in inputs.packed.sides)
+    packed = scatter(replace(inputs.packed, key=key, value=value), "lengths", "starts", "floors")
+    return replace(inputs, query=spread(inputs.query), packed=packed, head=head, tail=tail)
 
 
 class Calls(TorchDispatchMode):
