@@ -1,5 +1,5 @@
-"""The 2-bit cache inside every family of models, against the simulation of the same layout, and the
-codes and exact keys of latents."""
+"""The 2-bit cache in every family of models against its simulation, and what it holds of
+latents."""
 
 from dataclasses import replace
 

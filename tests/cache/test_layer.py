@@ -171,8 +171,7 @@ def test_rows_are_chosen_and_repeated(starts):
 
 @pytest.mark.parametrize("format", [SGLANG, VLLM], ids=["float32", "float16"])
 def test_bytes_are_those_that_reports_state(format):
-    """Every tensor is counted at the geometry of Qwen3-8B, and the same count is projected to
-    131,072 tokens."""
+    """All tensors at the geometry of Qwen3-8B, and the same count at 131,072 tokens."""
     qwen3_8b = [Layer(index, index, 32, 8, 128, 128) for index in range(36)]
     windows, block = CacheLayout(format), 256
     arm = RotatedCodec(fit(None, PRESETS["identity"], qwen3_8b[:1]))

@@ -1,5 +1,4 @@
-"""Decoding steps that read the pages of a 2-bit cache, against those that read restored rows, and
-what reading rows takes beside the rows; and the same on a GPU."""
+"""Decoding steps that read pages of a 2-bit cache against those that read restored rows."""
 
 import copy
 import threading

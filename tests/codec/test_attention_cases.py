@@ -1,5 +1,4 @@
-"""Attention over packed codes against float64: the definition in some cases, and the decode kernel
-in all."""
+"""Attention over packed codes against float64: the definition, and the decode kernel."""
 
 import itertools
 from collections.abc import Iterator

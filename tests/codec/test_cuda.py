@@ -1,5 +1,4 @@
-"""The CUDA encoder: compiled for three GPU generations where nvcc is there, and equal to its
-definition, on a CPU, which runs the same source, and where a GPU is."""
+"""The CUDA encoder: compiled for three GPU generations, and equal to its definition."""
 
 import math
 import re
@@ -175,8 +174,7 @@ extern "C" __global__ void every(int bits, unsigned long long* wrong) {
 @on_gpu
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
 def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, bits):
-    """All mantissas of the number by all mantissas of the divisor; exponents do not change the
-    rounding."""
+    """All mantissas by all mantissas of divisors. Exponents do not change the rounding."""
     from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
 
     wrong = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,5 +1,4 @@
-"""The decode kernel: equal to attention in float64 on a CPU, which runs the same source, and on a
-GPU."""
+"""The decode kernel against attention in float64, on a CPU and on a GPU."""
 
 import ctypes
 import math
@@ -101,11 +100,11 @@ def spread(tensor: torch.Tensor) -> torch.Tensor:
 
 def scatter(part: Any, *names: str) -> Any:
     """A part of the inputs whose tensors are not contiguous, and whose integers have 64 bits."""
-    tensors = {name: getattr(part, name) for name in names if getattr(part, name) is not None}
-    wide = {
-        name: each if each.is_floating_point() else each.long() for name, each in tensors.items()
-    }
-    return replace(part, **{name: spread(each) for name, each in wide.items()})
+    changed = {}
+    for name in names:
+        if (tensor := getattr(part, name)) is not None:
+            changed[name] = spread(tensor if tensor.is_floating_point() else tensor.long())
+    return replace(part, **changed)
 
 
 def scattered(inputs: Inputs) -> Inputs:
@@ -168,8 +167,7 @@ def test_grids_that_are_empty_or_too_large():
 
 @pytest.fixture
 def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
-    """`cuda_attention.attend` on a CPU. The queries and windows must be float32. What the kernels
-    do not write is NaN."""
+    """`cuda_attention.attend` in float32 on a CPU. What kernels do not write is NaN."""
 
     def compiled(blocks: list, variant: AttentionVariant, device: torch.device) -> Kernels:
         functions = compile_program("attention.cu", variant.macros())

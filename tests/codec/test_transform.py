@@ -13,9 +13,8 @@ def random_layout(seed=0):
     """Random widths; the last head stores nothing."""
     generator = torch.Generator().manual_seed(seed)
     widths = torch.randint(0, 9, (HEADS, DIM // SEGMENT), generator=generator)
-    widths = widths.sort(descending=True)[0]
     widths[-1] = 0
-    return SegmentLayout(tuple(map(tuple, widths.tolist())), TOKENS)
+    return SegmentLayout.of(widths.sort(descending=True)[0], TOKENS)
 
 
 def widths_of(layout):

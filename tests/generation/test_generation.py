@@ -1,5 +1,4 @@
-"""A text that a model writes through a 2-bit cache: the same as with the library alone, compared
-with the exact model's, written token by token, and ended by whoever reads it."""
+"""A text that a model writes through a 2-bit cache, token by token."""
 
 import shutil
 from collections.abc import Callable
@@ -154,8 +153,7 @@ CHARACTERS = "def größe(x):\n    return '你好 👩‍👧' # naïve \N{ZERO 
 
 
 def words_with_spaces() -> PreTrainedTokenizerFast:
-    """A tokenizer that decodes the space before a word only after another word, as SentencePiece's
-    do."""
+    """Like SentencePiece's: it decodes the space before a word only after another word."""
     words = ["▁if", "▁x", ":", "\n", "▁▁▁▁return", "▁y"]
     vocabulary = {word: number for number, word in enumerate(["<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

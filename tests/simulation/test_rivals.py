@@ -1,5 +1,4 @@
-"""What other engines' caches give back of rows, against other implementations of their formulas and
-worked rows; what they multiply rows with, and which models and tokens they store."""
+"""Caches of other engines against other implementations of their formulas, and worked rows."""
 
 import gguf
 import numpy as np
@@ -46,8 +45,7 @@ def difference(rows: torch.Tensor, expected: np.ndarray) -> float:
 
 
 def test_int4_per_token_head_against_a_loop():
-    """Written anew from the kernel: halves away from zero, an integer zero in the scale's lowest
-    bits."""
+    """Halves away from zero, and an integer zero in the lowest bits of the scale."""
     generator = torch.Generator().manual_seed(0x9E3779B9)
     signs = 2 * torch.bernoulli(torch.full((128,), 0.5), generator=generator) - 1
     transformed = turn((ROWS[0, 0] * signs).double().numpy()) * np.sqrt(128)
@@ -93,8 +91,7 @@ LONG[..., 5] *= 30
 
 
 def test_llama_cpp_spreads_a_towering_channel_over_the_row():
-    """Its Hadamard matrices: a whole row for keys, 64 channels for values, and none where 64 does
-    not divide the head dimension."""
+    """A whole row for keys, 64 channels for values, and none if 64 does not divide the head."""
     one = torch.zeros(1, 128)
     one[0, 3] = 8.0
     cache = ENGINE_CACHES["q4_0"]
