@@ -92,27 +92,15 @@ class LayerRotations:
         return self.value if side == "value" else self.key
 
 
-class Rotations(Mapping[int, LayerRotations]):
+class Rotations(dict[int, LayerRotations]):
     """Layer index (of all layers of the model) -> rotations, for layers with a cache."""
-
-    def __init__(self, layers: Mapping[int, LayerRotations]):
-        self._layers = dict(layers)  # a copy, so that the caller's table may change
-
-    def __getitem__(self, layer: int) -> LayerRotations:
-        return self._layers[layer]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
 
     def __repr__(self) -> str:
         return f"Rotations({counted(len(self), 'layer')})"
 
     def each(self) -> Iterator[tuple[int, str, Rotation]]:
         """Yield `(layer, side, rotation)` for every layer, keys before values."""
-        for layer, rotations in self._layers.items():
+        for layer, rotations in self.items():
             for side in rotations.sides:
                 yield layer, side, rotations[side]
 

@@ -36,17 +36,16 @@ SIDES = HEADS.sides
 EVERY_SIDE = *HEADS.sides, *LATENTS.sides
 
 _READERS = {"key": "query", "value": "output"}
-_METRIC = "_metric"
 
 
 def metric_kind(side: str) -> str:
     """The statistic that is the metric of errors of a side's stored rows."""
-    return f"{side}{_METRIC}"
+    return f"{side}_metric"
 
 
 def is_metric(kind: str) -> bool:
     """Whether a statistic is the metric of errors of stored rows."""
-    return kind.endswith(_METRIC)
+    return kind.endswith("_metric")
 
 
 def rows_of(sides: Collection[str]) -> CachedRows:

@@ -1,6 +1,7 @@
 """Layers of a cache in transformers that store their tokens in 2 bits: with full attention, with a
 sliding window, and with full and linear attention."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -269,7 +270,7 @@ class RotatedLayer(CacheLayerMixin):
             self.streams[0].select(beam_idx.to(self.device))
             return
         self.starts = [self.starts[number] for number in numbers]
-        self.streams = [self.streams[number].copy() for number in numbers]
+        self.streams = [copy.deepcopy(self.streams[number]) for number in numbers]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))

@@ -197,10 +197,6 @@ class PageReader:
             return models_own(module, query, keys, values, attention_mask, **options)
         return step.attend(query, scores).transpose(1, 2).contiguous(), None
 
-    def begin_call(self) -> None:
-        self.registry[self.name] = self
-        self.calls += 1
-
     def end_call(self) -> None:
         """Remove `eager` after the last call. Other names stay, because another thread may look
         them up in the moment in which they are missing. Models do not look `eager` up."""
@@ -230,7 +226,8 @@ def _open(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
                 return
             readers.append(reader)
         for reader in readers:
-            reader.begin_call()
+            reader.registry[reader.name] = reader
+            reader.calls += 1
         reading.readers = readers
 
 

@@ -1,6 +1,5 @@
 """The stored tokens of one layer: exact windows, and between them packed codes in blocks."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -220,10 +219,6 @@ class Stream:
             self.tail[side] = rows[:, :, : rows.shape[2] - count]
         for blocks in self.blocks.values():  # tokens quantized ahead may become others
             blocks.length = min(blocks.length, max(0, self.length - self.layout.sink))
-
-    def copy(self) -> "Stream":
-        """An independent stream with the same content."""
-        return copy.deepcopy(self)  # blocks are written in place
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows `[B']` of the batch, in this order."""

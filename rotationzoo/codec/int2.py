@@ -56,11 +56,7 @@ def quantize(
     check_values(rows)
     threshold = clip_threshold(rows, clip, format.interpolated).unsqueeze(-1)
     clamped = torch.clamp(rows, -threshold, threshold)
-    return encode(torch.unflatten(clamped, -1, (-1, group)), format)
-
-
-def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
-    """Quantize float32 groups `[..., D / group, group]` that are already clamped."""
+    groups = torch.unflatten(clamped, -1, (-1, group))
     scale, offset = metadata(groups.amin(-1), groups.amax(-1), format)
     step, start = scale.unsqueeze(-1), offset.unsqueeze(-1)
     steps = (groups - start) / step if format.offset == "minimum" else groups / step + start

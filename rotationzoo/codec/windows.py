@@ -41,20 +41,17 @@ class CacheLayout:
         """Boolean `[Q, T]`: whether queries at positions `[Q]` read each of `length` positions
         exact."""
         position = torch.arange(length, device=query.device)
+        groups = (position - self.sink).div(self.token_group, rounding_mode="floor") + 1
+        group_end = self.sink + groups * self.token_group
         chunk = self.prefill_chunk
         end = query + 1 if chunk is None else query // chunk * chunk
         # This includes positions after the query, which the model's own mask hides.
-        return (position < self.sink) | (self._group_end(position) > end[:, None] - self._recent)
+        return (position < self.sink) | (group_end > end[:, None] - self._recent)
 
     def quantized_tokens(self, length: int) -> int:
         """How many tokens of a complete request of `length` tokens are quantized."""
         past = max(0, length - self.sink - self.recent)
         return past // self.token_group * self.token_group
-
-    def _group_end(self, position: torch.Tensor) -> torch.Tensor:
-        """The end of the group that each position belongs to."""
-        groups = (position - self.sink).div(self.token_group, rounding_mode="floor") + 1
-        return self.sink + groups * self.token_group
 
     @property
     def first_quantized(self) -> int:

@@ -71,7 +71,7 @@ def with_exact_products(layer: LayerPages) -> None:
         mean = torch.randint(-8, 9, rotations[side].mean.shape, generator=generator) / 4
         rotation = replace(rotations[side], mean=mean.to(device))
         rotations = replace(rotations, **{side: rotation})
-    layer.codec.rotations._layers[0] = rotations
+    layer.codec.rotations[0] = rotations
 
 
 @ON_EACH
