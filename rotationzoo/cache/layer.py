@@ -97,13 +97,10 @@ class RotatedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         starts, batch = self.padding.starts, key_states.shape[0]
         starts = starts if len(starts) == batch else [0] * batch
-        if len(set(starts)) == 1:
-            self.starts = starts[:1]
-            self.streams = [Stream(settings, self.index, key_states, value_states)]
-        else:
-            self.starts = list(starts)
-            pairs = zip(key_states.split(1), value_states.split(1), strict=True)
-            self.streams = [Stream(settings, self.index, key, value) for key, value in pairs]
+        self.starts = starts[:1] if len(set(starts)) == 1 else list(starts)
+        rows = batch // len(self.starts)
+        pairs = zip(key_states.split(rows), value_states.split(rows), strict=True)
+        self.streams = [Stream(settings, self.index, key, value) for key, value in pairs]
         self.is_initialized = True
 
     def update(

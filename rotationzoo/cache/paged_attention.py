@@ -147,12 +147,7 @@ class PageReading:
     wanted: bool
     masks: MaskCheck = field(default_factory=MaskCheck)
     readers: list["PageReader"] = field(default_factory=list)
-    """The functions that read the pages while the model runs with this cache."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the running model has attention that reads pages."""
-        return bool(self.readers)
+    """The functions that read the pages, while a model runs with this cache and can read pages."""
 
 
 @dataclass(eq=False)
@@ -197,13 +192,6 @@ class PageReader:
             return models_own(module, query, keys, values, attention_mask, **options)
         return step.attend(query, scores).transpose(1, 2).contiguous(), None
 
-    def end_call(self) -> None:
-        """Remove `eager` after the last call. Other names stay, because another thread may look
-        them up in the moment in which they are missing. Models do not look `eager` up."""
-        self.calls -= 1
-        if not self.calls and self.name == "eager" and self.registry.get("eager") is self:
-            del self.registry["eager"]
-
 
 def watch_attention(model: PreTrainedModel) -> None:
     """Make a model's attention read pages each time it runs with a cache that wants it."""
@@ -214,7 +202,7 @@ def watch_attention(model: PreTrainedModel) -> None:
 
 def _open(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     reading = _reading_of(kwargs)
-    if reading is None or reading.is_open or _returns_weights(model, kwargs):
+    if reading is None or reading.readers or _returns_weights(model, kwargs):
         return
     tower = capture.decoder(model)
     if model not in _registries:
@@ -237,7 +225,11 @@ def _close(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         return
     with _lock:
         for reader in reading.readers:
-            reader.end_call()
+            reader.calls -= 1
+            # Only `eager` may go, which models do not look up. Other threads look for other names.
+            is_in_place = reader.registry.get("eager") is reader
+            if not reader.calls and reader.name == "eager" and is_in_place:
+                del reader.registry["eager"]
         reading.readers = []
     reading.masks.mask = None
 

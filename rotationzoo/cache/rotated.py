@@ -138,7 +138,7 @@ class RotatedCache(DynamicCache):
         if self._boundary:
             tokens = self.get_seq_length(layer_idx), key_states.shape[-2]
             self._is_long = check_factors(self._boundary, *tokens, self._is_long)
-        if self.page_reading.is_open and layer_idx < len(self.layers):
+        if self.page_reading.readers and layer_idx < len(self.layers):
             layer = self.layers[layer_idx]
             if isinstance(layer, RotatedLayer):
                 return layer.update(key_states, value_states, masks=self.page_reading.masks)

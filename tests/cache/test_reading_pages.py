@@ -179,7 +179,7 @@ def test_other_caches_of_the_model_do_not_notice(implementation):
     with pytest.raises(IndexError), torch.no_grad():
         model(input_ids=torch.tensor([[10**6]]), past_key_values=cache)
     assert set(ALL_ATTENTION_FUNCTIONS) == names, "after an error"
-    assert not cache.page_reading.is_open
+    assert not cache.page_reading.readers
     hooks = model._forward_pre_hooks
     empty(copy.deepcopy(model), "pages")
     empty(model, "pages")
