@@ -7,12 +7,7 @@ from scipy import stats
 from support.memory import allocated
 
 from rotationzoo.linalg import moments
-from rotationzoo.linalg.moments import (
-    Moment,
-    add_runs,
-    rows_of_heads,
-    run_bytes,
-)
+from rotationzoo.linalg.moments import Moment, add_runs, rows_of_heads, run_bytes
 from rotationzoo.linalg.paired import holm, paired_difference, sign_flip
 
 
