@@ -112,8 +112,7 @@ _SMALLEST = 4  # channels: the codes of a byte, and what the kernels take
 
 
 def check_group_size(group_size: int | None, dims: Collection[int]) -> None:
-    """Raise `RotationZooError`, with the sizes that work, unless groups of channels divide all of
-    these head dimensions. None is the whole head."""
+    """Raise `RotationZooError`, with sizes that work, unless groups divide these dimensions."""
     if group_size is None or all(dim % group_size == 0 for dim in dims):
         return
     common = math.gcd(*dims)

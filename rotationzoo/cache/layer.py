@@ -1,5 +1,4 @@
-"""Layers of a cache in transformers that store their tokens in 2 bits: with full attention, with a
-sliding window, and with full and linear attention."""
+"""Layers of a cache in transformers that store their tokens in 2 bits."""
 
 import copy
 from collections.abc import Iterator, Sequence

@@ -33,8 +33,8 @@ MOST_CANDIDATES = 16
 
 @dataclass
 class MaskCheck:
-    """Whether a mask hides only padding and later tokens. Checking a mask waits for the GPU, so all
-    layers share this, and each mask is checked once."""
+    """Whether a mask hides only padding and later tokens. All layers share this, because each check
+    waits for the GPU."""
 
     mask: torch.Tensor | None = None
     passed: bool = False
@@ -152,8 +152,7 @@ class PageReading:
 
 @dataclass(eq=False)
 class PageReader:
-    """An attention function under a name that models already use. It reads the pages of a step, and
-    leaves all else to the original function of that name."""
+    """An attention function under a name in use, which reads pages or calls the original one."""
 
     registry: AttentionInterface
     name: str
@@ -185,8 +184,7 @@ class PageReader:
         else:
             # Other functions do not hide later ones of several new tokens by themselves.
             is_plain = step.new == 1 or models_own is flash_attention_forward
-        # Restored rows cost nothing more, and a model that asked for them may have computed a mask
-        # from them.
+        # Restored rows cost nothing more, and the model may have computed a mask from them.
         if scores is None or step.is_restored or not is_plain:
             keys, values = key.step.rows[0], value.step.rows[1]
             return models_own(module, query, keys, values, attention_mask, **options)

@@ -183,8 +183,7 @@ class RotatedCache(DynamicCache):
         return tensors + [state for layer in self.layers for state in cached.states_of(layer)]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number. Raises `RotationZooError` if a
-        layer cannot, before any layer changes."""
+        """Take back the last tokens, given as a negative number. Raises as `RotatedLayer.crop`."""
         for layer in self.rotated_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)

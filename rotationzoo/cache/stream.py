@@ -120,8 +120,7 @@ class Stream:
         forgotten = min(max(self.first, start), end)
         for side in self.sides:
             rows, blocks, kind = self.tail[side], self.blocks[side], (self.layer, side, format)
-            # A call that ran out of memory may have written some, or `AHEAD`. Forgotten tokens are
-            # left out.
+            # Skip tokens that are forgotten, or written: ahead, or before memory ran out.
             blocks.length = max(blocks.length, forgotten - sink)
             begin = sink + blocks.length
             # Without a kernel, many tokens take hardly longer than one.
@@ -174,8 +173,8 @@ class Stream:
         return read
 
     def has_kernel(self, query: torch.Tensor) -> bool:
-        """Whether a kernel reads the pages and windows, with queries `[B, H_q, T, D]` of this
-        device and type. Kernels read only keys and values."""
+        """Whether a kernel reads the pages and windows with queries `[B, H_q, T, D]` like this
+        one."""
         if self.sides != SIDES:
             return False
         exact = self.tail["key"].dtype, self.tail["value"].dtype

@@ -141,9 +141,9 @@ def attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention output `[B, H_q, T, D_v]` of queries `[B, H_q, T, D]` over rows `[B, H, L, D]`,
-    in the type of the queries, and the log-sum-exp of their logits `[B, H_q, T]`. `mask`, boolean
-    `[B, T, L]`, is True where a query reads a row; a query that reads none gets zeros and minus
-    infinity. The precision is that of `attend`."""
+    in the type of the queries, and the log-sum-exp of logits `[B, H_q, T]`. `mask`, boolean `[B, T,
+    L]`, is True where a query reads a row. A query that reads none gets zeros, and minus
+    infinity."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     # 0 times a value that is not finite is NaN, so its key is made NaN for its readers instead.

@@ -47,8 +47,8 @@ def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device
 
 
 def run_beside(kernel: Any, device: torch.device) -> None:
-    """Let other kernels start on a multiprocessor before this one ends. They would wait for a
-    larger share of shared memory otherwise."""
+    """Let other kernels start on a multiprocessor while this one runs. They would wait for a larger
+    share of shared memory otherwise."""
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -152,8 +152,7 @@ class Variant:
     """Whether rows are multiplied by a matrix."""
 
     def macros(self) -> list[tuple[str, str]]:
-        """The macros of this variant. Raises `RotationZooError` for unsupported shapes and
-        types."""
+        """Its macros. Raises `RotationZooError` for unsupported shapes and types."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:

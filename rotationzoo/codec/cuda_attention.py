@@ -19,8 +19,7 @@ _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
-# Tokens of a split. Shorter ones take longer to merge than to read, and pay only where half of the
-# GPU would be idle.
+# Tokens of a split. Shorter ones pay only if half of the GPU would be idle: merging takes longer.
 _SHORTEST_SPLIT, _LONGEST_SPLIT = 512, 1024
 _WAVES = 3  # of blocks on the GPU, so that it does not wait long for the last ones
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
@@ -154,8 +153,7 @@ def choose_columns(columns: int, key: Layout, value: Layout) -> int:
 def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
     """How many splits the `tokens` packed tokens of a head get, of `heads` in all rows and tiles of
     columns. A GPU holds `blocks` blocks at once; the exact tokens of a head take `windows` more."""
-    # One wave of blocks, including those of exact tokens, most of which end early. If these take
-    # most of the wave, there are several waves.
+    # One wave of blocks, unless those of exact tokens, most of which end early, take most of it.
     wave = blocks // heads
     most, fewest = max(wave - windows, 3 * wave // 4), min(wave // 2, tokens // _SHORTEST_SPLIT)
     if 2 * windows > wave:
@@ -165,8 +163,7 @@ def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
 
 @cache
 def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
-    """The kernels of a variant, compiled for this GPU or taken from the cache. Raises
-    `RotationZooError` where cuda.core or NVRTC is missing."""
+    """The kernels of a variant. Raises `RotationZooError` as `cuda.build` does."""
     code = build("attention.cu", variant.macros(), device)
     attend = code.get_kernel("attend")
     threads = 32 * variant.warps

@@ -1,5 +1,4 @@
-"""Rows quantized on an NVIDIA GPU, as `int2.quantize` defines it. Nothing waits for the GPU until
-`Encoder.check` asks whether a row was refused."""
+"""Rows quantized on an NVIDIA GPU, as `int2.quantize` defines it, without waiting for the GPU."""
 
 import importlib.util
 from dataclasses import dataclass, replace

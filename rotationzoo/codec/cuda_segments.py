@@ -14,8 +14,7 @@ from rotationzoo.codec.kernels import IntoPages, StoreSegments
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 
 FEW = 2000
-"""The most rows of a side that get a block each, which multiplies and stores them. It was measured
-with an earlier kernel that had a block per row."""
+"""The most rows of a side that get a block each. Measured with an earlier kernel."""
 _WARPS = 4  # rows of a block: `WARPS` in `int2.cu`
 _LARGEST_DIM = 256  # a block of few has 4 threads a channel
 

@@ -96,8 +96,7 @@ def unpack(data: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def bits_per_element(dim: int, group_size: int | None = None, format: Format = SGLANG) -> float:
-    """Average bits per quantized element: the bits of a code and its share of the group's scale and
-    offset. `codec.size` also counts exact tokens."""
+    """Average bits per quantized element: those of a code, and its share of a scale and offset."""
     return CODE_BITS + 2 * format.metadata_bits / (group_size or dim)
 
 
@@ -151,8 +150,7 @@ def metadata(
         # Engines divide by a scale that underflows to zero, and store NaN.
         scale = scale.clamp(min=_HALF_TINY)
     scale = store_metadata(scale, format).float()
-    # 0 - x and x + 0 instead of -x and x make a zero minimum +0. The order of comparisons decides
-    # its sign otherwise.
+    # 0 - x and x + 0 make a minimum of zero +0, whose sign depends on the order of comparisons.
     offset = 0 - low / scale if format.offset == "zero" else low + 0
     return scale, store_metadata(offset, format).float()
 

@@ -90,8 +90,7 @@ class RotatedCodec:
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:
-        """The nearest codes `[B, H, T, D]` of rotated rows `[B, H, T, D]`, with their scales and
-        offsets `[B, H, T, G]`, in a simulation and in a cache."""
+        """Nearest codes of rotated rows `[B, H, T, D]`, with scales and offsets `[B, H, T, G]`."""
         ratio = self.rotations[layer][side].clip[..., None]
         return int2.quantize(rows, ratio, self.group_size, format)
 
@@ -167,8 +166,8 @@ class RotatedCodec:
         return PackedSide(blocks, layout, self.inverse(layer, side), mean)
 
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
-        their mean, other sides with it."""
+        """Rotated rows `[B, H, T, D]` in the model's frame: keys without their mean, others with
+        it."""
         matrix = self.inverse(layer, side).to(rows.device)
         restored = rows.to(matrix.dtype) @ matrix
         mean = self._mean(rows, layer, side)

@@ -83,9 +83,9 @@ def reduce_rotations(
 
 
 def budget_beside_others(budget: Budget | None, own: Budget, has_others: bool) -> Budget | None:
-    """The budget, or that of the rotations (`own`), in an engine that keeps sliding windows and
-    states exact. If the model has such layers, all others get the same bits, because the engine
-    pads the pages of all layers to the largest."""
+    """The budget, or the rotations' `own`, in an engine that keeps sliding windows and states
+    exact. If there are any, all other layers get equal bits, because the engine pads pages to the
+    largest."""
     if not own or not has_others:
         return budget
     return EvenBudget(**asdict(budget or own))

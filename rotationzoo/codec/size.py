@@ -45,9 +45,8 @@ class BudgetSizes:
 def codec_bits(
     geometry: Geometry, codec: Sized, layout: CacheLayout, length: int = CONTEXT
 ) -> float:
-    """Bits per element of a cache of `length` tokens, averaged over all elements that the model
-    caches. Exact tokens, with those of an incomplete group, and rows that stay exact count 16
-    bits."""
+    """Bits per element of a cache of `length` tokens, averaged over all elements. Exact tokens,
+    with those of an incomplete group, and rows that stay exact count 16 bits."""
     grouped = replace(layout, token_group=codec.token_group)
     quantized = grouped.quantized_tokens(length) / length
     total, elements = 0.0, 0

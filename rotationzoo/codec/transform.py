@@ -93,8 +93,7 @@ class SegmentLayout:
 
     def places(self, device: torch.device) -> torch.Tensor:
         """What kernels read of each head, int32 `[H, 2 + D / SEGMENT]`: the first byte of its rows
-        in a page, the bytes of a row, and for each segment its width plus 16 times its first
-        bit."""
+        in a page, the bytes of a row, and for each segment, width plus 16 times first bit."""
         return _places(self, device)
 
     def empty(self, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -179,8 +178,7 @@ def _nearest(channels: torch.Tensor, scale: torch.Tensor, halves: torch.Tensor) 
 
 def arrange(widths: Sequence[int]) -> list[int]:
     """The first bit of each segment in its streams, from descending widths. Each byte gets the
-    widest segments that fit, the narrowest at the bottom. If none fits, the widest one goes on in
-    the next byte."""
+    widest segments that fit, the narrowest at the bottom. If none fits, the widest is split."""
     starts, end = [0] * len(widths), 1
     left = [segment for segment, width in enumerate(widths) if width]
     while left:
@@ -198,8 +196,8 @@ def arrange(widths: Sequence[int]) -> list[int]:
 
 
 def sum_in_halves(numbers: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension, which adds the second half to the first until one number is
-    left: an order that a kernel can follow."""
+    """The sum over the last dimension, in halves, an order that a kernel can follow: the second
+    half is added to the first until one number is left."""
     count = 1 << math.ceil(math.log2(numbers.shape[-1]))
     numbers = torch.nn.functional.pad(numbers, (0, count - numbers.shape[-1]))
     while count > 1:

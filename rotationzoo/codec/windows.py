@@ -19,9 +19,8 @@ class CacheLayout:
     recent: int = 256
     """Tokens at the end of a request that stay exact."""
     prefill_chunk: int | None = None
-    """Tokens per chunk of a prompt. A query reads its own chunk exact, and `prefill_layout` is
-    about earlier ones. None simulates decoding, where each query's `recent` tokens end with its
-    own."""
+    """Tokens per chunk of a prompt, which its queries read exact; `prefill_layout` is about earlier
+    ones. None simulates decoding, where the `recent` tokens of a query end with its own."""
     prefill_layout: Literal["server", "window"] = "server"
     """Which tokens of earlier chunks stay exact. `server`: only the sink, as OSCAR's fork of SGLang
     writes chunks (`_mixed_extend_layout_counts`), so that `recent` applies to decoding only.
@@ -38,8 +37,7 @@ class CacheLayout:
         return cls(format, recipe.sink, recipe.recent, group_size=recipe.group_size)
 
     def exact_for(self, query: torch.Tensor, length: int) -> torch.Tensor:
-        """Boolean `[Q, T]`: whether queries at positions `[Q]` read each of `length` positions
-        exact."""
+        """Boolean `[Q, T]`: whether queries at positions `[Q]` read each of T positions exact."""
         position = torch.arange(length, device=query.device)
         groups = (position - self.sink).div(self.token_group, rounding_mode="floor") + 1
         group_end = self.sink + groups * self.token_group

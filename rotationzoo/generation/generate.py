@@ -64,8 +64,7 @@ def check_settings(job: GenerationSettings) -> None:
 
 
 def _open_rotations(job: GenerationSettings) -> Artifact | None:
-    """The artifact. Raises `RotationZooError` if it is missing, or lacks needed transform
-    coding."""
+    """The artifact. Raises `RotationZooError` if it or needed transform coding is missing."""
     artifact = job.rotations
     if isinstance(artifact, str | Path):
         artifact = Artifact.open(Path(artifact).expanduser())

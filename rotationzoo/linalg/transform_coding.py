@@ -29,11 +29,11 @@ scale takes the place of the first."""
 
 @dataclass(frozen=True)
 class Transform:
-    """The basis of one side of a layer, float64. The channels of a row x are
-    `(x - mean) @ forward`, the strongest first."""
+    """The basis of one side of a layer, float64. A row x has the channels `(x - mean) @
+    forward`."""
 
     forward: torch.Tensor
-    """`[H, D, D]`"""
+    """`[H, D, D]`, with the strongest channels first."""
     deviations: torch.Tensor
     """Of the channels, `[H, D]`."""
     costs: torch.Tensor
