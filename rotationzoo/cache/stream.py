@@ -173,8 +173,7 @@ class Stream:
         return read
 
     def has_kernel(self, query: torch.Tensor) -> bool:
-        """Whether a kernel reads the pages and windows with queries `[B, H_q, T, D]` like this
-        one."""
+        """Whether a kernel reads pages and windows with such queries `[B, H_q, T, D]`."""
         if self.sides != SIDES:
             return False
         exact = self.tail["key"].dtype, self.tail["value"].dtype

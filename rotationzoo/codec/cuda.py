@@ -204,7 +204,6 @@ class Kernel:
 
 @cache
 def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
-    """The variant's kernel of this name. Raises `RotationZooError` as `build` does, and for shapes
-    and types that the kernel does not support."""
+    """The variant's kernel. Raises `RotationZooError` as `build` and `Variant.macros` do."""
     function = build("int2.cu", tuple(variant.macros()), device).get_kernel(name)
     return Kernel(function, variant.block_rows)

@@ -166,8 +166,7 @@ class RotatedCodec:
         return PackedSide(blocks, layout, self.inverse(layer, side), mean)
 
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rotated rows `[B, H, T, D]` in the model's frame: keys without their mean, others with
-        it."""
+        """Rotated rows `[B, H, T, D]` in the model's frame: keys without mean, others with it."""
         matrix = self.inverse(layer, side).to(rows.device)
         restored = rows.to(matrix.dtype) @ matrix
         mean = self._mean(rows, layer, side)

@@ -8,8 +8,8 @@ import torch
 def paired_difference(
     losses: list[float], baseline_losses: list[float], tokens: list[int]
 ) -> tuple[float, float | None]:
-    """Mean difference of two arms' log perplexities, weighted by `tokens`, and its standard
-    error."""
+    """Mean difference of two arms' log perplexities on texts, weighted by `tokens`, and its
+    standard error (None for a single text)."""
     arm, baseline = torch.tensor([losses, baseline_losses], dtype=torch.float64)
     return weighted_mean(arm - baseline, torch.tensor(tokens, dtype=torch.float64))
 
