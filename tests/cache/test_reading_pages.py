@@ -1,8 +1,8 @@
 """Decoding steps that read pages of a 2-bit cache against those that read restored rows."""
 
 import copy
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -205,18 +205,15 @@ def test_models_run_side_by_side():
     """In threads that share the registry of attention functions."""
     models = [architectures.build("llama", torch.float64, seed=seed) for seed in range(2)]
     expected = [generate(model, empty(model, "rows")) for model in models]
-    caches, texts = [empty(model, "pages") for model in models], {}
+    caches = [empty(model, "pages") for model in models]
 
-    def write(number):
+    def write(model, cache):
         with all_in_float64():  # of this thread
-            texts[number] = generate(models[number], caches[number])
+            return generate(model, cache)
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [torch.equal(texts[n], expected[n]) for n in range(2)] == [True] * 2
+    with ThreadPoolExecutor(2) as threads:
+        texts = [*threads.map(write, models, caches)]
+    assert [*map(torch.equal, texts, expected)] == [True] * 2
 
 
 @torch.no_grad()

@@ -39,12 +39,6 @@ def layouts(format: str, dim: int, groups: int = 1) -> tuple[Any, Any]:
     return layout, layout
 
 
-def variant(format: str, dim: int, groups: int = 1) -> AttentionVariant:
-    return AttentionVariant(
-        *layouts(format, dim, groups), torch.bfloat16, soft_cap=False, columns=4
-    )
-
-
 @pytest.mark.parametrize("format", [*FORMATS, SEGMENTS])
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_format_and_head_dimension_is_supported(format, dim):
@@ -278,6 +272,7 @@ def list_variants():
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(("format", "dim"), [*list_variants()])
 def test_every_variant_compiles(format, dim, tmp_path):
-    for columns in {4, choose_columns(8, *layouts(format, dim))}:
-        chosen = replace(variant(format, dim), columns=columns)
+    pair = layouts(format, dim)
+    for columns in {4, choose_columns(8, *pair)}:
+        chosen = AttentionVariant(*pair, torch.bfloat16, soft_cap=False, columns=columns)
         compile_kernels(kernels.read("attention.cu"), chosen.macros(), tmp_path, ONLY_COMPILE)

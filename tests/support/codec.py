@@ -260,14 +260,6 @@ GENERATIONS = "-gencode=arch=compute_80,code=[sm_80,sm_90,sm_100]"
 ONLY_COMPILE = "-gencode=arch=compute_90,code=sm_90", "-Ofc=max"
 
 
-def spilled_registers(variant: cuda.Variant, folder: Path) -> list[str]:
-    """The line on spilled registers of each kernel, and of each generation."""
-    text = kernels.read("int2.cu")
-    assert "__CUDA_ARCH__" not in text
-    output = compile_kernels(text, variant.macros(), folder, [GENERATIONS])
-    return [line.strip() for line in output.splitlines() if "spill stores" in line]
-
-
 def compile_kernels(
     text: str, macros: Iterable[tuple[str, str]], folder: Path, options: Iterable[str]
 ) -> str:
