@@ -68,8 +68,7 @@ def decode(model, cache, ids=IDS):
     return caches.read_in_calls(model, cache, ids, [4, *[1] * (ids.shape[1] - 4)])
 
 
-# The layers of each family that read pages, their own or those of another layer, how the model is
-# built, and what is stored. 15 of 22 tokens have quantized tokens before them.
+# How many layers read pages, how the model is built, and the codec. 15 of 22 tokens read pages.
 EAGER = {"attn_implementation": "eager"}
 FAMILIES = [
     ("llama", 4, {}, "transform"),
@@ -241,8 +240,7 @@ def test_flash_attention_hides_later_tokens_without_a_mask(reads):
 
 @torch.no_grad()
 def test_a_long_context_takes_little_beside_its_rows():
-    """Measured: 5.5 blocks of float32 rows beside both sides; with eight blocks together, and
-    those restored before them still held, 44."""
+    """Measured: 5.5 blocks of float32 rows beside both sides, and 44 with eight blocks together."""
     heads, dim, block, recent = 2, 32, 128, 8
     rotations = fit(None, PRESETS["random"], [Layer(0, 0, heads, heads, dim, dim)])
     layout = CacheLayout(SGLANG, sink=4, recent=recent)

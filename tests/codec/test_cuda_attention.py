@@ -23,8 +23,7 @@ from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.errors import RotationZooError
 
 FLOAT = torch.float32
-# Requests that end in a tile, at its end, and before the first; queries that do not fill their
-# columns; what lies beyond a request is not a number.
+# Requests that end in a tile, at its end, and before the first. The rest of a page is NaN.
 SMALL = Case(
     "small", kv_heads=1, lengths=(35, 0, 96), head=(3, 0, 2), tail=(5, 3, 9), page=32, means=True,
     query_type=FLOAT, window_type=FLOAT, unread=math.nan,
@@ -187,8 +186,7 @@ def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
 COMPILED = {"dim": 64, "group": 7}
 """What the first case below has, and other tests."""
 MOVED = {"pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4}
-# Each is compiled anew; the first ones tell most. The first ones of segments have a head without
-# keys, and one without values.
+# Each is compiled anew; the first ones tell most. Some have heads without keys or values.
 RUN_ON_CPU = [
     ("sglang", COMPILED),
     ("vllm", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),

@@ -86,8 +86,7 @@ def test_permutation_is_the_published_one():
     order = torch.argsort(eigenvalues, descending=True)
     reversal = [0, 4, 2, 6, 1, 5, 3, 7]
     perm = torch.zeros(8, dtype=torch.long)
-    for i in range(8):
-        perm[reversal[i]] = order[i]
+    perm[reversal] = order
     assert torch.equal(permutation(8), torch.eye(8, dtype=torch.float64)[:, perm])
     assert perm.tolist() == [7 - reversal[j] for j in range(8)]
 

@@ -137,10 +137,7 @@ def fields_of(arguments: type) -> list[str]:
 def flatten(arguments: tuple) -> Iterator:
     """The arguments of a kernel, without groups."""
     for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from flatten(argument)
-        else:
-            yield argument
+        yield from flatten(argument) if isinstance(argument, tuple) else [argument]
 
 
 @contextmanager
