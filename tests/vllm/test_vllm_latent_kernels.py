@@ -11,10 +11,10 @@ import torch
 from support import server_pages
 from support.cases import quick_first
 from support.codec import ONLY_COMPILE, CpuLauncher, compile_kernels, on_cpu, on_gpu
-from support.decode_cases import error_of, quantize
+from support.decode_cases import error_of
 from support.server_pages import Server, settings_of
 
-from rotationzoo.codec import attention, cuda_latents, cuda_segments, kernels
+from rotationzoo.codec import attention, cuda_latents, cuda_segments, int2, kernels
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_latents import Frame, Kernels, LatentVariant, choose_columns
 from rotationzoo.codec.formats import FORMATS
@@ -80,7 +80,8 @@ def draw(case: Case) -> Inputs:
     if case.format == "segments":
         stored = layout.pack(*layout.quantize(rows / steps, steps))
     else:
-        stored = quantize(layout, rows)
+        stored = int2.quantize(rows, 0.96, case.rank, layout.format)
+        stored = stored._replace(codes=int2.pack(stored.codes, layout.format))
     for section, part in zip(layout.view(pages[:, : layout.bytes]), stored, strict=True):
         section[:] = part
     exact = pages[:, layout.bytes :].view(case.dtype).unflatten(1, (PAGE, case.rope))
