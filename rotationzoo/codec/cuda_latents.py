@@ -99,7 +99,7 @@ def supports(layout: Layout, rope: int, dtype: torch.dtype) -> bool:
         has_one = has_one and layout.groups == 1
     return (
         has_one
-        and layout.dim in (256, 512)
+        and layout.dim in (128, 256, 512)
         and rope % 16 == 0
         and 0 < rope <= 64
         and dtype in (torch.float16, torch.bfloat16)
@@ -109,8 +109,9 @@ def supports(layout: Layout, rope: int, dtype: torch.dtype) -> bool:
 
 def choose_columns(columns: int, layout: Layout) -> int:
     """How many of a request's columns one block handles."""
-    # With more pieces, a warp's sums of 64 columns do not fit into its registers.
-    most = 64 if len(list_pieces(layout)) <= layout.dim // 4 else 32
+    # Otherwise, what a warp has of 64 columns does not fit into its registers.
+    wide = layout.dim == 512 and len(list_pieces(layout)) <= 128
+    most = 64 if wide else 32
     return min(most, 1 << max(4, (columns - 1).bit_length()))
 
 

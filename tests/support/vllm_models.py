@@ -29,7 +29,7 @@ SERVED = {
     "windows and sinks": ("GptOss", _WINDOWS | dict(num_local_experts=4, num_experts_per_tok=2)),
     # DeepSeek V3 without experts.
     "latents": ("DeepseekV3", dict(
-        num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32,
+        num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=128, qk_nope_head_dim=32,
         qk_rope_head_dim=16, v_head_dim=24, first_k_dense_replace=2)),
 }  # fmt: skip
 

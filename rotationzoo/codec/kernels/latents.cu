@@ -15,7 +15,7 @@
 // for outputs, 64 channels of all columns. Each block writes a maximum, a sum and an output without their scale; `merge_latents` merges
 // them.
 //
-// Compile with -D: RANK (channels of a latent, a multiple of 128), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16, 32 or
+// Compile with -D: RANK (channels of a latent: 128, 256 or 512), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16, 32 or
 // 64), TYPE (1 float16, 2 bfloat16), PIECES (of a row, so many that warps have equally many pairs of eight), ROOM (bytes of a row in
 // shared memory), and of the format HALF, MINIMUM and SEGMENTS, as in attention.cu. Needs sm_80 or newer.
 
