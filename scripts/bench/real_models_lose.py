@@ -1,5 +1,5 @@
-"""What caches keep of a real model's answers: "Judged" in docs/results.md and "Real models" in
-docs/history.md.
+"""What caches keep of a real model's answers: "Two real models" in docs/results.md and "Real
+models" in docs/history.md.
 
     python scripts/bench/real_models_lose.py MODEL ROTATIONS ... [--split dev] [--json OUT]
 

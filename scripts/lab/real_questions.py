@@ -1,5 +1,5 @@
 """DEV and TEST for real models: what is chosen is measured on DEV, and judged once on TEST
-("Real models" in docs/history.md and "Judged" in docs/results.md).
+("Real models" in docs/history.md and "Two real models" in docs/results.md).
 
 * Text: the documents of the bundled evaluation text take turns. DEV has the first, the third and so
   on; TEST has the others. Calibration reads the other bundled text, which is in neither.
