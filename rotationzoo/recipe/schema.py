@@ -23,14 +23,14 @@ _PATTERN = re.compile(r"(?P<kind>\w+):(?P<factor>\d+(\.\d+)?)(:(?P<positions>\d+
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE is stretched to more positions than a model was trained on."""
+    """RoPE scaling to more positions than a model was trained on."""
 
     kind: str
-    """One of `KINDS`, in the words of transformers' `rope_type`."""
+    """One of `KINDS`, a `rope_type` of transformers."""
     factor: float
-    """How many times as many positions the model gets."""
+    """The factor by which the positions increase."""
     positions: int | None = None
-    """The positions that the model was trained on; None takes what its config says."""
+    """The positions that the model was trained on; None means those in its config."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -55,21 +55,20 @@ def normalize(text: str) -> str:
 
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""As torch takes it, and as JSON of 64 bits holds it."""
+"""The range of torch's seeds."""
 Count = Annotated[int, Field(gt=0, le=10**6)]
 Tokens = Annotated[int, Field(gt=0, le=10**8)]
-"""Tokens to read: 3,000 times what a preset does."""
-# Recipes without such a key keep the hash that is published.
+# Keys that were added later: recipes without them keep their published hash.
 _LATER = Field(exclude_if=lambda value: not value)
 _UNLESS_FISHER = Field(exclude_if=lambda value: value == "fisher")
 GONE = {"feedback": False, "whiten": False}
-"""Keys that recipes had, with their defaults: published recipes keep their hash."""
+"""Removed keys with their defaults, so that published recipes keep their hash."""
 _DAY = pydantic.BeforeValidator(lambda day: date.fromisoformat(str(day)).isoformat())
 WindowSize = Annotated[int, Field(ge=0, le=10**9)]
 
 
 class Section(BaseModel):
-    """A table of recipe keys. It is immutable and refuses unknown keys."""
+    """An immutable table of recipe keys. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -79,26 +78,26 @@ FILES = (".jsonl", ".txt", ".parquet")
 
 
 def digest(content: dict[str, Any]) -> str:
-    """sha256 of a table, such as a recipe's content, as JSON with sorted keys."""
+    """sha256 of a table as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def without_paths(content: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's content in the form of `Recipe.published`."""
+    """A recipe's content with the names of local files and folders instead of their paths."""
     data, model = content["data"], content.get("model")
     data = {**data, "source": name_of(data["source"])}
     return {**content, "model": model and name_of(model), "data": data}
 
 
 def name_of(place: str) -> str:
-    """The last part of a local path, or the whole of a hub id or a URL, which may be published."""
+    """The publishable name of a place: the last part of a path, or a whole hub id or URL."""
     # A slash alone does not make a path: hub ids such as Qwen/Qwen3-8B have one.
     is_path = place.startswith(("/", "./", "../", "~")) or Path(place).suffix.lower() in FILES
     return Path(place).name if is_path and "://" not in place else place
 
 
 class Data(Section):
-    """The calibration text and how it becomes token rows."""
+    """The calibration text and how it is cut into token rows."""
 
     source: str = "bundled"
     """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, or a data set id on the hub."""
@@ -116,26 +115,26 @@ class Data(Section):
     seed: Seed = 0
     """Sets the order of the documents."""
     images: Annotated[str | None, _LATER] = None
-    """Column of a document's images: one or a list, as bytes or as paths from the file's folder."""
+    """Column of a document's images: one or a list, as bytes or as paths relative to the file."""
     audio: Annotated[str | None, _LATER] = None
     """The same for audio, as WAV. With either of them, each row is a document."""
     date: Annotated[Annotated[str, _DAY] | None, _LATER] = None
-    """The day that chat templates write as today's. None takes that of the first run."""
+    """The day that chat templates write as today's. None means the day of the first run."""
 
     @property
     def media(self) -> dict[str, str]:
-        """The kinds of media that are read, `image` and `audio`, and their columns."""
+        """The columns of `image` and `audio`, if they are read."""
         columns = {"image": self.images, "audio": self.audio}
         return {kind: column for kind, column in columns.items() if column is not None}
 
     @property
     def rows(self) -> int:
-        """How many rows text is cut into, if there is enough text."""
+        """The number of rows of text, if there is enough text."""
         return self.tokens // self.length
 
     @property
     def usual_batch(self) -> int:
-        """Rows of a forward pass where the user names no number: up to four, of 8,192 tokens."""
+        """The default number of rows of a forward pass: up to four, and up to 8,192 tokens."""
         return max(1, min(4, 8192 // self.length))
 
     @property
@@ -145,10 +144,10 @@ class Data(Section):
 
 
 class Recipe(Section):
-    """Every choice that decides which rotation comes out, and the cache that it is for."""
+    """Every choice that decides the rotations, and the cache that they are for."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100)] = "oscar"
-    """It is part of the default output folder."""
+    """Part of the default output folder."""
     model: str | None = None
     """The model that a released configuration is meant for."""
     key_statistic: Literal["query", "key"] = "query"
@@ -161,22 +160,22 @@ class Recipe(Section):
     composition: str = "r_h_pbr"
     """The rotation's factors, left to right: a name from `composition_table.COMPOSITIONS`."""
     center_keys: bool = False
-    """Subtract each KV head's mean key before the rotation, which a softmax ignores. If a model's
-    attention does not, its keys keep their mean, and the artifact's recipe says so."""
+    """Subtract each KV head's mean key before the rotation, which a softmax ignores. If attention
+    needs the mean, keys keep it, and the artifact's recipe says so."""
     center_values: bool = False
     """Subtract each KV head's mean value; the reader adds it back, times the attention received."""
     transform: Annotated[bool, _LATER] = False
-    """Also store a transform coding: keys and values become channels that do not correlate, and
-    each gets 0 to 8 of the budget's bits, by what its errors cost."""
+    """Also store a transform coding: keys and values become uncorrelated channels of 0 to 8 bits,
+    by the cost of their errors."""
     metric: Annotated[Literal["fisher", "attention"], _UNLESS_FISHER] = "fisher"
-    """With `transform`, what errors cost. `fisher`: the Fisher information of what is stored, for
-    which the model also runs backward. `attention`: `C_Q` for keys and `C_S` for values, times what
-    the model loses for each side of each layer."""
+    """The cost of errors for `transform`. `fisher`: the Fisher information of stored rows, which
+    needs a backward pass. `attention`: `C_Q` for keys and `C_S` for values, times the measured loss
+    of each side of each layer."""
     draws: Annotated[Count | None, _LATER] = None
-    """With `fisher`, how often gradients are drawn for each text, of which each takes as long as
-    two passes of `oscar`: more of them are a better estimate. None: 2."""
+    """With `fisher`, how often gradients are drawn for each text: more draws are a better estimate.
+    A draw takes as long as two passes of `oscar`. None: 2."""
     bits: float | None = None
-    """With `transform`, bits an element of quantized rows, with scales, on average over layers,
+    """With `transform`, bits per element of quantized rows, with scales, on average over layers,
     sides and channels."""
     key_bits: float | None = None
     value_bits: float | None = None
@@ -185,26 +184,26 @@ class Recipe(Section):
     """Leave each row's first `sink` tokens out of key and value sums: they are never quantized."""
     key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
     value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
-    """Clip ratios: the position in a row's sorted magnitudes at which it is clamped; 1 is off."""
+    """Clip ratios: the quantile of a row's magnitudes at which it is clamped; 1 is off."""
     group_size: Count | None = None
     """Channels that share a scale; None means the whole head."""
     sink: WindowSize = 64
     recent: WindowSize = 256
     """First (`sink`) and last (`recent`) tokens of a request that stay exact."""
     seed: Seed = 0
-    """Seeds the composition `random`."""
+    """The seed of the composition `random`."""
     rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
-    """RoPE scaling to more positions: `yarn:4`, `linear:2`, or `yarn:4:32768` if the model was
-    trained on other positions than its config says. None leaves the config as it is."""
+    """RoPE scaling: `yarn:4`, `linear:2`, or `yarn:4:32768` with the positions that the model was
+    trained on. None leaves the config unchanged."""
     data: Data = Data()
 
     @model_validator(mode="before")
     @classmethod
     def _without_error_feedback(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Raises `RotationZooError` for a recipe that had it."""
+        """Raises `RotationZooError` for a recipe with error feedback."""
         if any(content.get(key) for key in GONE):
             problem = "the recipe has error feedback, which transform coding has replaced"
-            raise RotationZooError(problem, "calibrate anew: rotationzoo calibrate MODEL")
+            raise RotationZooError(problem, "calibrate again: rotationzoo calibrate MODEL")
         return {key: value for key, value in content.items() if key not in GONE}
 
     @field_validator("composition")
@@ -229,16 +228,16 @@ class Recipe(Section):
 
     @property
     def budget(self) -> Budget:
-        """The budget of bits; an empty one where all rows have the same."""
+        """The budget of bits; empty if all rows have 2-bit codes."""
         return Budget(self.bits, self.key_bits, self.value_bits)
 
     @property
     def hash(self) -> str:
-        """sha256 of the published recipe, as JSON with sorted keys."""
+        """sha256 of the published recipe."""
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
-        """The recipe as JSON, with the names of local files and folders instead of their paths."""
+        """The recipe as JSON, without paths of local files and folders."""
         return without_paths(self.model_dump()) | GONE
 
     @property
@@ -258,23 +257,23 @@ class Recipe(Section):
 
     @property
     def centered(self) -> tuple[str, ...]:
-        """Which of keys and values are stored with their mean subtracted."""
+        """The sides, of `key` and `value`, that are stored without their mean."""
         centers = {"key": self.center_keys, "value": self.center_values}
         return tuple(side for side, centered in centers.items() if centered)
 
     def centers(self, side: str) -> bool:
-        """Whether a side is stored without its mean: a latent if either of keys and values is."""
+        """Whether a side is stored without its mean: a latent if keys or values are."""
         return not set(self.centered).isdisjoint(read_as(side))
 
     def clip(self, side: str) -> float:
-        """The clip ratio of a side: of one that is read as keys and as values, the larger."""
+        """The clip ratio of a side; of a latent, the larger of the two."""
         ratios = {"key": self.key_clip, "value": self.value_clip}
         return max(ratios[part] for part in read_as(side))
 
     def target_kinds(self, side: str) -> tuple[str, ...]:
-        """The statistics that add up to the one that a side's eigenbasis diagonalizes. A latent has
-        `query` and `output`, the costs of errors in scores and outputs, or its own second moment.
-        Empty for a pair of statistics that it lacks."""
+        """The statistics whose sum a side's eigenbasis diagonalizes. For a latent: `query` and
+        `output` (the costs of errors in scores and outputs), or its own second moment. Empty for an
+        impossible pair of statistics."""
         stated, parts = {"key": self.key_statistic, "value": self.value_statistic}, read_as(side)
         kinds = tuple(stated[part] for part in parts)
         if kinds == parts:

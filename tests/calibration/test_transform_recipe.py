@@ -185,4 +185,4 @@ def test_recipes_with_error_feedback_are_refused(made):
     content = made.content | {"recipe": made.content["recipe"] | {"feedback": True}}
     with pytest.raises(RotationZooError, match="the recipe has error feedback") as raised:
         check(made.rotations, made.statistics, content)
-    assert raised.value.hint == "calibrate anew: rotationzoo calibrate MODEL"
+    assert raised.value.hint == "calibrate again: rotationzoo calibrate MODEL"

@@ -119,7 +119,7 @@ BAD = [
     ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2 of"),
     ("deep.jsonl", b"[" * 100_000, "line 1 of"),
     ("half.jsonl", b'{"text": "\\ud800"}\n', "cannot be tokenized"),
-    ("latin.txt", b"na\xefve", "no UTF-8 text"),
+    ("latin.txt", b"na\xefve", "not UTF-8 text"),
     ("chat.jsonl", b'{"messages": [{"role": "user", "content": "words"}]}\n', "no chat template"),
 ]
 
@@ -160,7 +160,7 @@ def test_what_is_not_utf_8_gets_the_command_that_makes_it(kind, tmp_path, tokeni
     text, path = "\n".join(TEXTS), tmp_path / "a text.txt"
     packs = {"gzip": gzip.compress, "bzip2": bz2.compress}
     path.write_bytes(packs[kind](text.encode()) if kind in packs else text.encode(kind))
-    with pytest.raises(RotationZooError, match=f"is {kind.upper()}, and no UTF-8 text") as caught:
+    with pytest.raises(RotationZooError, match=f"is {kind.upper()}, not UTF-8 text") as caught:
         read_corpus(small(path), tokenizer)
     new = "unpacked.txt"
     assert caught.value.hint == f"run: {COMMANDS[kind]} '{path}' > {new}, and give {new}"
