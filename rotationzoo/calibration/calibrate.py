@@ -156,8 +156,7 @@ class CalibrationResult:
     rotations: Rotations
     statistics: Statistics | None = None
     text: Corpus | None = None
-    dtype: str | None = None
-    """The dtype that the model was loaded in; None if it was not loaded."""
+    dtype: str | None = None  # the dtype that the model was loaded in; None if it was not loaded
     notes: Sequence[str] = ()
 
 

@@ -28,15 +28,12 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.sides import metric_kind
 from rotationzoo.simulation.simulated import Simulation
 
-Place = tuple[int, str]
-"""A layer and a side."""
-BLOCK = 256
-"""Predictions whose logits are held at a time."""
+Place = tuple[int, str]  # a layer and a side
+BLOCK = 256  # predictions whose logits are held at a time
 TOKENS, LONGEST, LONGEST_ON_CPU = 65536, 8192, 2048
 """At most so many tokens of text, and tokens per row: all layers' activations are held for the
 backward pass. On a CPU, 30 layers and rows of 8,192 tokens did not fit 23 GB."""
-FEWEST, MOST_FOR_ANSWERS = 2, 4
-"""Draws of tokens by default, and at most for answers."""
+FEWEST, MOST_FOR_ANSWERS = 2, 4  # draws of tokens by default, and at most for answers
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,8 @@ class Job(RunSettings):
     model: str
     recipe: Recipe
     output: Path
-    batch: int = 4
-    """Rows per forward pass; `SIZED` leaves them to the plan."""
-    engine: str = DEFAULT
-    """The engine that the rotations are for."""
+    batch: int = 4  # rows per forward pass; `SIZED` leaves them to the plan
+    engine: str = DEFAULT  # the engine that the rotations are for
     restart: bool = False
     fit_length: bool = False
     """Whether rows that are too long are shortened, not refused: if the length is the default."""
@@ -107,13 +105,10 @@ class Plan:
     refusal: UnsupportedModel | None
     weights_bytes: int = 0
     artifact_bytes: int = 0
-    pass_bytes: int = 0
-    """Memory of a forward pass without the weights, but with the sums."""
+    pass_bytes: int = 0  # memory of a forward pass without the weights, but with the sums
     peak_memory_bytes: int = 0
-    memory_bytes: int = 0
-    """Memory of the device where the job would run."""
-    notes: tuple[str, ...] = ()
-    """How the job differs from the request, and why."""
+    memory_bytes: int = 0  # memory of the device where the job would run
+    notes: tuple[str, ...] = ()  # how the job differs from the request, and why
 
     @property
     def needs_weights(self) -> bool:
@@ -156,8 +151,7 @@ def settle_centering(recipe: Recipe, geometry: Geometry) -> tuple[Recipe, list[s
     return recipe.model_copy(update={"center_keys": False}), [f"{note}: {shift_reason(layers)}"]
 
 
-USUAL_LENGTH = 2048
-"""Tokens of a row if there are too few tokens for the preset's rows."""
+USUAL_LENGTH = 2048  # tokens of a row if there are too few tokens for the preset's rows
 
 
 def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
@@ -199,19 +193,18 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     if not loads_stored or is_dequantized(known.config) or is_gguf(known.source.folder):
         loaded = dtype.itemsize * model.num_parameters()
     on_cpu, geometry = job.torch_device == "cpu", known.geometry or []
-    needs = Footprint(job.recipe, geometry, model.config, job.batch, dtype.itemsize, on_cpu)
+    needs = Footprint(job.recipe, geometry, model.config, dtype.itemsize, on_cpu)
     if job.batch == SIZED:
         limits = memory_limits(job.device_map, job.max_memory)
         batch = job.earlier("batch") or choose_batch(needs, loaded, limits)
         job = replace(job, batch=int(batch))
-        needs = replace(needs, batch=job.batch)
     return replace(
         known,
         job=job,
         pass_bytes=needs.pass_bytes(job.batch),
         weights_bytes=stored,
         artifact_bytes=needs.rotations + needs.statistics,
-        peak_memory_bytes=needs.peak(loaded),
+        peak_memory_bytes=needs.peak(loaded, job.batch),
         memory_bytes=total_memory(on_cpu, spread=job.device_map is not None),
     )
 
@@ -263,9 +256,7 @@ class Footprint:
     recipe: Recipe
     geometry: Geometry
     config: PretrainedConfig
-    batch: int
-    item: int
-    """Bytes per activation element."""
+    item: int  # bytes per activation element
     on_cpu: bool
 
     @property
@@ -291,12 +282,12 @@ class Footprint:
             total += 4 * matrices * _squares(layer)
         return total
 
-    def peak(self, weights: int) -> int:
+    def peak(self, weights: int, batch: int) -> int:
         """Peak memory of the job, including `weights` bytes for the model."""
         libraries = _LIBRARIES if self.on_cpu else 0
         if not self.recipe.needs_statistics:
             return self.rotations + libraries
-        passing = weights + self.pass_bytes(self.batch)
+        passing = weights + self.pass_bytes(batch)
         # On a CPU, the allocator keeps what the passes freed.
         if self.on_cpu:
             return libraries + passing + self.rotations
@@ -310,13 +301,13 @@ class Footprint:
     def activations(self, batch: int) -> int:
         """Peak memory of the decoder for a batch: residuals, projections, sums and eager scores."""
         length, tokens = self.recipe.data.length, self.recipe.data.length * batch
-        scores = 0
-        if self._text._attn_implementation == "eager":
+        scores, text = 0, self.config.get_text_config(decoder=True)
+        if text._attn_implementation == "eager":
             heads = max((layer.query_heads for layer in self.geometry), default=0)
             whole = length * length <= LARGEST_MASK
             scores = 3 * 4 * tokens * (length if whole else BLOCK_QUERIES) * heads
-        hidden: int = self._text.hidden_size
-        inner = getattr(self._text, "intermediate_size", None) or 4 * hidden
+        hidden: int = text.hidden_size
+        inner = getattr(text, "intermediate_size", None) or 4 * hidden
         if not isinstance(inner, int):  # some models have one size per layer
             inner = max(inner)
         states: int = tokens * self.item * (4 * hidden + 3 * max(self._widest, inner))
@@ -344,18 +335,13 @@ class Footprint:
         widths = (layer.query_heads * (layer.key_dim + layer.value_dim) for layer in self.geometry)
         return max(widths, default=0)
 
-    @property
-    def _text(self) -> PretrainedConfig:
-        return self.config.get_text_config(decoder=True)
-
 
 def _squares(layer: Layer) -> int:
     """Elements of one `[D, D]` matrix of each side."""
     return sum(layer.dims[side] ** 2 for side in layer.sides)
 
 
-SIZED = 0
-"""The batch of a job that leaves the number of rows to `choose_batch`."""
+SIZED = 0  # the batch of a job that leaves the number of rows to `choose_batch`
 
 
 def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:

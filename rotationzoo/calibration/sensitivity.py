@@ -39,18 +39,14 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.sides import cost_kinds, metric_kind, rows_of
 
-BITS = 2.0
-"""Bits per element of the side whose loss is measured."""
+BITS = 2.0  # bits per element of the side whose loss is measured
 SMALLEST = 1e-3
 """The least loss of a side, as a share of the mean: bfloat16 cannot measure very small losses."""
-ASKED = ("needles", "key-value", QUOTE)
-"""The recall tasks whose answers are compared."""
-QUESTIONS, LONGEST = 8, 2048
-"""Questions of each task, and tokens of a prompt, at most."""
+ASKED = ("needles", "key-value", QUOTE)  # the recall tasks whose answers are compared
+QUESTIONS, LONGEST = 8, 2048  # questions of each task, and tokens of a prompt, at most
 ROWS, POSITIONS = 8, 64
 """Rows of plain text to use without prompts, and the last predictions of each, at most."""
-Place = tuple[int, str]
-"""A layer and a side."""
+Place = tuple[int, str]  # a layer and a side
 Stored = tuple[int, Intercept]
 """A layer, and an attention function that reads one side of its cache in stored form."""
 

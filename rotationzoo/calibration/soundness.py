@@ -52,12 +52,9 @@ DIAGONAL = 1e-4
 class Verification:
     """The outcome of a check."""
 
-    problems: list[str]
-    """Empty if the check passed."""
-    orthogonality_error: float | None
-    """None if the rotations could not be read."""
-    checked: list[str]
-    """The names of the checks that were made."""
+    problems: list[str]  # empty if the check passed
+    orthogonality_error: float | None  # None if the rotations could not be read
+    checked: list[str]  # the names of the checks that were made
     misfits: list[str] = field(default_factory=list)
     """The problems that are about the model and not about the artifact."""
 
@@ -83,31 +80,6 @@ class Claim:
     recipe: Recipe
     geometry: Geometry
     imported: bool = False
-
-    @classmethod
-    def from_manifest(cls, content: Mapping[str, Any]) -> "Claim":
-        """Read a manifest's content. Raises `RotationZooError` if it is damaged."""
-        recipe = from_dict(content["recipe"], "the manifest's recipe")
-        return cls(recipe, geometry_from_json(content["geometry"]), "imported" in content)
-
-    def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """Tensors that are missing, unexpected, of the wrong shape, or not finite."""
-        layout = rotation_layout(self.recipe, self.geometry, self.imported)
-        problems = tensor_problems(rotation_tensors(rotations), layout)
-        if statistics is not None:
-            layout = statistics_layout(self.recipe, self.geometry)
-            problems += tensor_problems(statistics_tensors(statistics), layout)
-        return problems
-
-    def content_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """One sentence for each kind of problem with tensors of the right shapes."""
-        problems = chain(
-            self.side_problems(rotations, statistics or {}),
-            self.origin_problems(rotations, statistics),
-            transform_problems(rotations, statistics, self.recipe),
-            budget_problems(rotations, self.recipe.budget),
-        )
-        return sentences(problems) + self.centering_problems(rotations)
 
     def side_problems(self, rotations: Rotations, statistics: Averages) -> Iterator[Problem]:
         """Matrices that are not orthogonal, and wrong clip ratios and means."""
@@ -236,15 +208,27 @@ def check(
     rotations: Rotations, statistics: Averages | None, content: dict[str, Any]
 ) -> Verification:
     """Check tensors against a manifest's content. Raises `RotationZooError` if that is damaged."""
-    claim, checked = Claim.from_manifest(content), ["geometry", "finiteness"]
-    if claim.recipe.composition != GIVEN:
-        check_recipe(claim.recipe, claim.geometry)
-    # The checks below rely on the right shapes.
-    if problems := claim.layout_problems(rotations, statistics):
+    recipe = from_dict(content["recipe"], "the manifest's recipe")
+    claim = Claim(recipe, geometry_from_json(content["geometry"]), "imported" in content)
+    if recipe.composition != GIVEN:
+        check_recipe(recipe, claim.geometry)
+    checked = ["geometry", "finiteness"]
+    layout = rotation_layout(recipe, claim.geometry, claim.imported)
+    problems = tensor_problems(rotation_tensors(rotations), layout)
+    if statistics is not None:
+        layout = statistics_layout(recipe, claim.geometry)
+        problems += tensor_problems(statistics_tensors(statistics), layout)
+    if problems:  # the checks below rely on the right shapes
         return Verification(problems, None, checked)
-    problems = claim.content_problems(rotations, statistics)
+    found = chain(
+        claim.side_problems(rotations, statistics or {}),
+        claim.origin_problems(rotations, statistics),
+        transform_problems(rotations, statistics, recipe),
+        budget_problems(rotations, recipe.budget),
+    )
+    problems = sentences(found) + claim.centering_problems(rotations)
     origin = "agreement with the statistics" if statistics else "the recipe"
     checked += ["orthogonality", "clip ratios", origin]
-    if claim.recipe.transform:
+    if recipe.transform:
         checked.append("transform coding")
     return Verification(problems, rotations.orthogonality_error, checked)

@@ -66,12 +66,9 @@ class Call:
     dtype and on the layer's device. They belong to the model: change none, and copy to keep."""
 
     layer: int
-    query: torch.Tensor
-    """`[B, H_q, T, D_k]`"""
-    key: torch.Tensor
-    """`[B, H_kv, T_k, D_k]`"""
-    value: torch.Tensor
-    """`[B, H_kv, T_k, D_v]`"""
+    query: torch.Tensor  # `[B, H_q, T, D_k]`
+    key: torch.Tensor  # `[B, H_kv, T_k, D_k]`
+    value: torch.Tensor  # `[B, H_kv, T_k, D_v]`
     attend: Attention
 
     def run(self) -> torch.Tensor:

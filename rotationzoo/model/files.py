@@ -17,8 +17,7 @@ from rotationzoo.storage.files import read_json
 MOST_LAYERS = 1024
 """More than any model has. A file that claims more only wastes time and memory."""
 INDEX = "model.safetensors.index.json"
-GGUF = "weights.gguf"
-"""The link to a GGUF file, in the folder that stands for it (`model/source`)."""
+GGUF = "weights.gguf"  # the link to a GGUF file, in the folder that stands for it (`model/source`)
 SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")

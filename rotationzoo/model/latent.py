@@ -15,8 +15,7 @@ from rotationzoo.model.capture import Call
 from rotationzoo.sides import LATENT
 
 _SEED = 0
-_UP, _OUTPUT = "kv_b_proj", "o_proj"
-"""The names of these projections in transformers."""
+_UP, _OUTPUT = "kv_b_proj", "o_proj"  # the names of these projections in transformers
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -102,10 +101,8 @@ def expand(call: Call, latents: torch.Tensor) -> Rows:
 class Weights:
     """The weights by which a layer multiplies latents of R elements, per head, in one dtype."""
 
-    key: torch.Tensor
-    """`[H, N, R]`: keys without RoPE are `c @ key.mT`."""
-    value: torch.Tensor
-    """`[H, D_v, R]`: values are `c @ value.mT`."""
+    key: torch.Tensor  # `[H, N, R]`: keys without RoPE are `c @ key.mT`
+    value: torch.Tensor  # `[H, D_v, R]`: values are `c @ value.mT`
     output: torch.Tensor
     """`[H, D_v, D_v]`: an error `e` of a head's output costs the layer's `e @ output @ e`."""
 
@@ -148,8 +145,7 @@ class ReadErrors:
 
     queries: torch.Tensor
     """`[B, H, T, N]`: queries without RoPE; the scaled first term is `(query W_K e^T)^2`."""
-    key_weight: torch.Tensor
-    """W_K `[H, N, R]`, float64."""
+    key_weight: torch.Tensor  # W_K `[H, N, R]`, float64
     value_metric: torch.Tensor
     """`[R, R]`, float64: the second term is `e value_metric e^T`, summed over all queries."""
 

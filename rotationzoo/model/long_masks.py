@@ -10,8 +10,7 @@ import torch
 
 from rotationzoo.errors import UnsupportedModel
 
-LARGEST_MASK = 4096 * 4096
-"""Queries times keys of the largest mask that is made whole."""
+LARGEST_MASK = 4096 * 4096  # queries times keys of the largest mask that is made whole
 BLOCK_QUERIES = 512
 """Smaller blocks skip more hidden positions but call the model's attention more often."""
 _IN_BLOCKS = "makes_masks_in_blocks"
@@ -101,7 +100,12 @@ def long_masks(implementation: str) -> Iterator[None]:
         queries, keys = options.get("q_length"), options.get("kv_length")
         # They are tensors while a graph is captured.
         known = isinstance(queries, int) and isinstance(keys, int)
-        if not known or queries * keys <= LARGEST_MASK or _is_skipped(implementation, options):
+        if not known or queries * keys <= LARGEST_MASK:
+            return original(**options)
+        # sdpa makes no mask for plain causal attention.
+        local, padding = options.get("local_size"), options.get("attention_mask")
+        causal = queries == keys and padding is None and (local is None or keys < local)
+        if causal and implementation == "sdpa" and options.get("allow_is_causal_skip", True):
             return original(**options)
         return LongMask(original, options, options.get("device", "cpu"))
 
@@ -126,12 +130,3 @@ def registered(registry: Any, name: str, function: Callable[..., Any]) -> Iterat
         registry.pop(name)  # uncovers the library's own entry ...
         if registry.get(name) is not original:
             registry[name] = original  # ... or puts back an earlier override
-
-
-def _is_skipped(implementation: str, options: dict[str, Any]) -> bool:
-    """Whether sdpa needs no mask, because attention is plain causal."""
-    local = options.get("local_size")
-    causal = local is None or options["kv_length"] < local
-    whole = options["q_length"] == options["kv_length"] and options.get("attention_mask") is None
-    skips = implementation == "sdpa" and options.get("allow_is_causal_skip", True)
-    return bool(causal and whole and skips)

@@ -17,10 +17,8 @@ from rotationzoo.model.source import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-USABLE = 0.9
-"""The usable part of free memory: allocators waste some, and estimates may be too low."""
-Limits = dict[int | str, int]
-"""Bytes of weights by device: the number of a GPU, or `cpu`."""
+USABLE = 0.9  # the usable part of free memory: allocators waste some, and estimates may be too low
+Limits = dict[int | str, int]  # bytes of weights by device: the number of a GPU, or `cpu`
 _MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")

@@ -30,8 +30,7 @@ class HiddenStates:
 
     model: "PreTrainedModel"
     ids: torch.Tensor
-    output: Any
-    """The decoder's own output, whose `last_hidden_state` is `[B, T, hidden]`."""
+    output: Any  # the decoder's own output, whose `last_hidden_state` is `[B, T, hidden]`
 
     def logits(self, positions: slice | list[int]) -> torch.Tensor:
         """The logits `[B, P, vocabulary]` at some positions, by the model's own forward on the

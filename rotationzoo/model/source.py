@@ -4,7 +4,7 @@ import atexit
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -284,25 +284,22 @@ def weights_fingerprint(source: Source) -> str:
     return digest(ends) if ends else ""
 
 
-_STAGE = "fetching the weights"
-
-
 def fetch_weights(source: Source, progress: Progress) -> None:
     """Fetch a model's weights unless they are on this machine. Progress is in bytes if the weights
     have an index. Raises `ModelUnavailable`."""
-    total = files.indexed_bytes(source.folder)
+    stage, total = "fetching the weights", files.indexed_bytes(source.folder)
     if source.revision is None or total is None or has_weights(source):
-        progress(_STAGE, 0, 0)
+        progress(stage, 0, 0)
         fetch(source)
         return
-    with tell_growth(lambda: size_of_all(_arrived(source.folder)), _STAGE, total, progress):
+    snapshot, blobs = source.folder, source.folder.parent.parent / "blobs"
+
+    def measure() -> int:
+        parts = snapshot.glob("*.safetensors"), blobs.glob("*.incomplete")
+        return sum(map(size_of_all, parts))
+
+    with tell_growth(measure, stage, total, progress):
         fetch(source)
-
-
-def _arrived(snapshot: Path) -> Iterable[Path]:
-    """The files of a download so far: links to finished ones, and unfinished ones."""
-    yield from snapshot.glob("*.safetensors")
-    yield from (snapshot.parent.parent / "blobs").glob("*.incomplete")
 
 
 # ---- the model that an artifact was made for

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 _UNSCALED = "give no --rope-scaling, nor a recipe or rotations that were made with one"
 _TRAINED = "original_max_position_embeddings"
-_FULL = "full_attention"
-"""The layer type whose RoPE is scaled: sliding windows stay as they are."""
+_FULL = "full_attention"  # the layer type whose RoPE is scaled: sliding windows stay as they are
 
 
 def position_count(config: "PretrainedConfig") -> int | None:

@@ -25,10 +25,8 @@ _PATTERN = re.compile(r"(?P<kind>\w+):(?P<factor>\d+(\.\d+)?)(:(?P<positions>\d+
 class RopeScaling:
     """RoPE scaling to more positions than a model was trained on."""
 
-    kind: str
-    """One of `KINDS`, a `rope_type` of transformers."""
-    factor: float
-    """The factor by which the positions increase."""
+    kind: str  # one of `KINDS`, a `rope_type` of transformers
+    factor: float  # the factor by which the positions increase
     positions: int | None = None
     """The positions that the model was trained on; None means those in its config."""
 
@@ -54,8 +52,7 @@ def normalize(text: str) -> str:
     return str(RopeScaling.parse(text))
 
 
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""The range of torch's seeds."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # the range of torch's seeds
 Count = Annotated[int, Field(gt=0, le=10**6)]
 Tokens = Annotated[int, Field(gt=0, le=10**8)]
 # Keys that were added later: recipes without them keep their published hash.
@@ -82,13 +79,6 @@ def digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def without_paths(content: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's content with the names of local files and folders instead of their paths."""
-    data, model = content["data"], content.get("model")
-    data = {**data, "source": name_of(data["source"])}
-    return {**content, "model": model and name_of(model), "data": data}
-
-
 def name_of(place: str) -> str:
     """The publishable name of a place: the last part of a path, or a whole hub id or URL."""
     # A slash alone does not make a path: hub ids such as Qwen/Qwen3-8B have one.
@@ -101,19 +91,15 @@ class Data(Section):
 
     source: str = "bundled"
     """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, or a data set id on the hub."""
-    subset: str | None = None
-    """The data set's configuration."""
+    subset: str | None = None  # the data set's configuration
     split: str = "train"
     column: str | None = None
     """Column of text or chat messages. None: the first of `text`, `messages`, `conversations`."""
     packing: Literal["packed"] = "packed"
     """Documents are joined and cut into rows of exactly `length` tokens."""
-    tokens: Tokens = 32768
-    """Tokens of all rows together."""
-    length: Annotated[Tokens, Field(gt=1)] = 2048
-    """Tokens per row."""
-    seed: Seed = 0
-    """Sets the order of the documents."""
+    tokens: Tokens = 32768  # tokens of all rows together
+    length: Annotated[Tokens, Field(gt=1)] = 2048  # tokens per row
+    seed: Seed = 0  # sets the order of the documents
     images: Annotated[str | None, _LATER] = None
     """Column of a document's images: one or a list, as bytes or as paths relative to the file."""
     audio: Annotated[str | None, _LATER] = None
@@ -148,8 +134,7 @@ class Recipe(Section):
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100)] = "oscar"
     """Part of the default output folder."""
-    model: str | None = None
-    """The model that a released configuration is meant for."""
+    model: str | None = None  # the model that a released configuration is meant for
     key_statistic: Literal["query", "key"] = "query"
     """`query`: second moment `C_Q` of the queries that read the keys. `key`: that of the keys."""
     value_statistic: Literal["output", "key_energy", "value"] = "output"
@@ -160,41 +145,33 @@ class Recipe(Section):
     composition: str = "r_h_pbr"
     """The rotation's factors, left to right: a name from `composition_table.COMPOSITIONS`."""
     center_keys: bool = False
-    """Subtract each KV head's mean key before the rotation, which a softmax ignores. If attention
-    needs the mean, keys keep it, and the artifact's recipe says so."""
+    """Subtract each KV head's mean key before the rotation, if attention ignores it."""
     center_values: bool = False
     """Subtract each KV head's mean value; the reader adds it back, times the attention received."""
     transform: Annotated[bool, _LATER] = False
-    """Also store a transform coding: keys and values become uncorrelated channels of 0 to 8 bits,
-    by the cost of their errors."""
+    """Also store a transform coding: uncorrelated channels of 0 to 8 bits, by the cost of error."""
     metric: Annotated[Literal["fisher", "attention"], _UNLESS_FISHER] = "fisher"
     """The cost of errors for `transform`. `fisher`: the Fisher information of stored rows, which
     needs a backward pass. `attention`: `C_Q` for keys and `C_S` for values, times the measured loss
     of each side of each layer."""
     draws: Annotated[Count | None, _LATER] = None
-    """With `fisher`, how often gradients are drawn for each text: more draws are a better estimate.
-    A draw takes as long as two passes of `oscar`. None: 2."""
+    """With `fisher`, how often gradients are drawn for each text. None: 2."""
     bits: float | None = None
-    """With `transform`, bits per element of quantized rows, with scales, on average over layers,
-    sides and channels."""
+    """With `transform`, the average bits per element of quantized rows, with scales."""
     key_bits: float | None = None
-    value_bits: float | None = None
-    """The same for keys and for values, instead of `bits`."""
+    value_bits: float | None = None  # the same for keys and for values, instead of `bits`
     exclude_sink: bool = True
     """Leave each row's first `sink` tokens out of key and value sums: they are never quantized."""
     key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
     value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
     """Clip ratios: the quantile of a row's magnitudes at which it is clamped; 1 is off."""
-    group_size: Count | None = None
-    """Channels that share a scale; None means the whole head."""
+    group_size: Count | None = None  # channels that share a scale; None means the whole head
     sink: WindowSize = 64
     recent: WindowSize = 256
     """First (`sink`) and last (`recent`) tokens of a request that stay exact."""
-    seed: Seed = 0
-    """The seed of the composition `random`."""
+    seed: Seed = 0  # the seed of the composition `random`
     rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
-    """RoPE scaling: `yarn:4`, `linear:2`, or `yarn:4:32768` with the positions that the model was
-    trained on. None leaves the config unchanged."""
+    """RoPE scaling: `yarn:4`, `linear:2`, or `yarn:4:32768` with the trained positions."""
     data: Data = Data()
 
     @model_validator(mode="before")
@@ -238,7 +215,9 @@ class Recipe(Section):
 
     def published(self) -> dict[str, Any]:
         """The recipe as JSON, without paths of local files and folders."""
-        return without_paths(self.model_dump()) | GONE
+        content, model = self.model_dump(), self.model and name_of(self.model)
+        data = content["data"] | {"source": self.data.label}
+        return content | {"model": model, "data": data} | GONE
 
     @property
     def has_eigenbasis(self) -> bool:

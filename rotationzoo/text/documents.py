@@ -3,8 +3,6 @@ on the hub."""
 
 import json
 import random
-import re
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,13 +24,9 @@ _CHARACTERS_A_TOKEN = 40  # about ten times the text that is used, to shuffle
 _PIECE = 1 << 16  # characters
 _BAD = 100  # reading may stop after this many bad rows
 _ROWS = 64  # of a table at a time, because they may hold images
-# First bytes of a file -> the program that unpacks it.
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2"}
 
-Document = str | list[Message]
-"""A text, or the messages of a chat."""
-Media = dict[str, list[Any]]
-"""The images and audio of a document: kind -> bytes or paths."""
+Document = str | list[Message]  # a text, or the messages of a chat
+Media = dict[str, list[Any]]  # the images and audio of a document: kind -> bytes or paths
 _Record = dict[str, Any]  # column -> value
 
 
@@ -42,8 +36,7 @@ class Sample(NamedTuple):
     number: int
     document: Document
     media: Media
-    tools: list[dict[str, Any]]
-    """The tools that a chat may call, as JSON schemas."""
+    tools: list[dict[str, Any]]  # the tools that a chat may call, as JSON schemas
 
 
 class BadRow(RotationZooError):
@@ -150,7 +143,6 @@ def _records(data: Data) -> Iterator[_Record | bytes]:
         raise RotationZooError(f"there is no file {data.source}", hint="check the path of --data")
     if suffix == ".parquet":
         return _table_rows(data, path)
-    _check_encoding(path, data.source)
     return _pieces(path) if suffix == ".txt" else _json_lines(path)
 
 
@@ -164,26 +156,13 @@ def _column(record: _Record, wanted: list[str], data: Data) -> str:
     raise BadRow(f"{data.source} has no column {' or '.join(wanted)}: it has {columns}", hint)
 
 
-def _check_encoding(path: Path, name: str) -> None:
-    """Raise `RotationZooError` for UTF-16, UTF-32 and compressed files."""
-    with reading_errors(name), path.open("rb") as file:
-        head = file.read(4)
-    kind: str = json.detect_encoding(head)  # by the BOM, or the zeros of the first characters
-    command = f"iconv -f {re.sub('-(?=.e)', '', kind)} -t utf-8"
-    for start, program in _COMPRESSED.items():
-        if head.startswith(start):
-            kind, command = program, f"{program} -dc"
-    if not kind.startswith("utf-8"):
-        new = f"unpacked{path.suffix}"
-        hint = f"run: {command} {shlex.quote(name)} > {new}, and give {new}"
-        raise RotationZooError(f"{name} is {kind.upper()}, not UTF-8 text", hint)
-
-
 def _pieces(path: Path) -> Iterator[_Record]:
     """A text file of any size, without its BOM, in pieces of about 64 KB, cut at line ends."""
     with reading_errors(str(path)), path.open(encoding="utf-8-sig") as file:
         while lines := file.readlines(_PIECE):
             text = "".join(lines)
+            if "\0" in text:  # UTF-16 without a BOM
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "NUL")
             # Only a very long line makes more than one piece.
             for start in range(0, len(text), 2 * _PIECE):
                 yield {"text": text[start : start + 2 * _PIECE]}
@@ -222,7 +201,7 @@ def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -
         try:
             yield
         except UnicodeDecodeError as error:
-            hint = "convert it, for example with: iconv -f latin1 -t utf-8"
+            hint = "unpack it, or convert it, for example with: iconv -f utf-16 -t utf-8"
             raise kind(f"{what} is not UTF-8 text", hint) from error
 
 

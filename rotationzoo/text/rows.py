@@ -92,8 +92,7 @@ class MediaRow:
     """A row of token ids `[1, T]`, with the processor's inputs for images and audio."""
 
     ids: torch.Tensor
-    is_media: torch.Tensor
-    """The positions `[T]` of image or audio features."""
+    is_media: torch.Tensor  # the positions `[T]` of image or audio features
     inputs: dict[str, torch.Tensor]
 
 
@@ -103,12 +102,9 @@ class Corpus:
 
     rows: list[torch.Tensor]
     fingerprint: str
-    note: str | None
-    """A note for the user, such as that there are too few tokens."""
-    media: Sequence[MediaRow] = ()
-    """The same rows with their images and audio, if any."""
-    date: str | None = None
-    """The day that a chat template wrote as today's."""
+    note: str | None  # a note for the user, such as that there are too few tokens
+    media: Sequence[MediaRow] = ()  # the same rows with their images and audio, if any
+    date: str | None = None  # the day that a chat template wrote as today's
 
     @property
     def tokens(self) -> int:

@@ -93,7 +93,7 @@ def needs():
         "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36
     )
     recipe = Recipe(data=Data(tokens=16 * 2048, length=2048))
-    return Footprint(recipe, [], model, batch=1, item=2, on_cpu=True)
+    return Footprint(recipe, [], model, item=2, on_cpu=True)
 
 
 def machine(monkeypatch, free: int) -> None:

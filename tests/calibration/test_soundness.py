@@ -15,7 +15,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.plan import Job
-from rotationzoo.calibration.soundness import Claim, write_sound_artifact
+from rotationzoo.calibration.soundness import Claim, check, write_sound_artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.linalg.moments import average
@@ -63,10 +63,11 @@ def test_what_no_formula_makes_again_is_not_held_against_one(sound):
     assert not list(replace(claim, recipe=recipe).origin_problems(moved, averages))
 
 
-def test_a_damaged_geometry_claims_nothing(sound):
-    content = {"recipe": sound[0].recipe.published(), "geometry": [{"depth": 3}]}
+def test_a_damaged_geometry_is_refused(sound):
+    claim, *tensors = sound
+    content = {"recipe": claim.recipe.published(), "geometry": [{"depth": 3}]}
     with pytest.raises(RotationZooError, match="geometry in the manifest is damaged"):
-        Claim.from_manifest(content)
+        check(*tensors, content)
 
 
 SMALL = Recipe(data=Data(tokens=512, length=128))
