@@ -111,7 +111,6 @@ class Checkpoint:
         return True
 
     def remove(self) -> None:
-        """Remove the file."""
         self.path.unlink(missing_ok=True)
 
 

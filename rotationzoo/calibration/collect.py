@@ -248,7 +248,6 @@ class MomentObserver:
             add_rows(self.statistics, layer, "value", call.value[:, :, self.skip :])
 
     def _add_costs(self, index: int, errors: ReadErrors) -> None:
-        """Add the costs of errors in latents, which all heads share."""
         _, heads, _, dim = errors.queries.shape
         by_head = Moment.zeros(heads, dim, errors.queries.device)
         _add(by_head, errors.queries)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.calibration.sensitivity import Text, windows_of
+from rotationzoo.calibration.sensitivity import Place, Text, windows_of
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel, first_sentence
@@ -28,20 +28,11 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.sides import metric_kind
 from rotationzoo.simulation.simulated import Simulation
 
-Place = tuple[int, str]  # a layer and a side
 BLOCK = 256  # predictions whose logits are held at a time
 TOKENS, LONGEST, LONGEST_ON_CPU = 65536, 8192, 2048
 """At most so many tokens of text, and tokens per row: all layers' activations are held for the
 backward pass. On a CPU, 30 layers and rows of 8,192 tokens did not fit 23 GB."""
 FEWEST, MOST_FOR_ANSWERS = 2, 4  # draws of tokens by default, and at most for answers
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Token ids `[T]`, and the positions whose predictions count."""
-
-    ids: torch.Tensor
-    positions: Sequence[int]
 
 
 @dataclass
@@ -68,7 +59,7 @@ class _Probe:
 def collect_fisher(
     model: PreTrainedModel,
     geometry: Geometry,
-    texts: Iterable[Scored],
+    texts: Iterable[Text],
     cache: CacheLayout,
     draws: int,
     seed: int = 0,
@@ -100,7 +91,7 @@ def collect_fisher(
 
 def _add_draws(
     states: HiddenStates,
-    text: Scored,
+    text: Text,
     probe: _Probe,
     draws: Sequence[torch.Generator],
     sums: dict[Place, Moment],
@@ -158,7 +149,7 @@ def check_backward(
     if any(parameter.is_meta for parameter in model.parameters()):
         problem = "Fisher information needs all weights in memory, and some are not"
         raise UnsupportedModel(problem, "add: --quick")
-    text, nearly_all = Scored(ids, range(1, len(ids) - 1)), CacheLayout(sink=0, recent=1)
+    text, nearly_all = Text(ids, range(1, len(ids) - 1)), CacheLayout(sink=0, recent=1)
     try:
         collect_fisher(model, geometry, [text], nearly_all, draws=1)
     except RuntimeError as error:
@@ -170,7 +161,7 @@ def check_backward(
 
 def choose_texts(
     rows: Sequence[torch.Tensor], asked: Sequence[Text], recipe: Recipe, on_cpu: bool
-) -> dict[str, list[Scored]]:
+) -> dict[str, list[Text]]:
     """The texts for Fisher information: `text`, equal pieces of rows of token ids `[T]`, and the
     `answers` that were asked for. None if the recipe needs none."""
     if not recipe.goes_back:
@@ -178,8 +169,8 @@ def choose_texts(
     length = min(LONGEST_ON_CPU if on_cpu else LONGEST, max(map(len, rows)))
     whole = [part for row in rows for part in row.split(length) if len(part) == length]
     positions = range(sum(windows_of(recipe, length)), length - 1)
-    text = [Scored(row, positions) for row in whole[: max(1, TOKENS // length)]]
-    return {"text": text, "answers": [Scored(its.ids, its.positions) for its in asked]}
+    text = [Text(row, positions) for row in whole[: max(1, TOKENS // length)]]
+    return {"text": text, "answers": [*asked]}
 
 
 def count_draws(recipe: Recipe) -> dict[str, int]:
@@ -188,7 +179,7 @@ def count_draws(recipe: Recipe) -> dict[str, int]:
     return {"text": draws, "answers": min(draws, MOST_FOR_ANSWERS)}
 
 
-def count_passes(texts: Mapping[str, Sequence[Scored]], recipe: Recipe) -> int:
+def count_passes(texts: Mapping[str, Sequence[Text]], recipe: Recipe) -> int:
     """How many tokens the model could read in the time that `add_fisher` takes. A backward pass
     takes as long as two forward passes."""
     tokens, draws = 0, count_draws(recipe)
@@ -201,7 +192,7 @@ def add_fisher(
     statistics: Statistics,
     model: PreTrainedModel,
     geometry: Geometry,
-    texts: Mapping[str, Sequence[Scored]],
+    texts: Mapping[str, Sequence[Text]],
     recipe: Recipe,
     progress: Progress,
 ) -> None:
@@ -212,7 +203,7 @@ def add_fisher(
     found, covariances, draws, done = [], {}, count_draws(recipe), itertools.count()
     count = sum(len(each.positions) for each in itertools.chain(*texts.values()))
 
-    def told(its: Sequence[Scored]) -> Iterator[Scored]:
+    def told(its: Sequence[Text]) -> Iterator[Text]:
         for text in its:
             progress("measuring what errors cost", next(done), total)
             yield text

@@ -65,12 +65,10 @@ class Job(RunSettings):
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint, next to the output."""
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
 
     @property
     def lock(self) -> Path:
-        """The lock file of the checkpoint and the output."""
         return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
 
     def earlier(self, key: str) -> str | None:

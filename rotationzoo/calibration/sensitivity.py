@@ -53,12 +53,12 @@ Stored = tuple[int, Intercept]
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids `[T]` whose predictions are compared at some positions. Earlier tokens are a
-    prefill, which is exact. The others read a cache with the positions `stored` in 2 bits."""
+    """Token ids `[T]` whose predictions count at some positions. To measure losses, earlier tokens
+    are an exact prefill, and the others read a cache with the positions `stored` in 2 bits."""
 
     ids: torch.Tensor
-    positions: list[int]
-    stored: slice
+    positions: Sequence[int]
+    stored: slice = slice(0)
 
     def count_passes(self, layers: int) -> int:
         """How many tokens the model could read while all layers are measured. For both sides of

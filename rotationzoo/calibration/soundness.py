@@ -60,7 +60,6 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the check passed."""
         return not self.problems
 
     @property
@@ -69,7 +68,6 @@ class Verification:
         return 0 < len(self.misfits) == len(self.problems)
 
     def with_misfits(self, misfits: list[str]) -> "Verification":
-        """The same outcome with problems that are about the model."""
         return replace(self, problems=[*self.problems, *misfits], misfits=misfits)
 
 

@@ -97,35 +97,26 @@ def expand(call: Call, latents: torch.Tensor) -> Rows:
     return torch.cat([plain, key[..., plain.shape[-1] :]], dim=-1), values.contiguous()
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The weights by which a layer multiplies latents of R elements, per head, in one dtype."""
-
-    key: torch.Tensor  # `[H, N, R]`: keys without RoPE are `c @ key.mT`
-    value: torch.Tensor  # `[H, D_v, R]`: values are `c @ value.mT`
-    output: torch.Tensor
-    """`[H, D_v, D_v]`: an error `e` of a head's output costs the layer's `e @ output @ e`."""
-
-    @classmethod
-    def of(cls, call: Call) -> "Weights":
-        """The weights of a call, at least float32: the outputs of its modules for an identity."""
-        attend, heads, value_dim = call.attend, call.query.shape[1], call.value.shape[-1]
-        assert attend.latent is not None
-        latent, width = attend.latent, heads * value_dim
-        wide = torch.promote_types(latent.dtype, torch.float32)
-        up: Any = getattr(attend.module, _UP)
-        out: Any = getattr(attend.module, _OUTPUT)
-        identity = torch.eye(latent.shape[-1], dtype=latent.dtype, device=latent.device)
-        by_head = up.forward(identity).T.to(wide).unflatten(0, (heads, -1))
-        key, value = by_head.split([by_head.shape[1] - value_dim, value_dim], dim=1)
-        bias = out.forward(latent.new_zeros(1, width)).to(wide)
-        grams = []
-        for head in range(heads):
-            rows = latent.new_zeros(value_dim, width)
-            rows[:, head * value_dim : (head + 1) * value_dim].fill_diagonal_(1)
-            weight = out.forward(rows).to(wide) - bias
-            grams.append(weight @ weight.T)
-        return cls(key, value, torch.stack(grams))
+def _weights_of(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """W_K `[H, N, R]`, W_V `[H, D_v, R]` and `W_O^T W_O` `[H, D_v, D_v]` of a call, in one dtype of
+    at least float32, from the outputs of its modules for an identity."""
+    attend, heads, value_dim = call.attend, call.query.shape[1], call.value.shape[-1]
+    assert attend.latent is not None
+    latent, width = attend.latent, heads * value_dim
+    wide = torch.promote_types(latent.dtype, torch.float32)
+    up: Any = getattr(attend.module, _UP)
+    out: Any = getattr(attend.module, _OUTPUT)
+    identity = torch.eye(latent.shape[-1], dtype=latent.dtype, device=latent.device)
+    by_head = up.forward(identity).T.to(wide).unflatten(0, (heads, -1))
+    key, value = by_head.split([by_head.shape[1] - value_dim, value_dim], dim=1)
+    bias = out.forward(latent.new_zeros(1, width)).to(wide)
+    grams = []
+    for head in range(heads):
+        rows = latent.new_zeros(value_dim, width)
+        rows[:, head * value_dim : (head + 1) * value_dim].fill_diagonal_(1)
+        weight = out.forward(rows).to(wide) - bias
+        grams.append(weight @ weight.T)
+    return key, value, torch.stack(grams)
 
 
 @dataclass(frozen=True)
@@ -166,20 +157,20 @@ def read_errors(call: Call, output: torch.Tensor, skip: int) -> ReadErrors:
     the model's own attention function estimates it, without a T x T matrix.
     """
     query, key, value, attend = call.query, call.key, call.value, call.attend
-    weights = Weights.of(call)
-    wide = weights.key.dtype
+    key_weight, value_weight, gram = _weights_of(call)
+    wide = key_weight.dtype
     signs = _signs(value.shape[2], value.shape[3], skip).to(value)
     shares = attend(query, key, signs.expand_as(value).contiguous()).transpose(1, 2).to(wide)
     moved = attend(query, key, value * signs[:, :1]).transpose(1, 2).to(wide)
     # The values were multiplied by the first column of the signs.
     moved = moved - shares[..., :1] * output.transpose(1, 2).to(wide)
-    cost = ((moved @ weights.output) * moved).sum(-1, keepdim=True).clamp(min=0)
+    cost = ((moved @ gram) * moved).sum(-1, keepdim=True).clamp(min=0)
     scale = attend.options.get("scaling") or query.shape[-1] ** -0.5
-    queries = query[..., : weights.key.shape[1]].to(wide) * (scale * cost.sqrt())
-    value_weights = shares.double().square().mean(-1).sum((0, 2))
-    through = weights.value.double()
-    metric = through.mT @ (value_weights[:, None, None] * weights.output.double()) @ through
-    return ReadErrors(queries, weights.key.double(), metric.sum(0))
+    queries = query[..., : key_weight.shape[1]].to(wide) * (scale * cost.sqrt())
+    squares = shares.double().square().mean(-1).sum((0, 2))[:, None, None]
+    through = value_weight.double()
+    metric = through.mT @ (squares * gram.double()) @ through
+    return ReadErrors(queries, key_weight.double(), metric.sum(0))
 
 
 def _signs(tokens: int, columns: int, skip: int) -> torch.Tensor:

@@ -201,7 +201,6 @@ def has_weights(source: Source) -> bool:
 
 @contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub client's exceptions into one sentence each."""
     huggingface_token()  # raises for a malformed token
     try:
         with asking_huggingface():

@@ -17,15 +17,14 @@ from rotationzoo.linalg.composition_table import COMPOSITIONS, GIVEN, needs_stat
 from rotationzoo.sides import cost_kinds, read_as
 from rotationzoo.words import nearest
 
-KINDS = ("yarn", "linear")
-_PATTERN = re.compile(r"(?P<kind>\w+):(?P<factor>\d+(\.\d+)?)(:(?P<positions>\d+))?")
+_PATTERN = re.compile(r"(?P<kind>yarn|linear):(?P<factor>\d+(\.\d+)?)(:(?P<positions>\d+))?")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """RoPE scaling to more positions than a model was trained on."""
 
-    kind: str  # one of `KINDS`, a `rope_type` of transformers
+    kind: str  # a `rope_type` of transformers
     factor: float  # the factor by which the positions increase
     positions: int | None = None
     """The positions that the model was trained on; None means those in its config."""
@@ -34,7 +33,7 @@ class RopeScaling:
     def parse(cls, text: str) -> Self:
         """Read `KIND:FACTOR` or `KIND:FACTOR:POSITIONS`. Raises `ValueError`."""
         match = _PATTERN.fullmatch(text)
-        if match is None or match["kind"] not in KINDS:
+        if match is None:
             raise ValueError("must be written as yarn:4, yarn:4:32768 or linear:2")
         positions = int(match["positions"]) if match["positions"] else None
         scaling = cls(match["kind"], float(match["factor"]), positions)
@@ -125,7 +124,6 @@ class Data(Section):
 
     @property
     def label(self) -> str:
-        """The publishable name of the source."""
         return name_of(self.source)
 
 
@@ -205,12 +203,10 @@ class Recipe(Section):
 
     @property
     def budget(self) -> Budget:
-        """The budget of bits; empty if all rows have 2-bit codes."""
         return Budget(self.bits, self.key_bits, self.value_bits)
 
     @property
     def hash(self) -> str:
-        """sha256 of the published recipe."""
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
@@ -260,5 +256,4 @@ class Recipe(Section):
         return kinds if len(kinds) == 1 or kinds == cost_kinds(side) else ()
 
     def group(self, dim: int) -> int:
-        """The quantization group size for a head dimension."""
         return self.group_size or dim

@@ -80,7 +80,6 @@ def read_documents(data: Data, tally: Tally) -> Iterator[Sample]:
 
 
 def _samples(data: Data, tally: Tally) -> Iterator[Sample]:
-    """The documents in the order of the source."""
     empty = True
     for number, record in enumerate(_records(data), 1):
         if not record:  # a blank line
@@ -147,7 +146,6 @@ def _records(data: Data) -> Iterator[_Record | bytes]:
 
 
 def _column(record: _Record, wanted: list[str], data: Data) -> str:
-    """The first of the wanted columns that a record has."""
     for column in wanted:
         if column in record:
             return column

@@ -108,7 +108,6 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all rows."""
         return sum(row.numel() for row in self.rows)
 
     def batches(self, size: int) -> list[torch.Tensor]:

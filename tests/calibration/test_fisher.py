@@ -11,8 +11,9 @@ from support.models import add_tokenizer, load_saved, save_family, save_tiny
 from rotationzoo.calibration import calibrate as calibration
 from rotationzoo.calibration import fisher
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.fisher import Scored, check_backward, collect_fisher, mix
+from rotationzoo.calibration.fisher import check_backward, collect_fisher, mix
 from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.sensitivity import Text
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
@@ -60,7 +61,7 @@ def model(request, tmp_path_factory):
 def test_it_predicts_what_noise_costs(model):
     torch.manual_seed(0)
     positions = list(range(CACHE.first_quantized, len(IDS)))
-    geometry, texts = geometry_of(model), [Scored(IDS, positions)]
+    geometry, texts = geometry_of(model), [Text(IDS, positions)]
     layers, exact = {layer.index for layer in geometry}, model(input_ids=IDS[None]).logits
 
     def divergence(codec) -> float:
@@ -83,7 +84,7 @@ def test_it_predicts_what_noise_costs(model):
 def test_only_rows_that_are_stored_count(model):
     """No query reads a row of the windows from codes."""
     geometry = geometry_of(model)
-    exact = collect_fisher(model, geometry, [Scored(IDS, [10])], CACHE, 1)
+    exact = collect_fisher(model, geometry, [Text(IDS, [10])], CACHE, 1)
     assert all(not metric.any() for metric in exact.values())
     assert all(parameter.requires_grad for parameter in model.parameters())
 
