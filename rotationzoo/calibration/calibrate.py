@@ -53,8 +53,7 @@ _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed"
 
 
 def check_output(job: Job) -> None:
-    """Raise `RotationZooError` unless the output is writable and may be replaced. An artifact of
-    another recipe needs `--restart`, given now or when the run being resumed was started."""
+    """Raise `RotationZooError` unless the output is writable and may be replaced."""
     with disk_errors(job.output):
         recover(job.output)
         check_replaceable(job.output)
@@ -163,8 +162,7 @@ class CalibrationResult:
 def run_model(
     planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress, note: Note
 ) -> CalibrationResult:
-    """Load the model and calibrate it, or only read its geometry if the recipe needs no text.
-    `note` is told how long it takes."""
+    """Load the model and calibrate it, or only read its geometry without a text."""
     job = planned.job
     assert planned.config is not None
     with place_weights(job.device_map, job.max_memory, planned.pass_bytes) as placement:

@@ -67,8 +67,7 @@ class Checkpoint:
         self._due: float | None = None
 
     def read(self, zeros: Statistics) -> tuple[Statistics, int] | None:
-        """The saved sums and their number of batches, or None without a file. Raises
-        `RotationZooError` for sums of another job, or of other layers or shapes than `zeros`."""
+        """The saved sums and their number of batches, if any. Raises `RotationZooError`."""
         if files.size_of(self.path) is None:
             return None
         name = str(self.path)

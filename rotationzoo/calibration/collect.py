@@ -213,8 +213,7 @@ def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = No
 
 
 class MomentObserver:
-    """Sums second moments of queries, outputs, keys and values at the layer that owns the cache.
-    Keys and values count from position `skip` on."""
+    """Sums queries and outputs at all positions, and keys and values from position `skip` on."""
 
     kinds: tuple[str, ...] = ("query", *HEADS.sides, "output", *LATENTS.sides)
     """The statistics that it adds to, if a layer has them."""

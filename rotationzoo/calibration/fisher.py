@@ -162,8 +162,7 @@ def check_backward(
 def choose_texts(
     rows: Sequence[torch.Tensor], asked: Sequence[Text], recipe: Recipe, on_cpu: bool
 ) -> dict[str, list[Text]]:
-    """The texts for Fisher information: `text`, equal pieces of rows of token ids `[T]`, and the
-    `answers` that were asked for. None if the recipe needs none."""
+    """The `text` and the `answers` for Fisher information; none if the recipe needs none."""
     if not recipe.goes_back:
         return {}
     length = min(LONGEST_ON_CPU if on_cpu else LONGEST, max(map(len, rows)))

@@ -72,8 +72,7 @@ class Job(RunSettings):
         return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
 
     def earlier(self, key: str) -> str | None:
-        """The `batch` or `date` of an existing checkpoint or artifact, or None. A resumed run needs
-        the same values, but free memory and the day change."""
+        """The `batch` or `date` of an existing checkpoint or artifact, which this run must keep."""
         identities: list[Any] = [files.read_json(self.output / MANIFEST).get("identity")]
         # Errors of a damaged checkpoint are raised when it is read.
         with suppress(Exception), safe_open(self.checkpoint, "pt") as file:

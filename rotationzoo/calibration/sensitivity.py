@@ -75,8 +75,7 @@ def add_attention_metric(
     recipe: Recipe,
     progress: Progress,
 ) -> None:
-    """Add the metric of each side to the statistics: `C_Q` or `C_S`, scaled to the measured loss in
-    nats per token. Raises what `measure_losses` raises."""
+    """Add `C_Q` or `C_S` of each side, scaled to the measured loss in nats per token."""
     add_attention(statistics)
     rotations = spend_bits(fit(statistics, recipe, geometry), EvenBudget(BITS))
     losses = measure_losses(model, geometry, rotations, texts, progress)

@@ -79,8 +79,7 @@ class Call:
 Intercept = Callable[[Call], torch.Tensor]
 """Runs instead of a layer's attention and returns the output `[B, T, H_q, D_v]`."""
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`(layer, query, key, value, output)`: called after a layer's attention, with the tensors of its
-`Call`, and the output `[B, H_q, T, D_v]`."""
+"""`(layer, query, key, value, output)`: gets the tensors of a call, output `[B, H_q, T, D_v]`."""
 
 
 @contextmanager
@@ -181,8 +180,7 @@ def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]
 
 
 def check_transparent(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tensor:
-    """The logits `[B, T, vocabulary]` of `ids` `[B, T]`. Raises `UnsupportedModel` if capture
-    changes them, on a GPU by more than a second plain run does."""
+    """The logits `[B, T, vocabulary]`. Raises `UnsupportedModel` if capture changes them."""
 
     def logits() -> torch.Tensor:
         return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)

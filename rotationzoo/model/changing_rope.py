@@ -51,8 +51,7 @@ def generate(model: Any, *args: Any, **options: Any) -> Any:
 
 
 def check_factors(boundary: int, held: int, new: int, was_long: bool) -> bool:
-    """Whether LongRoPE's factors for more than `boundary` tokens apply to `new` tokens. Raises
-    `RotationZooError` if the `held` ones were read with the other factors."""
+    """Whether `new` tokens get the long factors. `RotationZooError` if `held` ones differ."""
     is_long = max(held + new, _tokens.get()) > boundary
     if held and is_long != was_long:
         problem = f"LongRoPE has other factors for more than {boundary:,} tokens, and the cache has"

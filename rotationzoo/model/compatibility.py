@@ -22,8 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for an artifact with other shapes, a group size that does not fit,
-    or damage."""
+    """Raise `RotationZooError` for damage, other shapes, or a group size that does not fit."""
     hint = f"make one with: rotationzoo calibrate {shlex.quote(model)}"
     for artifact in artifacts:
         made_for, cached = cached_rows(artifact.geometry), cached_rows(geometry)

@@ -36,8 +36,7 @@ CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
 
 
 def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
-    """The attention geometry of a model on `meta`, or None if its attention needs values. Raises
-    `UnsupportedModel`, or `ModelUnavailable` for a contradictory config."""
+    """The geometry of a model on `meta`; None if it needs values. Raises `UnsupportedModel`."""
     name, tower = type(model).__name__, decoder(model)
     # The default experts loop over tokens, which needs values; batched experts do not.
     if getattr(tower.config, "_experts_implementation", None) is not None:

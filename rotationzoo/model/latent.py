@@ -86,8 +86,7 @@ def cached_of(call: Call) -> Heads:
 
 
 def expand(call: Call, latents: torch.Tensor) -> Rows:
-    """The keys `[B, H, T, D_k]` and values `[B, H, T, D_v]` of latents `[B, 1, T, R]`. The parts
-    with RoPE are those of the call."""
+    """The keys `[B, H, T, D_k]` and values `[B, H, T, D_v]` of latents `[B, 1, T, R]` of a call."""
     # `forward`, because calling the module would run the hook that captures latents.
     up: Any = getattr(call.attend.module, _UP)
     key, value_dim = call.key, call.value.shape[-1]

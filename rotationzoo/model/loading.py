@@ -37,8 +37,7 @@ _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is 
 
 
 def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedConfig":
-    """The model's config with scaled RoPE. Raises `ModelUnavailable`, `UnsupportedModel` if it is
-    not a causal decoder, or `RotationZooError` if its RoPE cannot be scaled."""
+    """The config with scaled RoPE. Raises `RotationZooError` if it is not a causal decoder's."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = read_json(source.folder / "config.json").get("model_type")
@@ -84,8 +83,7 @@ def _model_class(config: "PretrainedConfig", name: str) -> Any:
 
 
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
-    """Build the model from its config on `meta`: shapes without weights. Raises
-    `ModelUnavailable`, also for more layers than any model has."""
+    """Build the model from its config on `meta`, without weights. Raises `ModelUnavailable`."""
     files.check_count(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), name)
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         model_class = _model_class(config, name)
@@ -191,8 +189,7 @@ def _gguf_options(paths: list[Path]) -> dict[str, Any]:
 
 
 def _find_unused(model: "PreTrainedModel", unexpected: set[str]) -> list[str]:
-    """The `unexpected` tensors of a checkpoint that belong to modules of the model, and not to
-    parts that it lacks, such as `mtp`."""
+    """The `unexpected` tensors in a checkpoint that belong to modules which the model has."""
     modules, text = dict(model.named_modules()), model.config.get_text_config(decoder=True)
     lists = tuple(f"{name}." for name, each in modules.items() if isinstance(each, ModuleList))
     predictors = range(getattr(text, "num_nextn_predict_layers", None) or 0)

@@ -41,8 +41,7 @@ class Placement:
 def place_weights(
     device_map: str | None, max_memory: str | None, reserved: int = 0
 ) -> Iterator[Placement | None]:
-    """Yield the placement of the weights, or None for a single device. Without `max_memory`,
-    `reserved` bytes stay free where the layers run. Raises `UsageError`."""
+    """Yield the placement of the weights, or None for a single device. Raises `UsageError`."""
     if device_map is None:
         yield None
         return
@@ -112,8 +111,7 @@ def sum_entries(path: Path, *names: str) -> int:
 
 
 def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | None:
-    """Parse `0=20GiB,cpu=60GiB` into bytes by device, for accelerate. Other devices get no weights.
-    Raises `UsageError`, also for an unknown device map."""
+    """Parse `0=20GiB,cpu=60GiB` into bytes by device. Raises `UsageError`."""
     if device_map not in (None, *_MAPS):
         try:
             torch.device(device_map)

@@ -57,8 +57,7 @@ class HiddenStates:
 
 
 def run_decoder(model: "PreTrainedModel", ids: torch.Tensor, cache: Any = None) -> HiddenStates:
-    """Run a model over token ids `[B, T]`, after those in a `cache`, and return its decoder's
-    output. If the model can omit other predictions, only the last is computed."""
+    """Run a model over ids `[B, T]`, after those in a `cache`, and return its decoder's output."""
     given = {} if cache is None else cache_argument(model, cache)
     ids = ids.to(input_device(model))
     # A slice: given a number, some decoders drop earlier positions (Gemma 4), and a tensor may be
@@ -85,8 +84,7 @@ def doubt_loss(loss: float, vocabulary: int) -> list[str]:
 
 
 def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callable[[], Any]) -> None:
-    """Raise `Unsound`, with the first bad layer, if numbers that a model has `found` are not finite
-    (but for logits of -inf). `compute` computes them again."""
+    """Raise `Unsound`, naming the first bad layer, for NaN or inf (but not for logits of -inf)."""
     if (found < math.inf).all():  # False for a NaN
         return
     with keeping_outputs(decoder_layers(model)) as outputs, intercept(model, Call.run):
@@ -102,8 +100,7 @@ def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callabl
 def continue_greedily(
     model: "PreTrainedModel", ids: torch.Tensor, cache: Any, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Continue ids `[B, T]` greedily, also past end tokens, with a cache or (None) the model's own.
-    Returns the tokens `[B, N]` and all logits `[B, N, V]`."""
+    """Continue ids `[B, T]` greedily. Returns tokens `[B, N]` and all logits `[B, N, V]`."""
     steps: list[torch.Tensor] = []
     for _ in range(tokens):
         given = cache_argument(model, cache)

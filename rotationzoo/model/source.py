@@ -61,8 +61,7 @@ class Source:
 
 
 def find(model: str, revision: str | None = None) -> Source:
-    """Locate a hub id, a folder, `demo`, or the path of a GGUF file. Fetches at most `config.json`.
-    Raises `ModelUnavailable`, also for a revision of a local model."""
+    """Locate a model, fetching at most `config.json`. Raises `ModelUnavailable`."""
     folder = DEMO if model == "demo" else Path(os.path.expanduser(model))
     if folder.is_dir() or folder.is_file():
         check_utf8(folder)
@@ -136,8 +135,7 @@ def _write_tokenizer(folder: Path, name: str) -> None:
 
 
 def _with_metadata(config: Any, reader: Any, name: str) -> Any:
-    """The config with a GGUF file's RoPE, heads, windows and vocabulary size. Raises
-    `UnsupportedModel` for a value that the config cannot hold."""
+    """The config with a GGUF file's RoPE, heads and windows. Raises `UnsupportedModel`."""
     kind, table = reader.value("general.architecture"), config.to_dict()
     rows = [int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"]
     table["vocab_size"] = rows[0] if rows else table["vocab_size"]
@@ -284,8 +282,7 @@ def weights_fingerprint(source: Source) -> str:
 
 
 def fetch_weights(source: Source, progress: Progress) -> None:
-    """Fetch a model's weights unless they are on this machine. Progress is in bytes if the weights
-    have an index. Raises `ModelUnavailable`."""
+    """Fetch a model's weights unless they are on this machine. Raises `ModelUnavailable`."""
     stage, total = "fetching the weights", files.indexed_bytes(source.folder)
     if source.revision is None or total is None or has_weights(source):
         progress(stage, 0, 0)
@@ -308,8 +305,7 @@ _FAILURES = RotationZooError, OSError, RuntimeError, ValueError
 
 
 def model_words(artifact: "Artifact") -> list[str]:
-    """The artifact's model in a command: its name and any revision. A local model that is not found
-    becomes `MODEL`, because an artifact stores no paths."""
+    """The model's name in commands, with any revision; `MODEL` if a local one is not found."""
     model = artifact.manifest.model
     if model.revision:
         return [model.id, "--revision", model.revision]

@@ -51,8 +51,7 @@ def load(recipe: str) -> Recipe:
 
 
 def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> Recipe:
-    """Build a recipe from parsed YAML or JSON, on top of the preset in `extends`. Raises
-    `RotationZooError` with the `origin`."""
+    """Build a recipe on top of the preset in `extends`. Raises `RotationZooError` with `origin`."""
     # YAML allows numbers as keys. As text, they get the usual error for unknown keys.
     content = {str(key): value for key, value in content.items()}
     base = str(content.pop("extends", extends))
@@ -75,8 +74,7 @@ def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> R
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:
-    """The recipe with these `data` settings; None changes nothing. Without an eigenbasis, `seed`
-    also becomes the recipe's seed. Raises `UsageError`."""
+    """The recipe with these `data` settings; None changes nothing. Raises `UsageError`."""
     # pydantic's `model_copy` would not validate.
     changes = {key: value for key, value in data.items() if value is not None}
     content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}

@@ -36,8 +36,7 @@ def changing_at(config: "PretrainedConfig") -> int | None:
 
 
 def scaling_of(config: "PretrainedConfig") -> str | None:
-    """The type and factor of a config's RoPE scaling, such as `yarn:4:32768`, or the type alone
-    (`longrope`). None for plain RoPE, and for models without RoPE."""
+    """The RoPE scaling of a config, such as `yarn:4:32768` or `longrope`; None for plain RoPE."""
     parameters = _parameters(config)
     kind = parameters.get("rope_type", "default")
     if kind in ("default", "axial", "proportional"):  # these do not change the length
@@ -49,8 +48,7 @@ def scaling_of(config: "PretrainedConfig") -> str | None:
 
 
 def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) -> None:
-    """Set this scaling in a config; None changes nothing. Raises `RotationZooError` for a model
-    without RoPE or with another scaling."""
+    """Set this scaling, if any, in a config. Raises `RotationZooError` if it cannot be scaled."""
     if scaling is None:
         return
     wanted = RopeScaling.parse(scaling)
@@ -89,8 +87,7 @@ def same_scaling(wanted: str | None, present: str | None) -> bool:
 
 
 def check_positions(config: "PretrainedConfig", tokens: int, what: str, shorter: str) -> None:
-    """Raise `RotationZooError` for rows (or `what` they are) of more tokens than the model has
-    positions. `shorter` is the hint, with `{}` for the positions."""
+    """Raise `RotationZooError` for too many tokens. `shorter` is the hint; `{}`: the positions."""
     positions = position_count(config)
     if positions is not None and tokens > positions:
         says = f"{what} of {tokens} tokens are longer than the {positions} positions of the model"

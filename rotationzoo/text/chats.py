@@ -31,8 +31,7 @@ Message = dict[str, Any]
 
 
 def read_message(given: Any) -> Message:
-    """Convert a message from OpenAI's or ShareGPT's form to OpenAI's, which templates read. Raises
-    `ValueError` for any other form."""
+    """Convert a message from ShareGPT's form to OpenAI's. Raises `ValueError` for other forms."""
     fields = given if isinstance(given, dict) else {}
     # In a table, each message has the keys of all messages.
     message = {key: value for key, value in fields.items() if value not in (None, [])}
@@ -52,8 +51,7 @@ def read_message(given: Any) -> Message:
 
 
 def read_functions(given: Any) -> list[dict[str, Any]]:
-    """Convert tools or tool calls to OpenAI's form, from a list of these or of functions alone, or
-    JSON. Raises `ValueError` for anything else."""
+    """Convert tools or tool calls, also in JSON, to OpenAI's form. Raises `ValueError`."""
     tools, read = from_json(given) or [], []
     for tool in map(from_json, tools if isinstance(tools, list) else [tools]):
         function = tool.get("function", tool) if isinstance(tool, dict) else {}
@@ -79,8 +77,7 @@ def _called(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """A chat in the forms that templates read: unchanged, with its texts joined, and also with
-    arguments as JSON."""
+    """A chat in the forms that templates read: as it is, with joined texts, with JSON arguments."""
     yield messages
     messages = copy.deepcopy(messages)
     for message in messages:

@@ -1,5 +1,4 @@
-"""Documents of calibration text: texts or chats from the bundled file, a local file or a data set
-on the hub."""
+"""Documents of calibration text: texts or chats from a file or a data set on the hub."""
 
 import json
 import random
@@ -74,8 +73,7 @@ class Tally:
 
 
 def read_documents(data: Data, tally: Tally) -> Iterator[Sample]:
-    """The documents of `data.source`, shuffled by the seed; bad rows go to the `tally`. Raises
-    `RotationZooError` for a source that is missing, empty or not readable."""
+    """The documents of a source, shuffled. Raises `RotationZooError` if it is not readable."""
     return _shuffled(_samples(data, tally), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
 
 
@@ -204,8 +202,7 @@ def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -
 
 
 def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[Sample]:
-    """The documents, shuffled by the seed within blocks of `budget` characters, because a data set
-    may be large."""
+    """The documents, shuffled by the seed within blocks of `budget` characters."""
     generator = random.Random(seed)
     block, size = list[Sample](), 0
     for document in documents:

@@ -22,8 +22,7 @@ from rotationzoo.words import counted
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The start tokens of every text: those of the tokenizer or, if it adds none, those that its
-    chat template writes at the start of a chat."""
+    """The start tokens of texts, from the tokenizer or, if it adds none, its chat template."""
     own, template = _own_start(tokenizer), tokenizer.chat_template
     if own or not template:
         return own
@@ -45,8 +44,7 @@ def _own_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int, ...]:
-    """The special tokens that start a chat, before its messages. `template` is a key of the cache,
-    because a tokenizer may be changed."""
+    """The special tokens before the first message of a chat. `template` is a key of the cache."""
     chat = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
     text, start = "", list[int]()
     with suppress(RotationZooError):
@@ -116,8 +114,7 @@ class Corpus:
 
 
 def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """The rows of `data`. Raises `RotationZooError` for a missing or empty source, a wrong column,
-    or too little text for one row."""
+    """The rows of `data`. Raises `RotationZooError` for a bad source or too little text."""
     template, tally = ChatTemplate(tokenizer, data.date), Tally()
     documents = _tokenized(data, template, tally)
     rows = list(_packed_rows(documents, data, start_tokens(tokenizer)))
@@ -178,8 +175,7 @@ _PARTS = {"image": "vision_config", "audio": "audio_config"}
 
 
 def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
-    """The ids of the tokens that stand for media. Raises `RotationZooError` if the model does not
-    read the data's media."""
+    """The ids of tokens that stand for media. Raises `RotationZooError` if the model has none."""
     ids: list[int] = []
     for kind, column in data.media.items():
         named = (getattr(config, f"{kind}_token_{ending}", None) for ending in ("id", "index"))
@@ -239,8 +235,7 @@ def _place(sample: Sample) -> _Messages:
 
 
 def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: Data) -> None:
-    """Raise `BadRow` unless each image or audio clip of a chat has one place. Some processors would
-    write tokens without features."""
+    """Raise `BadRow` unless each image or audio clip of a chat has one place."""
     parts = [part for message in messages for part in message["content"]]
     for kind in ("image", "audio", "video"):
         places, given = sum(part["type"] == kind for part in parts), len(sample.media.get(kind, []))
