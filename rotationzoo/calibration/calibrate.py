@@ -81,7 +81,7 @@ def calibrate(job: Job, progress: Progress = silent, note: Note = None) -> Artif
 
 def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Artifact:
     """Run the job under a lock, which `locks` holds until the end."""
-    started, versions = time.monotonic(), library_versions()
+    started = time.monotonic()
     progress("looking at the model", 0, 0)
     planned = plan(job)
     if planned.refusal is not None:
@@ -118,7 +118,7 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
         assert planned.geometry is not None
         rotations = fit(None, job.recipe, planned.geometry)
         result = CalibrationResult(job.recipe, planned.geometry, rotations)
-    content = manifest_content(planned, result, identity, versions, time.monotonic() - started)
+    content = manifest_content(planned, result, identity, time.monotonic() - started)
     averages = None if result.statistics is None else average(result.statistics)
     artifact = write_sound_artifact(job.output, result.rotations, averages, content, FETCH_AGAIN)
     # Last, so that a process killed before this line leaves the checkpoint too.
@@ -256,13 +256,9 @@ def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str
 
 
 def manifest_content(
-    planned: Plan,
-    result: CalibrationResult,
-    identity: Identity,
-    versions: dict[str, str],
-    seconds: float,
+    planned: Plan, result: CalibrationResult, identity: Identity, seconds: float
 ) -> dict[str, Any]:
-    """The manifest's content. `versions` are those at the start; the job took `seconds`."""
+    """The manifest's content, for a job that took `seconds`."""
     assert planned.config is not None
     job = planned.job
     return {
@@ -273,7 +269,7 @@ def manifest_content(
         "notes": [*planned.notes, *result.notes],
         "calibration": None if result.text is None else _describe_text(job, result.text),
         "identity": dict(identity),
-        "versions": versions,
+        "versions": library_versions(),
         "run": {
             "device": device_name(job.torch_device),
             "threads": torch.get_num_threads(),

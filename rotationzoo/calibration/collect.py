@@ -2,7 +2,7 @@
 outputs. The sums of finished batches are kept apart from those of the current one."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -45,7 +45,8 @@ def collect(
     Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` for NaN or inf.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
-    sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
+    # On the device of most layers: moving zeros from the CPU can take longer than a batch.
+    sums = RunningSums(partial(zero_statistics, geometry, recipe, input_device(model)), checkpoint)
     if checkpoint is not None and sums.done > passes * len(batches):
         raise damaged(checkpoint.path)
     # The sink stays exact in the cache, so its outliers should not shape the rotations.
@@ -126,16 +127,8 @@ class RunningSums:
     """The sums of `done` finished batches in `whole`, and of the current batch in `batch`. An error
     or Ctrl-C within a batch leaves no trace in `whole`, which can be saved."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        recipe: Recipe,
-        checkpoint: Checkpoint | None,
-        device: torch.device,
-    ):
-        # On the device of most layers: moving zeros from the CPU can take longer than a batch.
-        self.batch = zero_statistics(geometry, recipe, device)
-        self.whole, self.done = zero_statistics(geometry, recipe, device), 0
+    def __init__(self, zeros: Callable[[], Statistics], checkpoint: Checkpoint | None):
+        self.batch, self.whole, self.done = zeros(), zeros(), 0
         self._checkpoint, self._torn = checkpoint, False
         if checkpoint is not None and (saved := checkpoint.read(self.whole)) is not None:
             self.whole, self.done = saved
@@ -185,21 +178,6 @@ def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) ->
     return statistics
 
 
-def add_rows(
-    statistics: Statistics,
-    layer: Layer,
-    kind: str,
-    tensor: torch.Tensor,
-    weights: torch.Tensor | None = None,
-) -> None:
-    """Add `[B, H, T, D]`, weighted by `[B, H, T]`, to the sums of the cache's owner."""
-    moments = statistics[layer.owner]
-    # Sums stay on the device of the layer that owns them.
-    if layer.owner == layer.index:
-        moments[kind] = moments[kind].to(tensor.device)
-    _add(moments[kind], tensor, weights)
-
-
 def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = None) -> None:
     """Add `[B, H, T, D]`, weighted by `[B, H, T]`, to a moment of as many heads or fewer."""
     heads = len(moment.weight)
@@ -233,18 +211,27 @@ class MomentObserver:
             self.add_heads(layer, call, output.transpose(1, 2))
             return output
         for side, rows in cached_of(call).sides.items():
-            add_rows(self.statistics, layer, side, rows[:, :, self.skip :])
+            self.add_rows(layer, side, rows[:, :, self.skip :])
         self._add_costs(call.layer, read_errors(call, output, self.skip))
         return output
 
+    def add_rows(
+        self, layer: Layer, kind: str, rows: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> None:
+        """Add rows `[B, H, T, D]`, weighted by `[B, H, T]`, to the sums of the cache's owner."""
+        moments = self.statistics[layer.owner]
+        if layer.owner == layer.index:
+            moments[kind] = moments[kind].to(rows.device)
+        _add(moments[kind], rows, weights)
+
     def add_heads(self, layer: Layer, call: Call, output: torch.Tensor) -> None:
         """Add the rows of a call with the output `[B, H_q, T, D_v]`."""
-        add_rows(self.statistics, layer, "query", call.query)
-        add_rows(self.statistics, layer, "output", output)
+        self.add_rows(layer, "query", call.query)
+        self.add_rows(layer, "output", output)
         # Keys and values that a layer reads from another's cache count once, at their owner.
         if layer.owner == layer.index:
-            add_rows(self.statistics, layer, "key", call.key[:, :, self.skip :])
-            add_rows(self.statistics, layer, "value", call.value[:, :, self.skip :])
+            self.add_rows(layer, "key", call.key[:, :, self.skip :])
+            self.add_rows(layer, "value", call.value[:, :, self.skip :])
 
     def _add_costs(self, index: int, errors: ReadErrors) -> None:
         _, heads, _, dim = errors.queries.shape
@@ -266,9 +253,7 @@ class KeyEnergyObserver(MomentObserver):
 
     def __init__(self, geometry: Geometry, statistics: Statistics, skip: int, totals: Statistics):
         super().__init__(geometry, statistics, skip)
-        self.query_moments = {
-            layer: moments["query"].second_moment for layer, moments in totals.items()
-        }
+        self.query_moments = {at: kinds["query"].second_moment for at, kinds in totals.items()}
 
     def add_heads(self, layer: Layer, call: Call, output: torch.Tensor) -> None:
         """Add the values of a call, unless the layer reads another layer's cache."""
@@ -281,4 +266,4 @@ class KeyEnergyObserver(MomentObserver):
         for row in keys.unbind():  # one row of text at a time, in float64
             row = row.double()
             energies.append(((row @ query_moment) * row).sum(-1))
-        add_rows(self.statistics, layer, "key_energy", values, torch.stack(energies))
+        self.add_rows(layer, "key_energy", values, torch.stack(energies))

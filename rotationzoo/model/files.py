@@ -158,7 +158,6 @@ def tensor_ends(paths: Iterable[Path]) -> dict[str, bytes]:
     for name, stored in read_headers(paths).items():
         sample = b""
         with stored.file.open("rb") as file:
-            # A tensor of less than 256 bytes is read twice.
             for position in (stored.begin, max(stored.begin, stored.end - _END)):
                 file.seek(position)
                 sample += file.read(min(_END, stored.end - position))

@@ -178,7 +178,6 @@ def ignores_shift(
     drawn = _with_random_numbers(attend, generator)
     queries, keys, values = (_LOGITS * _rows(like, generator) for like in (query, key, value))
     shift = _LOGITS * _rows(key, generator)[:, :, :1]
-    # A causal mask, in boolean and in additive form.
     visible = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril()
     zeros = torch.zeros(visible.shape, dtype=torch.float64)
     hidden = zeros.masked_fill(~visible, torch.finfo(torch.float32).min)

@@ -223,10 +223,8 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
 
     found = any(any(source.folder.glob(each)) for each in _TOKENIZERS)
     absent = "" if found else ": its tokenizer.json is not there"
-    missing = ModelUnavailable(
-        f"{source.name} has no readable tokenizer{absent}",
-        hint=source.fetch_hint or "save the model's tokenizer into the same folder",
-    )
+    hint = source.fetch_hint or "save the model's tokenizer into the same folder"
+    missing = ModelUnavailable(f"{source.name} has no readable tokenizer{absent}", hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way

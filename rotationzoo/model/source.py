@@ -104,7 +104,6 @@ def _stand_in(file: Path, name: str) -> Path:
     for key in reader.fields:
         if key.endswith(("block_count", "_layers")) and isinstance(value := reader.value(key), int):
             check_count(value, name)
-    # The name is published.
     folder = Path(mkdtemp(prefix="rotationzoo-"), file.name)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     folder.mkdir()

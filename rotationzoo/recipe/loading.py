@@ -59,7 +59,6 @@ def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> R
         unknown = f"an unknown recipe {shortened(base)!r}{nearest(base, PRESETS)}"
         raise RotationZooError(f"{origin} extends {unknown}")
     preset = PRESETS[base].model_dump()
-    # This section is merged key by key.
     changes = content.get("data") or {}
     if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
         raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")

@@ -159,7 +159,6 @@ def _pieces(path: Path) -> Iterator[_Record]:
             text = "".join(lines)
             if "\0" in text:  # UTF-16 without a BOM
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "NUL")
-            # Only a very long line makes more than one piece.
             for start in range(0, len(text), 2 * _PIECE):
                 yield {"text": text[start : start + 2 * _PIECE]}
 
