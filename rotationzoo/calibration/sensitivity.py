@@ -11,9 +11,8 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,8 +50,7 @@ Stored = tuple[int, Intercept]
 """A layer, and an attention function that reads one side of its cache in stored form."""
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Token ids `[T]` whose predictions count at some positions. To measure losses, earlier tokens
     are an exact prefill, and the others read a cache with the positions `stored` in 2 bits."""
 
