@@ -36,14 +36,10 @@ def collect(
     progress: Progress = silent,
 ) -> Statistics:
     """Collect a recipe's second moments, for each cached layer and KV head, from token ids `[B, T]`
-    or rows with images or audio. The sums are saved to and resumed from the `checkpoint`.
-
-    Queries and outputs count at every position, for the layer that owns the cache; keys and values
-    from `sink` on if the recipe excludes the sink. `key_energy` takes a second pass, because its
-    weights depend on the queries of all rows.
-
-    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` for NaN or inf.
-    """
+    or rows with images or audio, and save and resume their sums. Queries and outputs count at every
+    position, for the layer that owns the cache; keys and values past the sink, if the recipe says
+    so. `key_energy` takes a second pass. Raises `UnsupportedModel` if the hooks miss a layer or a
+    token, and `Unsound` for NaN or inf."""
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     # On the device of most layers: moving zeros from the CPU can take longer than a batch.
     sums = RunningSums(partial(zero_statistics, geometry, recipe, input_device(model)), checkpoint)
@@ -245,9 +241,8 @@ class MomentObserver:
 
 
 class KeyEnergyObserver(MomentObserver):
-    """Sums second moments of values weighted by their key energy `k C_Q k^T`, which OSCAR's
-    published code uses in place of the attention that a value receives. C_Q is the second moment of
-    the queries of all rows, from `totals`."""
+    """Sums second moments of values weighted by `k C_Q k^T`, as OSCAR's published code does. C_Q is
+    the second moment of the queries of all rows, from `totals`."""
 
     kinds = ("key_energy",)
 

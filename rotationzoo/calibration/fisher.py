@@ -1,10 +1,8 @@
 """The Fisher information of stored rows: what an error of a key or a value costs, in nats.
 
 If tokens are drawn from the model's own predictions, and g is the gradient of their log probability
-at a stored row, an error e of that row makes predictions diverge by about `e E[g^T g] e / 2`
-(Amari 1998). Rows in the windows are read exact, as in a server. The metric weighs layers, KV heads
-and channels alone.
-"""
+at a stored row, an error e of that row makes predictions diverge by about `e E[g^T g] e / 2` (Amari
+1998). Rows in the windows are read exact, as in a server."""
 
 import copy
 import itertools

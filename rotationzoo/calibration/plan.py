@@ -114,9 +114,8 @@ class Plan:
 
 
 def plan(job: Job) -> Plan:
-    """Inspect the model on the `meta` device and check the job against it. If the model cannot be
-    calibrated, the plan's `refusal` says why. Raises `ModelUnavailable` if there is no such model,
-    and `RotationZooError` for a job that is not possible."""
+    """Inspect the model on `meta` and check the job against it. The plan has a `refusal` if the
+    model cannot be calibrated. Raises `RotationZooError` if the job is not possible."""
     memory_limits(job.device_map, job.max_memory)
     source = find(job.model, job.revision)
     try:
@@ -342,12 +341,8 @@ SIZED = 0  # the batch of a job that leaves the number of rows to `choose_batch`
 
 
 def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
-    """The rows of a pass for weights that are spread over devices: all rows if their activations
-    fit, else even parts, as few as fit, because each pass fetches the weights again.
-
-    A device holds up to its limit of all `weights`. Without limits, activations get what is left by
-    the weights, or half of what is free there.
-    """
+    """The rows of a pass: all rows if their activations fit, else even parts, as few as fit. Of all
+    `weights`, a device holds up to its limit or, without one, all but half of its free memory."""
     rooms = []
     for device in devices_of(on_cpu=needs.on_cpu):
         usable = int(USABLE * free_memory(device))

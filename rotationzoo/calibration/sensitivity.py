@@ -1,11 +1,8 @@
-"""The metric of errors for models that cannot run backward: errors of attention, scaled to the
-measured loss in nats.
+"""The metric of errors for models that cannot run backward: errors of attention (`C_Q` for keys,
+`C_S` for values), scaled to the measured loss in nats.
 
-An error of a key costs its squared product with queries, and an error of a value its squared
-product with attention outputs (`C_Q` and `C_S`). The scale is measured with one side of one layer
-stored and all others exact. These losses nearly add up: on a trained model of eight layers, their
-sum was 0.87 of the joint loss.
-"""
+The loss is measured with one side of one layer stored and all others exact. These losses nearly add
+up: on a trained model of eight layers, their sum was 0.87 of the joint loss."""
 
 import copy
 import math
@@ -110,9 +107,8 @@ def measure_losses(
     texts: Sequence[Text],
     progress: Progress,
 ) -> dict[Place, float]:
-    """The mean `KL(exact || stored)`, in nats per token, of predictions at the compared positions,
-    with one side of one layer stored by transform coding, minus the noise of the arithmetic. Raises
-    `RotationZooError` for predictions that are not finite."""
+    """The mean `KL(exact || stored)` in nats per compared prediction, with one side of one layer
+    stored by transform coding, minus the noise. Raises `RotationZooError` if it is not finite."""
     layers = prediction.decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
         layers = []  # a layer that reads another one's cache needs that one to run
@@ -146,9 +142,8 @@ def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
 def write_texts(
     rows: Sequence[torch.Tensor], recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Text]:
-    """Prompts of `ASKED`, hidden in the rows of token ids `[T]` and as long as the longest, whose
-    answers are compared. Without a tokenizer, or if rows are too short, the last tokens of the
-    longest rows are compared. Windows are the recipe's, or a quarter of a shorter row."""
+    """Prompts of `ASKED`, in the rows of token ids `[T]`, whose answers are compared. Without a
+    tokenizer, or if rows are too short, the last tokens of the longest rows are compared."""
     longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)]
     length, filler = len(longest[0]), torch.cat([*rows]).tolist()
     sink, recent = windows_of(recipe, length)

@@ -194,9 +194,8 @@ def write_sound_artifact(
     content: dict[str, Any],
     hint: str,
 ) -> Artifact:
-    """Write an artifact with its card, replacing any in its folder, if it would pass `verify`.
-    Otherwise raises `Unsound` with the first problem and `hint`. `content` is the manifest's,
-    without the keys that are added when it is written."""
+    """Write an artifact, replacing any in its folder, if it would pass `verify`; else raise
+    `Unsound` with the first problem and `hint`. `content` is the manifest's."""
     if problems := check(rotations, statistics, content).problems:
         raise Unsound(f"not written, since it would not pass verify: {problems[0]}", hint=hint)
     return write_artifact(folder, rotations, statistics, content)

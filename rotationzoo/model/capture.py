@@ -1,9 +1,7 @@
 """The attention hook, which reads post-RoPE queries, keys, values and outputs of every layer.
 
-transformers looks up one function by name and calls it after RoPE, norms and the cache update.
-`intercept` swaps the entry under the model's own name: a new name would lose its mask function, and
-sparse masks that some models apply only under known names.
-"""
+`intercept` swaps transformers' attention function under the model's own name: a new name would lose
+its mask function, and sparse masks that some models apply only under known names."""
 
 import inspect
 import sys

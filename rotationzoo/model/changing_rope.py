@@ -27,9 +27,8 @@ def changing_ropes(tower: torch.nn.Module) -> list[Any]:
 
 @contextmanager
 def reading_whole(model: Any, tokens: int = 0) -> Iterator[None]:
-    """Inside the block, calls have the RoPE factors of the longest of: `tokens` tokens, the maximum
-    length of `generate`, and their own. Phi drops the cache of `generate` when factors change; here
-    `generate` keeps it, or raises `RotationZooError`."""
+    """Inside the block, calls have the RoPE factors of `tokens` tokens, or of `generate`'s maximum
+    or their own if longer. Raises `RotationZooError` if `generate` drops its cache, as Phi does."""
     with ExitStack() as patches:
         for rope in (ropes := changing_ropes(decoder(model))):
             rope.max_seq_len_cached = 0  # dynamic NTK would keep the factors of a longer request

@@ -57,9 +57,8 @@ def check_count(layers: int, name: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a model's weights are fingerprinted and loaded from: one safetensors file, the
-    shards in the index (none unless all are present), or a GGUF file. Raises `ModelUnavailable` for
-    an index of files outside the folder, or if other files would be loaded."""
+    """The files of a model's weights: one safetensors file, the shards in the index (none unless
+    all are present), or a GGUF file. Raises `ModelUnavailable` if other files would be loaded."""
     for other in chain.from_iterable(map(folder.glob, _OTHER_WEIGHTS)):
         problem = f"{folder} also holds {other.name}, and transformers would load that"
         hint = "remove it, or merge it by peft's merge_and_unload and save the model elsewhere"

@@ -1,8 +1,5 @@
 """Reads a model's attention geometry: the layers that store keys and values, their heads and sizes.
-
-There is no list of models. A model runs on a few tokens, usually on `meta`, and attention's inputs
-are compared with the cache.
-"""
+A model runs on a few tokens, and attention's inputs are compared with the cache."""
 
 import copy
 import logging
@@ -171,9 +168,8 @@ _TOKENS = 16
 def ignores_shift(
     attend: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> bool:
-    """Whether this attention gives the same output when all keys shift together. It is tried on the
-    CPU with random queries `[B, H_q, T, D]`, keys and values `[B, H, T, D]` and weights. If it
-    cannot be tried, the answer is no."""
+    """Whether this attention gives the same output when all keys shift together, tried on the CPU
+    with random inputs and weights. If it cannot be tried, the answer is no."""
     generator = torch.Generator().manual_seed(0)
     drawn = _with_random_numbers(attend, generator)
     queries, keys, values = (_LOGITS * _rows(like, generator) for like in (query, key, value))

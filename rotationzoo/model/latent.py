@@ -1,9 +1,7 @@
 """Attention over latents (MLA): the rows that a layer caches, and what errors of latents cost.
 
-For each token, a layer caches a latent `c`, which all heads share, and a key `k` with RoPE. Each
-head has keys `[c W_K^T, k]` and values `c W_V^T`, which a projection `kv_b_proj` makes before
-attention is called.
-"""
+A layer caches a latent `c` and a key `k` with RoPE, which all heads share. A projection `kv_b_proj`
+makes each head's keys `[c W_K^T, k]` and values `c W_V^T` before attention is called."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -150,11 +148,8 @@ class ReadErrors:
 @torch.no_grad()
 def read_errors(call: Call, output: torch.Tensor, skip: int) -> ReadErrors:
     """What errors of latents cost by a call and its output `[B, T, H, D_v]`, if the first `skip`
-    tokens are exact.
-
-    The sum over tokens of `p^2 f_s` is the mean square of `sum of p z_s f_s` for random signs z, so
-    the model's own attention function estimates it, without a T x T matrix.
-    """
+    tokens are exact. The sum over tokens of `p^2 f_s` is the mean square of `sum of p z_s f_s` for
+    random signs z, so the model's own attention estimates it, without a T x T matrix."""
     query, key, value, attend = call.query, call.key, call.value, call.attend
     key_weight, value_weight, gram = _weights_of(call)
     wide = key_weight.dtype

@@ -115,9 +115,8 @@ def load(
     placement: Placement | None = None,
     predicts: bool = True,
 ) -> "PreTrainedModel":
-    """Load the model with its weights in eval mode. Quantized weights ignore `dtype`, but for those
-    of a GGUF file. Unless it `predicts`, the language-model head may be missing. Raises
-    `ModelUnavailable`."""
+    """Load the model in eval mode. Quantized weights ignore `dtype`, but for a GGUF file's. Unless
+    it `predicts`, the head may be missing. Raises `ModelUnavailable`."""
     paths, cannot = files.weight_files(source.folder), f"{source.name} could not be loaded"
     config = copy.deepcopy(config)  # the caller's stays as it is
     is_single = bool(paths) and paths[0].name == files.SINGLE

@@ -47,9 +47,9 @@ def dequantize(config: "PretrainedConfig") -> None:
 
 
 def check_codes(tensors: Mapping[str, Stored], config: "PretrainedConfig", name: str) -> None:
-    """Raise `UnsupportedModel` if transformers would load codes as weights, without their scale, or
-    would scale FP8 wrong: it computes the size of blocks from the number of scales, as if none were
-    cut short (`Fp8Dequantize` in 5.17 and 5.23). `tensors` are the headers of the files."""
+    """Raise `UnsupportedModel` if transformers would load codes without their scale, or FP8 in
+    blocks that are cut short, which it scales wrong (5.17 and 5.23). `tensors` are the files'
+    headers."""
     table = quantization_of(config) or {}
     method, blocks = str(table.get("quant_method", "")), table.get("weight_block_size")
     for key, stored in tensors.items():

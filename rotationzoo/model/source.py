@@ -92,8 +92,7 @@ def find(model: str, revision: str | None = None) -> Source:
 @cache
 def _stand_in(file: Path, name: str) -> Path:
     """A temporary folder with the config of a GGUF file and a link to it. Raises `RotationZooError`
-    for another file or without the gguf package, `ModelUnavailable` if transformers cannot read it,
-    and `UnsupportedModel` if it would drop RoPE settings."""
+    if transformers cannot read it, or would drop RoPE settings."""
     import torch
     from transformers import AutoConfig
 
@@ -272,9 +271,8 @@ def license_of(source: Source) -> str | None:
 
 
 def weights_fingerprint(source: Source) -> str:
-    """sha256 over every tensor's name, dtype, shape and both ends, in order of names; empty without
-    weights. It does not depend on the sharding, and takes seconds for a model of any size. Training
-    changes an end of nearly every tensor, so a fine-tuned model has another fingerprint."""
+    """sha256 over every tensor's name, dtype, shape and both ends, for any sharding; empty without
+    weights. A fine-tuned model has another fingerprint, since training changes most ends."""
     tensors = files.tensor_ends(files.weight_files(source.folder))
     ends = b"".join(tensors[name] for name in sorted(tensors))
     return digest(ends) if ends else ""

@@ -149,9 +149,9 @@ class Recipe(Section):
     transform: Annotated[bool, _LATER] = False
     """Also store a transform coding: uncorrelated channels of 0 to 8 bits, by the cost of error."""
     metric: Annotated[Literal["fisher", "attention"], _UNLESS_FISHER] = "fisher"
-    """The cost of errors for `transform`. `fisher`: the Fisher information of stored rows, which
-    needs a backward pass. `attention`: `C_Q` for keys and `C_S` for values, times the measured loss
-    of each side of each layer."""
+    """With `transform`, the cost of errors. `fisher`: by gradients, in a backward pass.
+    `attention`: `C_Q` for keys and `C_S` for values, times the measured loss of each side of each
+    layer."""
     draws: Annotated[Count | None, _LATER] = None
     """With `fisher`, how often gradients are drawn for each text. None: 2."""
     bits: float | None = None
@@ -246,9 +246,8 @@ class Recipe(Section):
         return max(ratios[part] for part in read_as(side))
 
     def target_kinds(self, side: str) -> tuple[str, ...]:
-        """The statistics whose sum a side's eigenbasis diagonalizes. For a latent: `query` and
-        `output` (the costs of errors in scores and outputs), or its own second moment. Empty for an
-        impossible pair of statistics."""
+        """The statistics whose sum a side's eigenbasis diagonalizes. For a latent: the costs
+        `query` and `output`, or its own second moment. Empty for an impossible pair."""
         stated, parts = {"key": self.key_statistic, "value": self.value_statistic}, read_as(side)
         kinds = tuple(stated[part] for part in parts)
         if kinds == parts:

@@ -102,9 +102,8 @@ class ChatTemplate:
         self._connection: Connection | None = None
 
     def render(self, messages: list[Message], **options: Any) -> str:
-        """The text of a chat, from the first form that the template accepts without printing a
-        Python dict or list. `options` are for `apply_chat_template`. Raises `ValueError` if the
-        template refuses the chat, and `RotationZooError` if it exceeds a limit."""
+        """The text of a chat, in the first form that the template takes without printing a Python
+        dict. Raises `ValueError` if it refuses all, and `RotationZooError` beyond a limit."""
         functions = [tool["function"] for tool in options.get("tools") or ()] + _called(messages)
         tables = [message["content"] for message in messages]
         tables += [function.get("arguments") for function in functions]

@@ -63,9 +63,9 @@ def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
 
 
 def tokenize(sample: Sample, template: ChatTemplate, data: Data) -> list[int]:
-    """The ids of one document, without start tokens, which are added to rows. A text ends with the
-    end token, as in training; a chat template ends its own turns. Raises `RotationZooError` for a
-    chat without a template, and `BadRow` if the template or the tokenizer refuses it."""
+    """The ids of one document, without start tokens. A text ends with the end token, as in
+    training. Raises `RotationZooError` for a chat without a template, and `BadRow` if it is
+    refused."""
     tokenizer, end = template.tokenizer, []
     if isinstance(sample.document, str):
         text = sample.document
@@ -188,9 +188,8 @@ def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
 
 
 def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> Corpus:
-    """The rows of `data` for the model of this processor and config. Rows are cut to `data.length`,
-    and documents with media after that are left out. Raises `RotationZooError` as `read_corpus`
-    does, and for media that cannot be read."""
+    """The rows of `data` for the model of this processor, cut to `data.length`; documents with
+    media after that are left out. Raises `RotationZooError`, also for media that cannot be read."""
     template, tally = ChatTemplate(processor, data.date), Tally()
     tokens = torch.tensor(media_tokens(config, data, "the model"))
     marks = processor.tokenizer.convert_ids_to_tokens(tokens.tolist())

@@ -82,9 +82,8 @@ def test_errors_cost_what_they_change_of_attention(made):
 def test_costs_predict_the_losses_that_were_measured(model, made, monkeypatch):
     losses = {}
     measure = sensitivity.measure_losses
-    monkeypatch.setattr(
-        sensitivity, "measure_losses", lambda *given: losses.update(measure(*given)) or losses
-    )
+    note = lambda *given: losses.update(measure(*given)) or losses  # noqa: E731
+    monkeypatch.setattr(sensitivity, "measure_losses", note)
     recipe = RECIPE.model_copy(update={"sink": 4, "recent": 4})
     statistics = collect(model, made.geometry, [row[None] for row in ROWS], recipe)
     sensitivity.add_attention_metric(statistics, model, made.geometry, FEW_TEXTS, recipe, silent)
@@ -97,17 +96,14 @@ def test_costs_predict_the_losses_that_were_measured(model, made, monkeypatch):
 
 
 def measured(model, made, texts):
-    return [
-        *sensitivity.measure_losses(model, made.geometry, made.rotations, texts, silent).values()
-    ]
+    given = model, made.geometry, made.rotations, texts, silent
+    return [*sensitivity.measure_losses(*given).values()]
 
 
 def test_noise_is_subtracted_and_texts_are_clamped_before_their_mean(model, made, monkeypatch):
     """What texts lose at each place, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
-    losses = iter([5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
-    monkeypatch.setattr(
-        sensitivity.prediction, "divergence_of", lambda *_: torch.tensor(next(losses))
-    )
+    losses = map(torch.tensor, [5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
+    monkeypatch.setattr(sensitivity.prediction, "divergence_of", lambda *_: next(losses))
     assert measured(model, made, FEW_TEXTS) == [2, 0.5, 2, 0]
 
 
@@ -186,9 +182,8 @@ def losses_of_whole_rows(model):
     for owner, side, _ in rotations.each():
         readers, parts = {layer.index for layer in geometry if layer.owner == owner}, []
         for text in FEW_TEXTS:
-            cache = CacheLayout(
-                SEGMENTS, 4, 4, prefill_chunk=text.positions[0], prefill_layout="window"
-            )
+            chunk = {"prefill_chunk": text.positions[0], "prefill_layout": "window"}
+            cache = CacheLayout(SEGMENTS, 4, 4, **chunk)
             exact = model(input_ids=text.ids[None], use_cache=False).logits
             one = OneSide(rotations, rounding="transform", side=side)
             with Simulation(one, cache, geometry, readers).running(model):

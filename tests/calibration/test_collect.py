@@ -51,10 +51,8 @@ def test_layers_that_share_a_cache_count_for_its_owner():
     statistics = collect(model, geometry, BATCHES, Recipe(sink=4))
     assert set(statistics) == {0, 1}
     tokens = sum(batch.numel() for batch in BATCHES)
-    for kinds in statistics.values():
-        assert (
-            kinds["query"].weight.tolist() == [2 * 2 * tokens] * 2
-        )  # two layers, two query heads a KV head
+    for kinds in statistics.values():  # two layers, two query heads per KV head
+        assert kinds["query"].weight.tolist() == [2 * 2 * tokens] * 2
         assert kinds["key"].weight.tolist() == [tokens * 28 / 32] * 2
 
 
@@ -83,8 +81,7 @@ def test_rows_within_the_sink_are_refused():
         collect(model, geometry_of(model), BATCHES, Recipe(sink=32))
 
 
-# ---- the published recipe, from its formulas: V1 files are pooled over KV heads, with value
-# weights from key energy
+# ---- the published recipe: V1 files are pooled over KV heads, with value weights from key energy
 
 
 def published(queries, keys, values):
@@ -109,10 +106,8 @@ def test_oscar_v1_reproduces_the_published_formulas(kv_heads):
     statistics = collect(model, geometry, BATCHES, recipe)
     rotations = fit(statistics, recipe, geometry)
     for layer, calls in attention_calls(model, BATCHES).items():
-        queries, keys, values, _ = (
-            torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in batches])
-            for batches in zip(*calls, strict=True)
-        )
+        rows = [torch.cat(parts, dim=0) for parts in zip(*calls, strict=True)]
+        queries, keys, values, _ = (each.transpose(1, 2).flatten(0, 1) for each in rows)
         expected = published(queries, keys, values)
         for side, sigma in zip(("key", "value"), expected, strict=True):
             found = target_moment(statistics[layer], recipe, side)[0]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.cases import quick_first
-from support.models import add_tokenizer, load_saved, save_family, save_tiny
+from support.jobs import job
+from support.models import load_saved, save_family, save_tiny
 
 from rotationzoo.calibration import calibrate as calibration
 from rotationzoo.calibration import fisher
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.fisher import check_backward, collect_fisher, mix
-from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.sensitivity import Text
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel
@@ -101,19 +101,12 @@ def test_rows_that_are_too_long_for_a_device_are_named(tmp_path, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    folder, recipe = save_tiny(tmp_path / "tiny"), PRESETS["transform"]
+    recipe = override(PRESETS["transform"], tokens=512, length=128)
     monkeypatch.setattr(fisher, "_add_draws", fail)
     monkeypatch.setattr(calibration, "check_backward", print)
-    job = Job(
-        add_tokenizer(folder),
-        override(recipe, tokens=512, length=128),
-        tmp_path / "made",
-        device="cpu",
-    )
-    with pytest.raises(
-        RotationZooError, match="the activations of 128 tokens do not fit"
-    ) as raised:
-        calibrate(job)
+    says = "the activations of 128 tokens do not fit"
+    with pytest.raises(RotationZooError, match=says) as raised:
+        calibrate(job(save_tiny(tmp_path / "tiny"), tmp_path, recipe))
     assert raised.value.hint == "add: --length 64, or --recipe attention"
 
 

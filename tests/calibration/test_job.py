@@ -2,6 +2,7 @@
 it goes on where it was stopped."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -18,10 +19,10 @@ from support.tensors import stored_rotations, stored_statistics
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
+from rotationzoo.progress import silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.text import chats
@@ -32,9 +33,8 @@ def test_the_files_keep_their_contract(calibrated):
     assert {p.name for p in calibrated.folder.iterdir()} == {
         "rotations.safetensors", "statistics.safetensors", "manifest.json", "README.md"
     }  # fmt: skip
-    assert {p.name for p in calibrated.folder.parent.iterdir()} == {"out"}, (
-        "no checkpoint or temporary folder is left"
-    )
+    left = [path.name for path in calibrated.folder.parent.iterdir()]
+    assert left == ["out"], "no checkpoint or temporary folder"
     rotations, statistics = stored_rotations(calibrated), stored_statistics(calibrated)
     manifest = calibrated.content
     assert manifest["schema"] == 1
@@ -71,35 +71,27 @@ def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("base", ["oscar", "hadamard"])
 def test_a_recipe_that_centers_keeps_the_mean(base, side, tiny, tmp_path):
-    recipe = PRESETS[base].model_copy(
-        update={f"center_{side}s": True, "data": Data(tokens=512, length=256)}
-    )
-    artifact = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
+    data = Data(tokens=512, length=256)
+    recipe = PRESETS[base].model_copy(update={f"center_{side}s": True, "data": data})
+    artifact = calibrate(job(tiny, tmp_path, recipe))
     assert verify(artifact).ok, verify(artifact).problems
     rotations, statistics = stored_rotations(artifact), stored_statistics(artifact)
-    for layer in (0, 1):
-        assert torch.equal(
-            rotations[f"layers.{layer}.{side}.mean"],
-            statistics[f"layers.{layer}.{side}.mean"].float(),
-        )
+    for name in (f"layers.{layer}.{side}.mean" for layer in (0, 1)):
+        assert torch.equal(rotations[name], statistics[name].float())
     assert f"({side[0]} - mean) R_{side[0].upper()}" in (artifact.folder / "README.md").read_text()
     rotations[f"layers.1.{side}.mean"] += 1
-    changed = write_artifact(
-        artifact.folder,
-        rotations_from(rotations),
-        statistics_from(statistics),
-        dict(artifact.content),
-    )
+    tensors = rotations_from(rotations), statistics_from(statistics)
+    changed = write_artifact(artifact.folder, *tensors, dict(artifact.content))
     assert verify(changed).problems == [f"{side} mean not that of the statistics: layer 1"]
 
 
 def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):
     recipe = QUICK.model_copy(update={"composition": "given"})
     with pytest.raises(RotationZooError, match="stands for imported matrices"):
-        calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
+        calibrate(job(tiny, tmp_path, recipe))
 
 
-# ---- stopping a job and going on with it: what makes two jobs the same, and what is kept
+# ---- stopping and resuming a job: what makes two jobs the same, and what is kept
 
 
 @pytest.mark.parametrize(
@@ -119,9 +111,8 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path
     first = next(done for stage, done in steps if stage == "calibrating")
     assert first == stop * batch * SMALL.length, "the checkpoint was not used"
     assert rotation_bytes(resumed) == rotation_bytes(whole)
-    assert (resumed.folder / "statistics.safetensors").read_bytes() == (
-        whole.folder / "statistics.safetensors"
-    ).read_bytes()
+    sums = [(made.folder / "statistics.safetensors").read_bytes() for made in (resumed, whole)]
+    assert sums[0] == sums[1]
     assert [p.name for p in stopped.output.parent.iterdir()] == ["out"]
 
 
@@ -160,10 +151,7 @@ def test_an_interrupted_restart_goes_on(tiny, tmp_path):
         calibrate(job(tiny, tmp_path, other, batch=2, restart=True), interrupt_after(2))
     assert verify(first).ok
     progress = []
-    resumed = calibrate(
-        job(tiny, tmp_path, other, batch=2),
-        lambda stage, done, total: progress.append((stage, done, total)),
-    )
+    resumed = calibrate(job(tiny, tmp_path, other, batch=2), lambda *step: progress.append(step))
     counted = [(done, total) for stage, done, total in progress if stage == "calibrating"]
     tokens = 2 * SMALL.tokens
     assert counted[0][0] > 0, "the first batch was not read again"
@@ -182,12 +170,6 @@ def test_the_config_is_part_of_the_job(copied_tiny, tmp_path):
     assert "another model or config" in verify(first, str(copied_tiny)).problems[0]
 
 
-def stopped_after_one_batch(job: Job) -> Job:
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(job, interrupt_after(1))
-    return job
-
-
 @pytest.mark.parametrize("finished", quick_first([True, False]), ids=["artifact", "checkpoint"])
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -200,8 +182,8 @@ def stopped_after_one_batch(job: Job) -> Job:
 )
 def test_another_job_is_told_by_what_differs(change, named, finished, tiny, tmp_path):
     options = {"dtype": "float32", "batch": 2}
-    first = job(tiny, tmp_path, **options)
-    calibrate(first) if finished else stopped_after_one_batch(first)
+    with nullcontext() if finished else pytest.raises(KeyboardInterrupt):
+        calibrate(job(tiny, tmp_path, **options), silent if finished else interrupt_after(1))
     what = "holds the work of another job" if finished else "is of another job"
     with pytest.raises(RotationZooError, match=f"{what}: {named} differ"):
         calibrate(job(tiny, tmp_path, **{**options, **change}))

@@ -28,9 +28,8 @@ def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
         tmp_path / "model", hidden_size=256, intermediate_size=512, num_attention_heads=8,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, num_hidden_layers=1,
     )  # fmt: skip
-    (command.folder / "mine.yaml").write_text(
-        "sink: 16\nrecent: 64\ndata: {tokens: 8192, length: 2048}\n"
-    )
+    recipe = "sink: 16\nrecent: 64\ndata: {tokens: 8192, length: 2048}\n"
+    (command.folder / "mine.yaml").write_text(recipe)
     words = ["calibrate", model, "--recipe", "mine.yaml", "--device", "cpu", "--json"]
     planned = json.loads(command(*words, "--dry-run").stdout)["peak_memory_bytes"]
     made = command(*words, alone=True)
@@ -49,18 +48,16 @@ def test_where_the_system_does_not_tell_the_peak_it_is_asked_otherwise(monkeypat
 
 
 def test_a_dry_run_names_the_memory_that_is_there(inside, monkeypatch):
-    shown = json.loads(inside("calibrate", "demo", "--dry-run", "--json", "--device", "cpu").stdout)
+    words = "calibrate", "demo", "--dry-run", "--device", "cpu"
+    shown = json.loads(inside(*words, "--json").stdout)
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < shown["memory_bytes"] <= installed
-    said = inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
+    said = inside(*words).stdout
     assert "GB here\n" in said
     assert "not enough" not in said
     group = control_groups(inside.folder, monkeypatch)
     write_limit(group, "1000000", "0")
-    assert (
-        "of the 1.0 MB here, which is not enough"
-        in inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
-    )
+    assert "of the 1.0 MB here, which is not enough" in inside(*words).stdout
     write_limit(group, "max", "0")
     assert memory.total_memory(on_cpu=True, spread=False) == installed
 
@@ -73,11 +70,8 @@ def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes[device])
     main = memory.total_memory(on_cpu=True, spread=False)
     assert memory.total_memory(on_cpu=False, spread=False) == 20
-    assert (
-        memory.total_memory(on_cpu=False, spread=True)
-        == memory.total_memory(on_cpu=True, spread=True)
-        == main + 30
-    )
+    spread = [memory.total_memory(on_cpu=on_cpu, spread=True) for on_cpu in (False, True)]
+    assert spread == [main + 30] * 2
 
 
 # ---- the rows of a pass where weights are spread over devices
@@ -89,25 +83,19 @@ GB = 10**9
 @pytest.fixture
 def needs():
     """Rows of 2,048 tokens of a model with the widths of Qwen3-8B."""
-    model = architectures.config(
-        "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36
-    )
+    widths = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
     recipe = Recipe(data=Data(tokens=16 * 2048, length=2048))
-    return Footprint(recipe, [], model, item=2, on_cpu=True)
-
-
-def machine(monkeypatch, free: int) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    return Footprint(recipe, [], architectures.config("qwen3", **widths), item=2, on_cpu=True)
 
 
 def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatch):
-    limits = {"cpu": 4 * GB}
     expected = {16: 16, 15: 8, 8: 8, 7: 6, 5: 4, 1: 1}
     for fitting, batch in expected.items():
-        machine(monkeypatch, int((4 * GB + needs.pass_bytes(fitting)) / USABLE) + 2)
-        assert choose_batch(needs, 100 * GB, limits) == batch
-    machine(monkeypatch, 0)
-    assert choose_batch(needs, 100 * GB, limits) == 1, "and the pass says that it does not fit"
+        room = int((4 * GB + needs.pass_bytes(fitting)) / USABLE) + 2
+        monkeypatch.setattr(memory, "free_memory", lambda device, room=room: room)
+        assert choose_batch(needs, 100 * GB, {"cpu": 4 * GB}) == batch
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    assert choose_batch(needs, 100 * GB, {"cpu": 4 * GB}) == 1, "the pass says that it does not fit"
 
 
 def test_reserved_memory_gets_no_weights(monkeypatch):
@@ -167,24 +155,24 @@ def test_amounts_are_read_as_accelerate_reads_them():
     assert memory_limits("auto", "0=4GiB,cpu=1.5GB,") == {0: 4 << 30, "cpu": 1_500_000_000}
 
 
-def test_devices_that_are_unknown_or_named_twice_or_not_here_are_refused():
-    with pytest.raises(UsageError, match="unknown device 'gpu'"):
-        memory_limits("auto", "gpu=4GiB")
-    with pytest.raises(UsageError, match="names cpu twice"):
-        memory_limits("auto", "cpu=4GiB,cpu=1GB")
-    with (
-        pytest.raises(UsageError, match="names GPU 99, and this machine has"),
-        place_weights("auto", "99=4GiB,cpu=1GB"),
-    ):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("gpu=4GiB", "unknown device 'gpu'"),
+        ("cpu=4GiB,cpu=1GB", "names cpu twice"),
+        ("99=4GiB,cpu=1GB", "names GPU 99, and this machine has"),
+    ],
+)
+def test_wrong_devices_are_refused(given, says):
+    with pytest.raises(UsageError, match=says), place_weights("auto", given):
         pass
 
 
 def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
     """What is free changes from run to run, and a checkpoint counts batches."""
     model = save_tiny(tmp_path / "model", num_hidden_layers=4)
-    spread = job(
-        model, tmp_path, batch=SIZED, dtype="float32", device_map="auto", max_memory="cpu=150KB"
-    )
+    where = {"device_map": "auto", "max_memory": "cpu=150KB"}
+    spread = job(model, tmp_path, batch=SIZED, dtype="float32", **where)
     expected = calibrate(replace(spread, output=tmp_path / "expected", batch=3))
     monkeypatch.setattr(Footprint, "pass_bytes", lambda needs, batch: batch * 100)
     room = [int((150_000 + 300) / USABLE) + 2]

@@ -108,10 +108,7 @@ def drop_one(file: Path) -> None:
     [
         (drop_one, "model.layers.1.self_attn.q_proj.weight is missing"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1000]), "it was cut off"),
-        (
-            lambda file: file.write_text("version https://git-lfs.github.com"),
-            "not a safetensors file",
-        ),
+        (lambda file: file.write_text("version https://git-lfs"), "not a safetensors file"),
         (lambda file: file.write_bytes(b""), "not a safetensors file"),
         (Path.unlink, "no complete safetensors weights"),
     ],
@@ -177,19 +174,15 @@ def plain(request, tmp_path_factory) -> SimpleNamespace:
 )
 def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, monkeypatch):
     """Not of kernels on the hub, for the model nor for its text part."""
-    for place in (
-        "modeling_utils.lazy_import_flash_attention",
-        "integrations.hub_kernels.load_and_register_attn_kernel",
-    ):
-        monkeypatch.setattr(f"transformers.{place}", lambda *_, **__: pytest.fail("asked"))
+    fail = lambda *_, **__: pytest.fail("asked")  # noqa: E731
+    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", fail)
+    kernels = "transformers.integrations.hub_kernels.load_and_register_attn_kernel"
+    monkeypatch.setattr(kernels, fail)
     folder = Path(shutil.copytree(plain.folder, tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    nested = {
-        part: {**config[part], key: implementation}
-        for part in ("text_config", "vision_config")
-        if part in config
-    }
-    edit_config(folder, **nested, **{key: implementation})
+    config, changes = json.loads((folder / "config.json").read_text()), {key: implementation}
+    for part in config.keys() & {"text_config", "vision_config"}:
+        changes[part] = {**config[part], key: implementation}
+    edit_config(folder, **changes)
     config = loading.load_config(find(str(folder)))
     for model in (loading.on_meta(config, plain.name), load_saved(folder)):
         configs = [module.config for module in model.modules() if hasattr(module, "config")]

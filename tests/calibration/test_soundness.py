@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from support import architectures
+from support.jobs import job
 from support.models import edited_weights, save_tiny
 from support.tensors import stored_rotations
 
@@ -14,7 +15,6 @@ from rotationzoo.artifact.layout import rotations_from, sentences
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Claim, check, write_sound_artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, Unsound
@@ -39,11 +39,11 @@ def sound():
 
 def change_one(rotations: Rotations, layer: int, side: str, **changes) -> Rotations:
     """With other fields in one rotation."""
-    return rotations.replace(
-        lambda index, of, rotation: (
-            replace(rotation, **changes) if (index, of) == (layer, side) else rotation
-        )
-    )
+
+    def change(*given):
+        return replace(given[2], **changes) if given[:2] == (layer, side) else given[2]
+
+    return rotations.replace(change)
 
 
 def test_imported_matrices_may_be_less_orthogonal(sound):
@@ -71,6 +71,7 @@ def test_a_damaged_geometry_is_refused(sound):
 
 
 SMALL = Recipe(data=Data(tokens=512, length=128))
+UNSOUND = "not written, since it would not pass verify"
 
 
 @pytest.mark.hostile("values")
@@ -88,17 +89,13 @@ def test_weights_too_large_for_float32_statistics(side, recipe, inside, tmp_path
     name = "q_norm" if side == "key" else "v_proj"
     with edited_weights(model) as weights:
         weights[f"model.layers.1.self_attn.{name}.weight"] *= 1e30
-    (inside.folder / "mine.yaml").write_text(
-        yaml.safe_dump(recipe.model_dump() | {"transform": False})
-    )
+    content = yaml.safe_dump(recipe.model_dump() | {"transform": False})
+    (inside.folder / "mine.yaml").write_text(content)
     words = ["calibrate", model, "--recipe", "mine.yaml", "--output", "made/out", "--device", "cpu"]
     done = inside(*words)
     assert done.returncode == 1
     first, second = done.stderr.splitlines()
-    assert first == (
-        "Error: not written, since it would not pass verify: "
-        f"{side} eigenvalues not finite: layer 1"
-    )
+    assert first == f"Error: {UNSOUND}: {side} eigenvalues not finite: layer 1"
     assert second.startswith("Hint: ")
     there = [path.name for path in inside.folder.iterdir()]
     assert there == ["mine.yaml"], "no artifact, no checkpoint"
@@ -119,16 +116,14 @@ def test_a_key_mean_that_no_cache_takes_is_not_imported(pair, tmp_path, mean):
 @pytest.mark.hostile("values")
 def test_the_one_writer_refuses_what_verify_would(tiny, tmp_path):
     """tests/checks/test_verify.py has what else that is."""
-    sound = calibrate(Job(str(tiny), SMALL, tmp_path / "sound", device="cpu"))
+    sound = calibrate(job(tiny, tmp_path / "sound", SMALL))
     tensors, statistics = stored_rotations(sound), sound.statistics
     tensors["layers.1.key.rotation"] *= 1.001
     manifest = {k: v for k, v in sound.content.items() if k not in ("schema", "files")}
     content = rotations_from(tensors), statistics, manifest
     with pytest.raises(Unsound) as refused:
         write_sound_artifact(tmp_path / "out", *content, hint="make it again")
-    assert str(refused.value) == (
-        "not written, since it would not pass verify: key rotation not orthogonal: layer 1"
-    )
+    assert str(refused.value) == f"{UNSOUND}: key rotation not orthogonal: layer 1"
     assert refused.value.hint == "make it again"
     assert not (tmp_path / "out").exists()
     before = (sound.folder / "manifest.json").read_bytes()

@@ -138,9 +138,8 @@ def test_a_cache_that_a_model_drops_raises(monkeypatch):
 @pytest.mark.parametrize("kind", ["Phi3", "Llama"])
 def test_what_layers_lose_is_compared_with_one_call(kind, monkeypatch):
     model, exact = build(kind), []
-    monkeypatch.setattr(
-        sensitivity.prediction, "divergence_of", lambda p, q: exact.append(p) or (p - q).sum(-1)
-    )
+    note = lambda p, q: exact.append(p) or (p - q).sum(-1)  # noqa: E731
+    monkeypatch.setattr(sensitivity.prediction, "divergence_of", note)
     geometry = geometry_of(model)
     text = sensitivity.Text(IDS[0, :50], [*range(BOUNDARY - 4, 50)], slice(4, 20))
     recipe = Recipe(sink=4)

@@ -108,25 +108,17 @@ def test_what_would_be_loaded_besides_is_refused(other, copied_tiny):
     assert "merge_and_unload" in hint
 
 
-def test_an_absent_shard_is_named(sharded):
+def test_an_absent_shard_is_named(sharded, monkeypatch):
     last = max(sharded.glob("model-*"))
     last.rename(last.with_suffix(".part"))
     error, hint = refusal(sharded)
     assert error.endswith(f"sharded are not complete: they lack {last.name}, which {INDEX} names")
     assert hint.startswith(f"copy {last.name} there")
-    commit = Source("someone/model", sharded, "abc")
-    with pytest.raises(
-        ModelUnavailable, match=f"someone/model are not complete: they lack {last.name}"
-    ) as caught:
-        fetch_offline(commit)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: None)
+    says = f"someone/model are not complete: they lack {last.name}"
+    with pytest.raises(ModelUnavailable, match=says) as caught:
+        fetch(Source("someone/model", sharded, "abc"))
     assert caught.value.hint.endswith("run: hf download someone/model --revision abc")
-
-
-def fetch_offline(source: Source) -> None:
-    """What `fetch` says of a snapshot in the cache, which the hub's client takes as it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: None)
-        fetch(source)
 
 
 def test_an_index_of_other_shards_is_named(sharded):
@@ -134,12 +126,11 @@ def test_an_index_of_other_shards_is_named(sharded):
     count = len(list(sharded.glob("model-*")))
     (sharded / INDEX).write_text(text.replace(f"-of-{count:05}", "-of-00099"))
     error, hint = refusal(sharded)
-    assert (
-        f"they lack the {INDEX} of its shards, and has one that names model-00001-of-00099" in error
-    )
+    lacks = f"they lack the {INDEX} of its shards, and has"
+    assert f"{lacks} one that names model-00001-of-00099" in error
     assert hint.startswith(f"copy the {INDEX}")
     (sharded / INDEX).unlink()
-    assert f"they lack the {INDEX} of its shards, and has none" in refusal(sharded)[0]
+    assert f"{lacks} none" in refusal(sharded)[0]
 
 
 def test_a_tokenizer_that_is_not_in_the_cache_is_named(tiny, tmp_path):

@@ -75,6 +75,10 @@ def test_a_model_that_was_scaled_so_has_the_scaling():
 
 
 QWEN = dict(max_position_embeddings=512, rope_theta=1e6)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -86,12 +90,11 @@ QWEN = dict(max_position_embeddings=512, rope_theta=1e6)
         (dict(type="yarn", factor=4.0), 2048),
         (dict(type="linear", factor=2.5), 1280),
         (dict(rope_type="dynamic", factor=8.0), 4096),
-        (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=64), 512),
+        (LLAMA3, 512),
         (None, 512),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_positions_are_those_with_the_scaling(scaling, positions):
     config = transformers.Qwen3Config(rope_scaling=scaling, **QWEN)
     assert position_count(config) == positions
@@ -111,15 +114,7 @@ def test_linear_scaling_multiplies_positions_once(name, scaling, positions):
 
 
 def test_a_config_that_scales_otherwise_is_refused():
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    config = architectures.config("llama", rope_parameters=llama3)
+    config = architectures.config("llama", rope_parameters={**LLAMA3, "rope_theta": 1e4})
     with pytest.raises(RotationZooError, match=r"scales its RoPE already \(llama3:8:64\)") as no:
         apply_scaling(config, "yarn:4", "it")
     assert "leave" not in no.value.hint, "a recipe or rotations may have asked, and no option"

@@ -188,9 +188,8 @@ def test_a_source_of_bad_rows_is_not_read_to_its_end(tmp_path, monkeypatch):
 
     monkeypatch.setattr("rotationzoo.text.documents._json_lines", endless)
     path = write_jsonl(tmp_path / "stream.jsonl", [])
-    with pytest.raises(
-        RotationZooError, match="101 of 101 rows cannot be used, the first in line 1"
-    ):
+    says = "101 of 101 rows cannot be used, the first in line 1"
+    with pytest.raises(RotationZooError, match=says):
         read_corpus(small(path), tokenizer_with(STRICT))
 
 
@@ -223,13 +222,13 @@ def test_a_template_writes_the_day_that_it_is_given(tmp_path):
     assert template.render([FILLER]).startswith("Today: 29 Feb 2024, Thursday 00:00:00.")
     assert template.written_day == "2024-02-29"
     path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [FILLER]}] * 9)
-    first, second = (
-        read_corpus(small(path, date=day), tokenizer_with(DATED)) for day in ("2024-02-29", None)
-    )
-    assert (first.date, second.date) == ("2024-02-29", date.today().isoformat())
-    assert first.fingerprint != second.fingerprint
-    undated = [
-        read_corpus(small(path, date=day), tokenizer_with(PLAIN)) for day in ("2024-02-29", None)
-    ]
-    assert undated[0].fingerprint == undated[1].fingerprint
-    assert undated[0].date is undated[1].date is None
+
+    def read(form: str, day: str | None):
+        corpus = read_corpus(small(path, date=day), tokenizer_with(form))
+        return corpus.date, corpus.fingerprint
+
+    first, second = read(DATED, "2024-02-29"), read(DATED, None)
+    assert (first[0], second[0]) == ("2024-02-29", date.today().isoformat())
+    assert first[1] != second[1]
+    assert read(PLAIN, "2024-02-29") == read(PLAIN, None)
+    assert read(PLAIN, None)[0] is None

@@ -33,9 +33,8 @@ def test_a_note_says_that_only_whole_rows_count(jsonl, tokenizer):
 
 
 def test_the_same_seed_gives_the_same_ids(jsonl, tokenizer):
-    first, again, another = (
-        read_corpus(small(jsonl, seed=seed), tokenizer).fingerprint for seed in (0, 0, 1)
-    )
+    sources = [small(jsonl, seed=seed) for seed in (0, 0, 1)]
+    first, again, another = (read_corpus(each, tokenizer).fingerprint for each in sources)
     assert first == again != another
 
 
@@ -65,9 +64,8 @@ def test_text_and_parquet_and_another_column(jsonl, tokenizer, tmp_path):
     table = tmp_path / "table.parquet"
     pq.write_table(pa.table({"body": TEXTS}), table)
     assert len(read_corpus(small(table, column="body"), tokenizer).rows) == 8
-    with pytest.raises(
-        RotationZooError, match="no column text or messages or conversations: it has body"
-    ):
+    says = "no column text or messages or conversations: it has body"
+    with pytest.raises(RotationZooError, match=says):
         read_corpus(small(table), tokenizer)
 
 

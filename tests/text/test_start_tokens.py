@@ -20,16 +20,13 @@ from rotationzoo.recipe import Data
 from rotationzoo.text.rows import read_corpus, start_tokens
 
 TURN = "<turn>{{ m.role }}\n{{ m.content }}\n"
+BOS_OF_USERS = "{{ bos_token if m.role == 'user' }}{{ m.content }}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 TEMPLATES = {
     "Gemma": (NO_SYSTEM + "{{ bos_token }}", TURN, ["<bos>"]),
     "DeepSeek": ("{{ bos_token }}", "{{ m.role }} {{ m.content }}", ["<bos>"]),
-    "Llama 2": ("", "{{ bos_token if m.role == 'user' }}{{ m.content }}", []),
-    "Llama 2 without system": (
-        NO_SYSTEM,
-        "{{ bos_token if m.role == 'user' }}{{ m.content }}",
-        ["<bos>"],
-    ),
+    "Llama 2": ("", BOS_OF_USERS, []),
+    "Llama 2 without system": (NO_SYSTEM, BOS_OF_USERS, ["<bos>"]),
     "GLM": ("[mask]<sop>", TURN, ["[mask]", "<sop>"]),
     "ChatML": ("", TURN, []),
     "a default system prompt": ("<sop>system\nBe kind.\n", TURN, []),
