@@ -28,13 +28,7 @@ from rotationzoo.model import loading, prediction
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.placement import place_weights
-from rotationzoo.model.source import (
-    Source,
-    fetch,
-    fetch_weights,
-    remember_model,
-    weights_fingerprint,
-)
+from rotationzoo.model.source import fetch, fetch_weights, remember_model, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.rotations import Rotations
@@ -92,8 +86,9 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
             note(each)
     # Check the output first: nothing is downloaded for a folder that cannot be written to.
     check_output(job)
+    lock = job.checkpoint.with_name(f".{job.checkpoint.name}.lock")
     with disk_errors(job.output):
-        locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
+        locks.enter_context(locked(lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
     text = read_text(planned)
     if note and text and text.note:
@@ -102,7 +97,7 @@ def _calibrate(job: Job, progress: Progress, note: Note, locks: ExitStack) -> Ar
     if planned.needs_weights:
         fetch_weights(source, progress)
 
-    identity = identify_job(job, source, text)
+    identity = identify_job(planned, text)
     checkpoint = Checkpoint(job.checkpoint, identity)
     # `--restart` deletes the earlier run only now, so that a failed download loses nothing.
     if job.restart:
@@ -235,8 +230,9 @@ def _tell_time(model: PreTrainedModel, row: torch.Tensor, tokens: int, note: Not
 # ---- what the manifest records
 
 
-def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
+def identify_job(planned: Plan, text: Corpus | None) -> dict[str, str]:
     """The job's identity: everything that decides its bytes."""
+    job, source = planned.job, planned.source
     identity = {"recipe": job.recipe.hash, "config": hash_config(source.folder)}
     if text is None:
         return identity | {"weights": "", "text": ""}

@@ -26,15 +26,6 @@ from rotationzoo.model import loading, placement
 from rotationzoo.model.files import check_engine, is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
-from rotationzoo.model.placement import (
-    USABLE,
-    Limits,
-    devices_of,
-    free_memory,
-    memory_limits,
-    sum_entries,
-    weights_bytes,
-)
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
@@ -66,10 +57,6 @@ class Job(RunSettings):
     @property
     def checkpoint(self) -> Path:
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
-
-    @property
-    def lock(self) -> Path:
-        return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
 
     def earlier(self, key: str) -> str | None:
         """The `batch` or `date` of an existing checkpoint or artifact, which this run must keep."""
@@ -116,7 +103,7 @@ class Plan:
 def plan(job: Job) -> Plan:
     """Inspect the model on `meta` and check the job against it. The plan has a `refusal` if the
     model cannot be calibrated. Raises `RotationZooError` if the job is not possible."""
-    memory_limits(job.device_map, job.max_memory)
+    placement.memory_limits(job.device_map, job.max_memory)
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
@@ -178,7 +165,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     """The plan with its size estimates; `model` is on `meta`."""
     job = known.job
     assert known.config is not None
-    stored, dtype = weights_bytes(known.source, model), job.torch_dtype
+    stored, dtype = placement.weights_bytes(known.source, model), job.torch_dtype
     quantized = quantization_of(known.config) is not None
     loads_stored = quantized or not isinstance(dtype, torch.dtype)
     if loads_stored:  # activations use the config's dtype
@@ -191,7 +178,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     on_cpu, geometry = job.torch_device == "cpu", known.geometry or []
     needs = Footprint(job.recipe, geometry, model.config, dtype.itemsize, on_cpu)
     if job.batch == SIZED:
-        limits = memory_limits(job.device_map, job.max_memory)
+        limits = placement.memory_limits(job.device_map, job.max_memory)
         batch = job.earlier("batch") or choose_batch(needs, loaded, limits)
         job = replace(job, batch=int(batch))
     return replace(
@@ -229,7 +216,7 @@ def peak_memory() -> int:
         on_devices = sum(torch.cuda.max_memory_allocated(device) for device in devices)
         if on_devices:
             return on_devices
-    if kilobytes := sum_entries(_STATUS, "VmHWM:"):  # Linux only
+    if kilobytes := placement.sum_entries(_STATUS, "VmHWM:"):  # Linux only
         return 1024 * kilobytes
     # The peak of the parent process, if that is larger; in bytes on macOS, else in kilobytes.
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -340,12 +327,12 @@ def _squares(layer: Layer) -> int:
 SIZED = 0  # the batch of a job that leaves the number of rows to `choose_batch`
 
 
-def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
+def choose_batch(needs: Footprint, weights: int, limits: placement.Limits | None) -> int:
     """The rows of a pass: all rows if their activations fit, else even parts, as few as fit. Of all
     `weights`, a device holds up to its limit or, without one, all but half of its free memory."""
     rooms = []
-    for device in devices_of(on_cpu=needs.on_cpu):
-        usable = int(USABLE * free_memory(device))
+    for device in placement.devices_of(on_cpu=needs.on_cpu):
+        usable = int(placement.USABLE * placement.free_memory(device))
         if limits is None:
             rooms.append(max(usable - weights, usable // 2))
         else:

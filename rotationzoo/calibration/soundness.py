@@ -8,16 +8,9 @@ from typing import Any
 
 import torch
 
+from rotationzoo.artifact import layout
 from rotationzoo.artifact.fit import fit, target_moment, transform_problems
-from rotationzoo.artifact.layout import (
-    Problem,
-    rotation_layout,
-    rotation_tensors,
-    sentences,
-    statistics_layout,
-    statistics_tensors,
-    tensor_problems,
-)
+from rotationzoo.artifact.layout import Problem
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL
 from rotationzoo.codec.bit_allocation import budget_problems, check_room
@@ -210,11 +203,11 @@ def check(
     if recipe.composition != GIVEN:
         check_recipe(recipe, claim.geometry)
     checked = ["geometry", "finiteness"]
-    layout = rotation_layout(recipe, claim.geometry, claim.imported)
-    problems = tensor_problems(rotation_tensors(rotations), layout)
+    expected = layout.rotation_layout(recipe, claim.geometry, claim.imported)
+    problems = layout.tensor_problems(layout.rotation_tensors(rotations), expected)
     if statistics is not None:
-        layout = statistics_layout(recipe, claim.geometry)
-        problems += tensor_problems(statistics_tensors(statistics), layout)
+        expected = layout.statistics_layout(recipe, claim.geometry)
+        problems += layout.tensor_problems(layout.statistics_tensors(statistics), expected)
     if problems:  # the checks below rely on the right shapes
         return Verification(problems, None, checked)
     found = chain(
@@ -223,7 +216,7 @@ def check(
         transform_problems(rotations, statistics, recipe),
         budget_problems(rotations, recipe.budget),
     )
-    problems = sentences(found) + claim.centering_problems(rotations)
+    problems = layout.sentences(found) + claim.centering_problems(rotations)
     origin = "agreement with the statistics" if statistics else "the recipe"
     checked += ["orthogonality", "clip ratios", origin]
     if recipe.transform:

@@ -127,9 +127,8 @@ def load(
     if device == "cuda":
         # Under torchrun, transformers would use the local rank's GPU, even if only one is visible.
         device = f"cuda:{torch.cuda.current_device()}"
-    where: dict[str, Any] = {"device_map": device} if placement is None else dict(vars(placement))
     of_gguf = _gguf_options(paths)
-    where |= of_gguf
+    where = (placement or {"device_map": device}) | of_gguf
     # transformers always shows progress for a GGUF file.
     hidden = redirect_stderr(StringIO()) if of_gguf else nullcontext()
     try:
@@ -152,7 +151,8 @@ def load(
             says = f"{source.name} does not fit the memory of {device}"
             hint = "add: --device-map auto"
         elif placement is not None and remedy(error.__cause__) == ROOM:
-            says = f"the disk of {placement.offload_folder} is full, and not all weights fit memory"
+            folder = placement["offload_folder"]
+            says = f"the disk of {folder} is full, and not all weights fit memory"
             hint = "make room, or name a folder on a larger disk: export TMPDIR=FOLDER"
         elif "mismatched_sizes" in str(error):
             says = f"{cannot}: its weights do not have the shapes of its config"

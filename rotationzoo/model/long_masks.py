@@ -4,7 +4,7 @@ for sliding windows and soft caps, of 17 GB at 131,072 tokens."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -97,7 +97,7 @@ def long_masks(implementation: str) -> Iterator[None]:
         return
 
     def make(**options: Any) -> torch.Tensor | LongMask | None:
-        queries, keys = options.get("q_length"), options.get("kv_length")
+        queries, keys = (cast(Any, options.get(name)) for name in ("q_length", "kv_length"))
         # They are tensors while a graph is captured.
         known = isinstance(queries, int) and isinstance(keys, int)
         if not known or queries * keys <= LARGEST_MASK:

@@ -4,9 +4,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 USABLE = 0.9  # the usable part of free memory: allocators waste some, and estimates may be too low
 Limits = dict[int | str, int]  # bytes of weights by device: the number of a GPU, or `cpu`
+Placement = dict[str, Any]  # accelerate's options, with a scratch folder for offloaded weights
 _MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
@@ -26,15 +26,6 @@ _MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 PREFIX = "rotationzoo-offload-"
 # CUDA libraries run out of memory before torch does. torch has no error type for main memory.
 _FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate", "DefaultCPUAllocator: can't allocate")
-
-
-@dataclass(frozen=True)
-class Placement:
-    """accelerate's device map, limits per device, and a scratch folder for offloaded weights."""
-
-    device_map: str
-    max_memory: Limits | None
-    offload_folder: str
 
 
 @contextmanager
@@ -58,7 +49,7 @@ def place_weights(
             usable = int(USABLE * free_memory(device))
             limits[device] = max(0, usable - reserved * (device in computing))
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-        yield Placement(device_map, limits, folder)
+        yield {"device_map": device_map, "max_memory": limits, "offload_folder": folder}
 
 
 def devices_of(on_cpu: bool) -> list[int | str]:

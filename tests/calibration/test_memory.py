@@ -92,22 +92,22 @@ def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatc
     expected = {16: 16, 15: 8, 8: 8, 7: 6, 5: 4, 1: 1}
     for fitting, batch in expected.items():
         room = int((4 * GB + needs.pass_bytes(fitting)) / USABLE) + 2
-        monkeypatch.setattr(memory, "free_memory", lambda device, room=room: room)
+        monkeypatch.setattr(placement, "free_memory", lambda device, room=room: room)
         assert choose_batch(needs, 100 * GB, {"cpu": 4 * GB}) == batch
-    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    monkeypatch.setattr(placement, "free_memory", lambda device: 0)
     assert choose_batch(needs, 100 * GB, {"cpu": 4 * GB}) == 1, "the pass says that it does not fit"
 
 
 def test_reserved_memory_gets_no_weights(monkeypatch):
     monkeypatch.setattr(placement, "free_memory", lambda device: 10 * GB)
     with place_weights("auto", None, reserved=2 * GB) as placed:
-        assert placed.max_memory == {"cpu": 7 * GB}
+        assert placed["max_memory"] == {"cpu": 7 * GB}
     with place_weights("auto", "cpu=3GB", reserved=2 * GB) as placed:
-        assert placed.max_memory == {"cpu": 3 * GB}
+        assert placed["max_memory"] == {"cpu": 3 * GB}
     monkeypatch.setattr(placement.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(placement.torch.cuda, "device_count", lambda: 2)
     with place_weights("auto", None, reserved=2 * GB) as placed:
-        assert placed.max_memory == {0: 7 * GB, 1: 7 * GB, "cpu": 9 * GB}
+        assert placed["max_memory"] == {0: 7 * GB, 1: 7 * GB, "cpu": 9 * GB}
 
 
 def control_groups(folder: Path, monkeypatch, path="/") -> Path:
@@ -125,7 +125,7 @@ def write_limit(group: Path, limit: str, used: str, stat: str = "") -> None:
         (group / name).write_text(f"{content}\n")
 
 
-def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
+def test_control_groups_limit_memory(tmp_path, monkeypatch):
     group = control_groups(tmp_path, monkeypatch)
     whole = placement.free_memory("cpu")
     assert whole > GB / 10
@@ -176,7 +176,7 @@ def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
     expected = calibrate(replace(spread, output=tmp_path / "expected", batch=3))
     monkeypatch.setattr(Footprint, "pass_bytes", lambda needs, batch: batch * 100)
     room = [int((150_000 + 300) / USABLE) + 2]
-    monkeypatch.setattr(memory, "free_memory", lambda device: room[0])
+    monkeypatch.setattr(placement, "free_memory", lambda device: room[0])
     assert SMALL.tokens // SMALL.length == 8
     assert plan(spread).job.batch == 3
     with pytest.raises(KeyboardInterrupt):

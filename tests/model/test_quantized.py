@@ -74,7 +74,7 @@ def test_fp8_on_disk_is_that_in_memory(tmp_path):
         spread = load(folder, placement)
         in_memory = [weight.nbytes for weight in spread.parameters() if not weight.is_meta]
         assert 0 < sum(in_memory) < 4e6
-        written = [file.stat().st_size for file in Path(placement.offload_folder).iterdir()]
+        written = [file.stat().st_size for file in Path(placement["offload_folder"]).iterdir()]
         whole = load(folder)
         assert sum(written) + sum(in_memory) > sum(w.nbytes for w in whole.parameters()) - 1e5
         assert torch.equal(spread(ids).logits, whole(ids).logits)

@@ -35,22 +35,20 @@ def source(tmp_path):
 
 def test_weights_are_told_in_bytes(source, monkeypatch):
     monkeypatch.setattr(progress_module, "LOOK", 0.01)
-    told, half, more = [], threading.Event(), threading.Event()
+    told, seen = [], {600: threading.Event(), 800: threading.Event()}
 
     def progress(stage, done, total) -> None:
         told.append((stage, done, total))
-        if done == 600:
-            half.set()
-        if done == 800:
-            more.set()
+        if done in seen:
+            seen[done].set()
 
     def fetch(source) -> None:
         blobs = source.folder.parent.parent / "blobs"
         (blobs / "first").write_bytes(bytes(600))
         (source.folder / SHARDS[0]).symlink_to(blobs / "first")
-        assert half.wait(30)
+        assert seen[600].wait(30)
         (blobs / "second.incomplete").write_bytes(bytes(200))
-        assert more.wait(30)
+        assert seen[800].wait(30)
         (blobs / "second.incomplete").rename(blobs / "second")
         (blobs / "second").write_bytes(bytes(400))
         (source.folder / SHARDS[1]).symlink_to(blobs / "second")
