@@ -137,9 +137,6 @@ def read_text(planned: Plan) -> Corpus | None:
     return text
 
 
-# ---- the part that needs the weights
-
-
 @dataclass(frozen=True)
 class CalibrationResult:
     """The result of a run."""
@@ -225,9 +222,6 @@ def _tell_time(model: PreTrainedModel, row: torch.Tensor, tokens: int, note: Not
     pace = (time.monotonic() - begun) / ids.numel()
     if note and tokens * pace > _SHORT:
         note(f"the passes through the model{finish(tokens * pace)}")
-
-
-# ---- what the manifest records
 
 
 def identify_job(planned: Plan, text: Corpus | None) -> dict[str, str]:

@@ -116,9 +116,6 @@ def _check_sums(
                 raise Unsound(problem, hint)
 
 
-# ---- the sums while they run
-
-
 class RunningSums:
     """The sums of `done` finished batches in `whole`, and of the current batch in `batch`. An error
     or Ctrl-C within a batch leaves no trace in `whole`, which can be saved."""
@@ -160,9 +157,6 @@ class RunningSums:
 
 def _sums(moment: Moment) -> list[torch.Tensor]:
     return [getattr(moment, field.name) for field in fields(Moment)]
-
-
-# ---- what is added to the sums
 
 
 def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:

@@ -124,8 +124,8 @@ def measure_losses(
         for done, ((index, side), loss) in enumerate(zip(places, found, strict=True)):
             progress("measuring what each layer loses", number * len(places) + done, total)
             if not math.isfinite(loss - noise):  # a maximum of 0 and NaN is 0
-                hint = "give --quick, which measures no losses"
-                raise RotationZooError(f"what {side}s of layer {index} lose is not finite", hint)
+                problem = f"the measured loss of {side}s in layer {index} is not finite"
+                raise RotationZooError(problem, "give --quick, which measures no losses")
             losses[index, side] += max(0.0, loss - noise) / len(texts)
     return losses
 

@@ -79,7 +79,7 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
     calls, stored = _run(model, ids)
     if not calls:
         hint = "only models that use transformers' attention interface can be calibrated"
-        own = "computes attention in code of its own, or none at all: no hook can read it"
+        own = "computes attention in its own code, or has none: no hook can read it"
         raise UnsupportedModel(f"{name} {own}", hint)
     attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
     if any(getattr(module, "is_causal", True) is False for module in attentions):

@@ -92,7 +92,7 @@ def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
             model = model_class.from_config(config, trust_remote_code=False, **options)
         except KeyError as error:
             if str(scaling_of(config)).partition(":")[0] in error.args:
-                unknown = f"transformers knows no RoPE of type {error}, which {name} has"
+                unknown = f"transformers does not support RoPE of type {error}, which {name} has"
                 raise ModelUnavailable(unknown, _FETCH_HINT) from error
             raise
     return cast("PreTrainedModel", model.eval())

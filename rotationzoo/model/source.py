@@ -151,12 +151,12 @@ def _with_metadata(config: Any, reader: Any, name: str) -> Any:
         ("rope.freq_base_swa", local, "rope_theta", full.get("rope_theta")),
         ("rope.dimension_count", full, "partial_rotary_factor", dim),
     ):
-        said = reader.value(f"{kind}.{key}")
-        if entry in place and said is not None:
-            place[entry] = said / dim if "rotary" in entry else said or None
-        elif said not in (None, held):
+        value = reader.value(f"{kind}.{key}")
+        if entry in place and value is not None:
+            place[entry] = value / dim if "rotary" in entry else value or None
+        elif value not in (None, held):
             lacks = "the config of transformers has no such field"
-            raise UnsupportedModel(f"{name} has {kind}.{key} {said}, and {lacks}", ORIGINAL)
+            raise UnsupportedModel(f"{name} has {kind}.{key} {value}, and {lacks}", ORIGINAL)
     return type(config).from_dict(table)
 
 

@@ -87,7 +87,7 @@ def same_scaling(wanted: str | None, present: str | None) -> bool:
 
 
 def check_positions(config: "PretrainedConfig", tokens: int, what: str, shorter: str) -> None:
-    """Raise `RotationZooError` for too many tokens. `shorter` is the hint; `{}`: the positions."""
+    """Raise `RotationZooError` for more `tokens` than positions, which fill `{}` in `shorter`."""
     positions = position_count(config)
     if positions is not None and tokens > positions:
         says = f"{what} of {tokens} tokens are longer than the {positions} positions of the model"

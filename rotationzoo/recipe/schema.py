@@ -198,7 +198,7 @@ class Recipe(Section):
         if has_budget != self.transform:
             raise ValueError("a budget of bits and transform coding need each other")
         if self.draws and not self.goes_back:
-            raise ValueError("draws are of gradients, which this recipe does not take")
+            raise ValueError("draws needs transform: true and metric: fisher")
         return self
 
     @property

@@ -109,7 +109,7 @@ class ChatTemplate:
         tables += [function.get("arguments") for function in functions]
         shown = [str(table) for table in tables if table and not isinstance(table, str)]
         # Text, because an exception would keep this frame and its process alive.
-        refusal = "it shows parts of a content as Python does"
+        refusal = "it prints parts of a content as Python objects"
         for chat in _forms(messages):
             try:
                 text = self._ask(chat, options)

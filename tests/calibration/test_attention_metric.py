@@ -109,7 +109,7 @@ def test_noise_is_subtracted_and_texts_are_clamped_before_their_mean(model, made
 
 def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
     monkeypatch.setattr(sensitivity.prediction, "divergence_of", lambda *_: torch.tensor(torch.nan))
-    with pytest.raises(RotationZooError, match="keys of layer 0 lose is not finite"):
+    with pytest.raises(RotationZooError, match="loss of keys in layer 0 is not finite"):
         measured(model, made, FEW_TEXTS)
 
 

@@ -153,7 +153,7 @@ def test_a_budget_and_transform_coding_need_each_other():
             from_dict({"extends": "transform", **changes}, "a file")
     with pytest.raises(UsageError, match="more than 1 and at most 4 bits"):
         with_budget(recipe, Budget(5))
-    with pytest.raises(RotationZooError, match="draws are of gradients"):
+    with pytest.raises(RotationZooError, match="draws needs transform: true and metric: fisher"):
         from_dict({"extends": "attention", "draws": 6}, "a file")
     of_file = from_dict({"extends": "transform", "key_bits": 3, "value_bits": 2.5}, "the file")
     assert of_file.bits is None

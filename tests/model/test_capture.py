@@ -177,7 +177,7 @@ SHARES = "^{}ForCausalLM shares attention among"
     [
         # Differential attention reads its values in two halves, neither of which is stored.
         ("DiffLlama", architectures.BASE, "more than once in a layer"),
-        ("Mamba", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64), "code of its own"),
+        ("Mamba", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64), "its own code"),
         ("Bert", dict(architectures.BASE, is_decoder=False), "encoder"),
         ("ViT", {}, "not a causal language model"),
         ("Zamba2", ZAMBA2 | {"num_mem_blocks": 1}, SHARES),

@@ -65,7 +65,7 @@ def test_a_kind_of_rope_that_is_unknown_is_called_so(scaling, copied_tiny):
     edit_config(copied_tiny, rope_parameters={**scaling, "rope_theta": 1e4})
     kind = scaling.get("type") or scaling["rope_type"]
     error, hint = refusal(copied_tiny)
-    assert error == f"transformers knows no RoPE of type '{kind}', which {copied_tiny} has"
+    assert error == f"transformers does not support RoPE of type '{kind}', which {copied_tiny} has"
     assert "upgrade transformers" in hint
 
 

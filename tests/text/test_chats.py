@@ -149,7 +149,7 @@ def test_a_tool_may_answer_with_a_table_where_the_template_writes_it(tmp_path):
     answer = [ASKED, {"role": "tool", "content": {"sky": "blue"}}]
     template = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
     assert '{"sky": "blue"}' in chat_text(tmp_path, template, answer)
-    with pytest.raises(RotationZooError, match="it shows parts of a content as Python does"):
+    with pytest.raises(RotationZooError, match="it prints parts of a content as Python objects"):
         chat_text(tmp_path, STRICT, answer)
 
 
