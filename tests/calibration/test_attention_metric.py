@@ -1,4 +1,4 @@
-"""The metric of errors without gradients: errors of attention, weighed by measured losses."""
+"""The metric of errors without gradients: errors of attention, scaled to measured losses."""
 
 import itertools
 import re
@@ -61,7 +61,7 @@ def made(folder, tmp_path_factory) -> Artifact:
     return calibrate(job(folder, tmp_path_factory.mktemp("attention"), RECIPE))
 
 
-def test_layers_that_lose_more_get_more_bits(made):
+def test_layers_with_larger_losses_get_more_bits(made):
     assert verify(made).problems == []
     for side in ("key", "value"):
         first, second = (made.rotations[layer][side] for layer in (0, 1))
@@ -101,7 +101,7 @@ def measured(model, made, texts):
 
 
 def test_noise_is_subtracted_and_texts_are_clamped_before_their_mean(model, made, monkeypatch):
-    """What texts lose at each place, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
+    """Losses of two texts at each place, minus a noise of 5: 1, 3; -3, 1; 4, -2; 0, 0."""
     losses = map(torch.tensor, [5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
     monkeypatch.setattr(sensitivity.prediction, "divergence_of", lambda *_: next(losses))
     assert measured(model, made, FEW_TEXTS) == [2, 0.5, 2, 0]
@@ -117,7 +117,7 @@ def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
 
 
 def test_answers_to_recall_questions_are_compared(folder):
-    """Statements stand in what is stored, in words that no evaluation asks for."""
+    """The statements are in the stored tokens, in words that no evaluation uses."""
     tokenizer = load_tokenizer(folder)
     rows = read_corpus(Data(tokens=8192, length=1024), tokenizer).rows
     texts = sensitivity.write_texts(rows, Recipe(), tokenizer)
@@ -145,7 +145,7 @@ def test_rows_too_short_for_questions_are_compared_at_their_last_tokens(folder):
         assert text.stored == slice(64, length - 64 - length // 4)
 
 
-# ---- a text is read once, and only what follows it is read for every layer and side
+# ---- a text is read once, and only the tokens after it for every layer and side
 
 
 def fitted(model):
@@ -193,7 +193,7 @@ def losses_of_whole_rows(model):
     return found
 
 
-# Sparse attention chooses other tokens than in whole rows, and MiniMax is refused.
+# Sparse attention chooses other tokens in whole rows, and MiniMax is refused.
 @families([name for name in CALIBRATED if name not in {"minimax", *SPARSE}])
 def test_losses_are_those_of_whole_rows(name):
     model = build(name)

@@ -1,4 +1,4 @@
-"""The Fisher information of stored rows says what an error of them costs."""
+"""The Fisher information of stored rows predicts the cost of their errors."""
 
 import copy
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ def test_weights_on_a_disk_are_refused(model):
 
 
 def test_layers_without_gradients_are_refused(model):
-    """As kernels of quantized weights are."""
+    """For example kernels of quantized weights."""
     check_backward(model, geometry_of(model), IDS, PRESETS["transform"])
     ending = copy.deepcopy(model)
     ending.get_decoder().norm.register_forward_hook(lambda *passed: passed[-1].detach())

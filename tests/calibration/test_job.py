@@ -98,7 +98,7 @@ def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):
     ("name", "stop"),
     quick_first([("oscar", 1), ("oscar-v1", 2), ("oscar-v1", 1), ("oscar-v1", 3)], 2),
 )
-def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path):
+def test_an_interrupted_job_resumes_to_the_same_bytes(name, stop, tiny, tmp_path):
     recipe = PRESETS[name].model_copy(update={"data": SMALL})
     batch = 4 if name == "oscar-v1" else 2  # four steps either way: v1 makes two passes
     whole = calibrate(job(tiny, tmp_path / "whole", recipe, batch=batch))
@@ -116,8 +116,8 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path
     assert [p.name for p in stopped.output.parent.iterdir()] == ["out"]
 
 
-def test_a_job_goes_on_and_is_known_on_another_day(copied_tiny, tmp_path, monkeypatch):
-    """Where the chat template writes the date, that of the first run is used again."""
+def test_a_job_resumes_on_another_day(copied_tiny, tmp_path, monkeypatch):
+    """If the chat template writes the date, a resumed run uses the date of the first run."""
     template = "Today: {{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m.content }}"
     edit_config(copied_tiny, "tokenizer_config.json", chat_template=template + "{% endfor %}")
     chat = {"messages": [{"role": "user", "content": "some words " * 100}]}
@@ -141,7 +141,7 @@ def test_a_job_goes_on_and_is_known_on_another_day(copied_tiny, tmp_path, monkey
     assert rotation_bytes(again) != rotations
 
 
-def test_an_interrupted_restart_goes_on(tiny, tmp_path):
+def test_an_interrupted_restart_resumes(tiny, tmp_path):
     """The old artifact stays until the new one is whole, and the printed command goes on with the
     new one."""
     first = calibrate(job(tiny, tmp_path, batch=2))
@@ -161,7 +161,7 @@ def test_an_interrupted_restart_goes_on(tiny, tmp_path):
 
 
 def test_the_config_is_part_of_the_job(copied_tiny, tmp_path):
-    """The same weights with other RoPE scaling are another model."""
+    """The same weights with another RoPE scaling are another model."""
     first = calibrate(job(copied_tiny, tmp_path))
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     edit_config(copied_tiny, rope_parameters=rope)
@@ -180,7 +180,7 @@ def test_the_config_is_part_of_the_job(copied_tiny, tmp_path):
         ({"batch": 1}, "batch"),
     ],
 )
-def test_another_job_is_told_by_what_differs(change, named, finished, tiny, tmp_path):
+def test_another_job_is_refused_with_what_differs(change, named, finished, tiny, tmp_path):
     options = {"dtype": "float32", "batch": 2}
     with nullcontext() if finished else pytest.raises(KeyboardInterrupt):
         calibrate(job(tiny, tmp_path, **options), silent if finished else interrupt_after(1))
@@ -189,7 +189,7 @@ def test_another_job_is_told_by_what_differs(change, named, finished, tiny, tmp_
         calibrate(job(tiny, tmp_path, **{**options, **change}))
 
 
-def test_threads_are_those_that_torch_computes_with(tiny, tmp_path, set_threads):
+def test_the_number_of_threads_is_part_of_the_job(tiny, tmp_path, set_threads):
     """Sums depend on how many threads they are split between, and not on how many cores there
     are."""
     set_threads(3)
@@ -215,5 +215,5 @@ def test_an_artifact_that_cannot_be_replaced_is_put_back(calibrated, tmp_path, m
         write_artifact(folder, calibrated.rotations, None, calibrated.content)
     monkeypatch.undo()
     assert verify(Artifact.open(folder)).ok
-    folder.rename(tmp_path / ".out.old")  # as a kill between the two renames leaves it
+    folder.rename(tmp_path / ".out.old")  # as if killed between the two renames
     assert verify(Artifact.open(folder)).ok

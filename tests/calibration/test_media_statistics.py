@@ -27,7 +27,7 @@ pytestmark = media.needs_pillow
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    """Gives a model by name and its rows, made when they are asked for."""
+    """A function that makes a model by name, and its rows."""
 
     @cache
     def make(name):
@@ -45,7 +45,7 @@ RECIPE = Recipe(sink=SINK)
 
 @torch.no_grad()
 def read_whole(model, row):
-    """Run a whole model, with its head, on all that its processor made."""
+    """Run a whole model, with its head, on all inputs from its processor."""
     inputs = {}
     for key, tensor in row.inputs.items():
         inputs[key] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
@@ -118,7 +118,7 @@ def test_long_masks_are_bidirectional_among_image_tokens_too(families, monkeypat
 
 
 def test_inputs_that_a_class_would_drop_are_refused():
-    """A class for text alone takes pixels, and says nothing."""
+    """A class for text accepts pixels without a warning."""
     ids = torch.tensor([[3, 4, 60, 5, 6, 7]])
     row = MediaRow(ids, ids[0] == 60, {"pixel_values": torch.randn(1, 3, 28, 28)})
     model = architectures.build("llama4")

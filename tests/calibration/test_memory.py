@@ -1,4 +1,4 @@
-"""What a dry run says of memory, held against what is allocated, and the rows that fit a pass."""
+"""The memory estimate of a dry run, compared with allocations, and the rows that fit a pass."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from rotationzoo.recipe import Data, Recipe
 
 @pytest.mark.thorough
 def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
-    """The peak of the process itself, libraries and the allocator's holes included."""
+    """The peak of the whole process, with libraries and fragmentation."""
     model = save_tiny(
         tmp_path / "model", hidden_size=256, intermediate_size=512, num_attention_heads=8,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, num_hidden_layers=1,
@@ -37,17 +37,17 @@ def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
     assert 0.8 < planned / json.loads(made.stdout)["peak_memory_bytes"] < 1.6  # 0.91 to 1.01
 
 
-def test_where_the_system_does_not_tell_the_peak_it_is_asked_otherwise(monkeypatch, tmp_path):
+def test_peak_memory_without_proc_status(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
     assert memory.peak_memory() > 1e8
     (tmp_path / "status").write_text("VmPeak:\t 2000 kB\nVmHWM:\t    1000 kB\n")
     assert memory.peak_memory() == 1_024_000
 
 
-# ---- what a dry run says beside it
+# ---- the available memory in a dry run
 
 
-def test_a_dry_run_names_the_memory_that_is_there(inside, monkeypatch):
+def test_a_dry_run_shows_the_available_memory(inside, monkeypatch):
     words = "calibrate", "demo", "--dry-run", "--device", "cpu"
     shown = json.loads(inside(*words, "--json").stdout)
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -74,7 +74,7 @@ def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
     assert spread == [main + 30] * 2
 
 
-# ---- the rows of a pass where weights are spread over devices
+# ---- the rows of a pass if weights are spread over devices
 
 
 GB = 10**9
@@ -88,7 +88,7 @@ def needs():
     return Footprint(recipe, [], architectures.config("qwen3", **widths), item=2, on_cpu=True)
 
 
-def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatch):
+def test_rows_are_split_evenly_over_as_few_passes_as_possible(needs, monkeypatch):
     expected = {16: 16, 15: 8, 8: 8, 7: 6, 5: 4, 1: 1}
     for fitting, batch in expected.items():
         room = int((4 * GB + needs.pass_bytes(fitting)) / USABLE) + 2
@@ -111,7 +111,7 @@ def test_reserved_memory_gets_no_weights(monkeypatch):
 
 
 def control_groups(folder: Path, monkeypatch, path="/") -> Path:
-    """Let Linux say that this process is in the group of a path, in a tree in the folder."""
+    """Put this process into the control group of a path, in a fake tree in the folder."""
     (folder / "cgroup").write_text(f"7:cpuset:/elsewhere\n0::{path}\n")
     monkeypatch.setattr(placement, "_GROUPS", folder / "cgroup")
     monkeypatch.setattr(placement, "_CONTAINER", folder / "groups")
@@ -126,27 +126,22 @@ def write_limit(group: Path, limit: str, used: str, stat: str = "") -> None:
 
 
 def test_control_groups_limit_memory(tmp_path, monkeypatch):
-    group = control_groups(tmp_path, monkeypatch)
-    whole = placement.free_memory("cpu")
-    assert whole > GB / 10
-    write_limit(group, "5000000", "2000000")
+    """The group of the process, such as a systemd unit, and its slice, but no other group."""
+    top = control_groups(tmp_path, monkeypatch, "/user.slice/job.scope")
+    own = top / "user.slice" / "job.scope"
+    assert placement.free_memory("cpu") > GB / 10
+    write_limit(top / "other.slice", "1000", "0")
+    write_limit(own, "5000000", "2000000")
     assert placement.free_memory("cpu") == 3_000_000
     stat = "anon 1200000\nfile 800000\ninactive_file 500000\nactive_file 200000\nshmem 100000"
-    write_limit(group, "5000000", "2000000", stat)
-    assert placement.free_memory("cpu") == 3_700_000, "files that are only cached take no room"
-    write_limit(group, "max", "2000000")
+    write_limit(own, "5000000", "2000000", stat)
+    assert placement.free_memory("cpu") == 3_700_000, "cached files take no room"
+    write_limit(own, "max", "500000")
     assert placement.free_memory("cpu") > GB / 10
-
-
-def test_groups_around_that_of_the_process_limit_it(tmp_path, monkeypatch):
-    """A unit of systemd, whose slice has a limit, too; and no group beside it."""
-    top = control_groups(tmp_path, monkeypatch, "/user.slice/job.scope")
     write_limit(top / "user.slice", "7000000", "1000000")
-    write_limit(top / "user.slice" / "job.scope", "max", "500000")
-    write_limit(top / "other.slice", "1000", "0")
     assert placement.free_memory("cpu") == 6_000_000
     assert memory.total_memory(on_cpu=True, spread=False) == 7_000_000
-    write_limit(top / "user.slice" / "job.scope", "4000000", "500000")
+    write_limit(own, "4000000", "500000")
     assert placement.free_memory("cpu") == 3_500_000
     assert memory.total_memory(on_cpu=True, spread=False) == 4_000_000
 
@@ -168,8 +163,8 @@ def test_wrong_devices_are_refused(given, says):
         pass
 
 
-def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
-    """What is free changes from run to run, and a checkpoint counts batches."""
+def test_a_stopped_run_resumes_with_its_batch(tmp_path, monkeypatch):
+    """Free memory changes between runs, but a checkpoint counts batches."""
     model = save_tiny(tmp_path / "model", num_hidden_layers=4)
     where = {"device_map": "auto", "max_memory": "cpu=150KB"}
     spread = job(model, tmp_path, batch=SIZED, dtype="float32", **where)
@@ -187,6 +182,6 @@ def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
     artifact = calibrate(spread)
     assert rotation_bytes(artifact) == rotation_bytes(expected)
     assert artifact.content["run"]["batch"] == 3
-    # The finished artifact is that of this job, whatever is free now.
+    # The finished artifact belongs to this job, whatever memory is free now.
     before = (artifact.folder / "manifest.json").stat().st_mtime_ns
     assert calibrate(spread).folder.joinpath("manifest.json").stat().st_mtime_ns == before

@@ -1,4 +1,4 @@
-"""What a manifest claims, and that nothing is written which would not pass verify."""
+"""The claims of a manifest, and that no artifact is written that would not pass verify."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ BATCHES = [torch.randint(3, 59, (4, 32), generator=torch.Generator().manual_seed
 
 @pytest.fixture(scope="module")
 def sound():
-    """A claim, with rotations and statistics of which it holds."""
+    """A claim, with rotations and statistics for which it is true."""
     model = architectures.build("qwen3")
     recipe = Recipe(sink=4, center_values=True)
     geometry = geometry_of(model)
@@ -38,7 +38,7 @@ def sound():
 
 
 def change_one(rotations: Rotations, layer: int, side: str, **changes) -> Rotations:
-    """With other fields in one rotation."""
+    """The rotations, with other fields in one of them."""
 
     def change(*given):
         return replace(given[2], **changes) if given[:2] == (layer, side) else given[2]
@@ -55,7 +55,7 @@ def test_imported_matrices_may_be_less_orthogonal(sound):
     assert sentences(claim.side_problems(nothing, {})) == ["value rotation not orthogonal: layer 3"]
 
 
-def test_what_no_formula_makes_again_is_not_held_against_one(sound):
+def test_imported_matrices_are_not_compared_with_a_formula(sound):
     claim, rotations, averages = sound
     key = rotations[1].key
     moved = change_one(rotations, 0, "key", matrix=key.matrix, eigenvalues=key.eigenvalues)
@@ -114,8 +114,8 @@ def test_a_key_mean_that_no_cache_takes_is_not_imported(pair, tmp_path, mean):
 
 
 @pytest.mark.hostile("values")
-def test_the_one_writer_refuses_what_verify_would(tiny, tmp_path):
-    """tests/checks/test_verify.py has what else that is."""
+def test_nothing_is_written_that_verify_would_refuse(tiny, tmp_path):
+    """tests/checks/test_verify.py has the other cases."""
     sound = calibrate(job(tiny, tmp_path / "sound", SMALL))
     tensors, statistics = stored_rotations(sound), sound.statistics
     tensors["layers.1.key.rotation"] *= 1.001

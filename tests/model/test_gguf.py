@@ -32,7 +32,7 @@ from rotationzoo.recipe import Data
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "llama"
-    return save_family("llama", folder, rms_norm_eps=2**-20)  # which float32 holds as it is
+    return save_family("llama", folder, rms_norm_eps=2**-20)  # exact in float32
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, monkeypatch):
+def test_metadata_that_transformers_ignores_is_refused(llama, field, tmp_path, monkeypatch):
     value, said = REFUSED[field]
     monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda *_: None)
     fields = {"tokenizer__ggml__model": "gpt2", field: value}
@@ -131,7 +131,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", quick_first(OWN, 3))
-def test_metadata_that_transformers_leaves_out_is_taken_over(name, tmp_path):
+def test_metadata_that_transformers_leaves_out_is_added(name, tmp_path):
     family, changes = OWN[name]
     model = tmp_path / "model"
     save_random(family, family, model, **WIDE, **changes)

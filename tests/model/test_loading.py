@@ -1,4 +1,4 @@
-"""What a config alone says of a model's layers, and batches that run out of memory."""
+"""The layers of a config with full attention, and batches that run out of memory."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_batch_that_does_not_fit_ends_the_run(rows, hint):
 
     model = architectures.build("qwen3", num_hidden_layers=3)
     geometry, says = geometry_of(model), f"a batch of {rows} rows? of 32 tokens"
-    # After the attention of the layer, whose rows count already.
+    # After the attention of the layer, whose rows are already in the sums.
     model.model.layers[1].mlp.register_forward_pre_hook(fail)
     with (
         pytest.raises(RotationZooError, match=says) as caught,

@@ -23,7 +23,7 @@ SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 @pytest.fixture
 def source(tmp_path):
-    """A model in the hub's cache, of which another revision is there already."""
+    """A model in the hub's cache, which already has another revision."""
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -33,7 +33,7 @@ def source(tmp_path):
     return Source("someone/model", snapshot, "abc")
 
 
-def test_weights_are_told_in_bytes(source, monkeypatch):
+def test_fetched_weights_are_reported_in_bytes(source, monkeypatch):
     monkeypatch.setattr(progress_module, "LOOK", 0.01)
     told, seen = [], {600: threading.Event(), 800: threading.Event()}
 
@@ -66,7 +66,7 @@ def test_weights_are_told_in_bytes(source, monkeypatch):
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch) -> Path:
-    """A folder for temporary files that this test has for itself."""
+    """A folder for the temporary files of this test alone."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -74,7 +74,7 @@ def scratch(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path, scratch, inside, monkeypatch):
+def test_a_full_disk_is_one_error_sentence(tmp_path, scratch, inside, monkeypatch):
     """What is dequantized has to be written before it can be read from the disk. The limit on the
     size of files stands in for a full disk: the kernel refuses the same write."""
     model = save_tiny(tmp_path / "model", num_hidden_layers=4, hidden_size=128, head_dim=32)

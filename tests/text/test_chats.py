@@ -1,4 +1,4 @@
-"""Chats of agents, in the forms in which people keep them, under templates like those in use."""
+"""Chats of agents, in common forms, with templates like those of published models."""
 
 import json
 import subprocess
@@ -65,7 +65,7 @@ def tokenizer_with(template):
 
 
 def text_of(path, template):
-    """The first chat of a file as its row has it, without start tokens."""
+    """The text of the first chat of a file, without start tokens."""
     data, tokenizer = small(path), tokenizer_with(template)
     (sample,) = read_documents(data, Tally())
     return tokenizer.decode(tokenize(sample, ChatTemplate(tokenizer), data))
@@ -193,7 +193,7 @@ def test_a_source_of_bad_rows_is_not_read_to_its_end(tmp_path, monkeypatch):
         read_corpus(small(path), tokenizer_with(STRICT))
 
 
-def test_its_process_ends_without_a_word(tmp_path):
+def test_the_template_process_ends_silently(tmp_path):
     """`calibrate` takes SIGTERM for an interrupt, and daemons are ended by it."""
     (tmp_path / "ends.py").write_text(
         "import signal\n"

@@ -1,4 +1,4 @@
-"""Rows with images and audio, as a processor makes them."""
+"""Rows with images and audio, from a processor."""
 
 import math
 
@@ -80,7 +80,7 @@ MISPLACED = {
 @pytest.mark.parametrize("sentence", MISPLACED)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
 def test_media_without_a_place_and_places_without_media_are_refused(sentence, name, rows, tmp_path):
-    """Of such rows, processors of some versions make tokens that stand for nothing."""
+    """Processors of some versions would write tokens without features."""
     path = write(tmp_path, {"messages": [chat(*MISPLACED[sentence])], "image": "0.png"})
     with pytest.raises(RotationZooError, match=sentence):
         read(media.build(name), path)
@@ -88,7 +88,7 @@ def test_media_without_a_place_and_places_without_media_are_refused(sentence, na
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_row_has_the_start_tokens_once(adds, rows, monkeypatch):
-    """Whether the processor adds them to a text by default, or, as that of LFM2-VL, does not."""
+    """Whether or not the processor adds them by default: that of LFM2-VL does not."""
     family = media.build("gemma3")
     end = family[1].tokenizer.convert_tokens_to_ids("<|end|>")
     family[1].tokenizer._tokenizer.post_processor = TemplateProcessing(
@@ -137,7 +137,7 @@ def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
         read(gemma3, write(tmp_path, late), length=20)
 
 
-def test_sounds_are_read_at_the_rate_of_the_model(tmp_path):
+def test_audio_is_resampled_to_the_rate_of_the_model(tmp_path):
     seconds = np.arange(8000) / 8000
     sine = np.sin(2 * math.pi * 200 * seconds)
     media.write_wave(tmp_path / "sine.wav", 16384 * sine)
@@ -150,7 +150,7 @@ def test_sounds_are_read_at_the_rate_of_the_model(tmp_path):
     assert np.array_equal(_read_audio(held, 16000, data), samples)
 
 
-def test_images_and_sounds_of_one_row(tmp_path):
+def test_images_and_audio_of_one_row(tmp_path):
     family = media.build("gemma4")
     path = media.write_rows(tmp_path, rows=1, audio=True)
     (row,) = read(family, path, audio="sound").media
@@ -171,7 +171,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("sentence", BROKEN)
-def test_what_is_no_image_is_refused(sentence, gemma3, tmp_path):
+def test_broken_images_are_refused(sentence, gemma3, tmp_path):
     broken = BROKEN[sentence]
     record = {"text": "words", "image": broken if isinstance(broken, str | int) else "0.png"}
     if broken is None:
@@ -182,7 +182,7 @@ def test_what_is_no_image_is_refused(sentence, gemma3, tmp_path):
 
 
 @pytest.mark.hostile("size")
-def test_a_bomb_of_pixels_is_refused(gemma3, tmp_path):
+def test_a_decompression_bomb_is_refused(gemma3, tmp_path):
     """A small file with 14,000 x 14,000 pixels."""
     from PIL import Image
 

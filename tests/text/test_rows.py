@@ -1,4 +1,4 @@
-"""Files and data sets of text, packed into token rows, and what a fingerprint covers."""
+"""Files and data sets of text, packed into token rows, and their fingerprints."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ def test_the_fingerprint_covers_the_row_boundaries(jsonl, tokenizer):
 
 @pytest.mark.parametrize("start", [{"<|end|>": 0}, {"!": 1, "<|end|>": 0}], ids=len)
 def test_rows_start_as_requests_do(jsonl, start):
-    """Where the tokenizer begins every text with tokens, every row begins with them, once."""
+    """If the tokenizer adds start tokens to texts, each row starts with them, once."""
     starting = tokenizer_that_starts_with(f"{' '.join(start)} $A", *start.items())
     for row in read_corpus(small(jsonl), starting).rows:
         assert row[: len(start)].tolist() == list(start.values())
@@ -77,7 +77,7 @@ def test_text_and_parquet_and_another_column(jsonl, tokenizer, tmp_path, monkeyp
         ("100%25.parquet", "100%.parquet"),
     ],
 )
-def test_a_table_is_opened_as_it_is_called(path, other, tmp_path, tokenizer):
+def test_paths_of_tables_are_not_patterns(path, other, tmp_path, tokenizer):
     for name, texts in ((path, TEXTS), (other, ["another file's words"] * 99)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table({"text": texts}), tmp_path / name)
@@ -108,13 +108,13 @@ def test_bad_sources(name, content, says, tmp_path, tokenizer):
         read_corpus(small(path), tokenizer)
 
 
-def test_a_data_set_that_no_hub_has(tokenizer):
+def test_a_missing_data_set(tokenizer):
     with pytest.raises(RotationZooError, match="nobody/nothing could not be read"):
         read_corpus(small("nobody/nothing"), tokenizer)
 
 
 @pytest.mark.parametrize("content", [5, ["a"], {"a": 1}, [{"from": "human"}]])
-def test_content_that_is_no_text(content, tmp_path, tokenizer):
+def test_content_that_is_not_text(content, tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "odd.jsonl", [{"text": content}])
     shown = content[0] if isinstance(content, list) else content
     says = re.escape(f"has {shown!r} where a text or a list of chat messages should be")
@@ -124,7 +124,7 @@ def test_content_that_is_no_text(content, tmp_path, tokenizer):
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 @pytest.mark.parametrize("kind", ["latin1", "utf-16", "utf-16-le", "utf-32-be", "gzip"])
-def test_what_is_not_utf_8_is_refused(kind, suffix, tmp_path, tokenizer):
+def test_files_that_are_not_utf_8_are_refused(kind, suffix, tmp_path, tokenizer):
     text, path = '"naïve"\n' * 9, tmp_path / f"text{suffix}"
     path.write_bytes(gzip.compress(text.encode()) if kind == "gzip" else text.encode(kind))
     with pytest.raises(RotationZooError, match="is not UTF-8 text") as caught:
@@ -135,7 +135,7 @@ def test_what_is_not_utf_8_is_refused(kind, suffix, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_the_mark_of_windows_is_no_text(suffix, tmp_path, tokenizer):
+def test_a_bom_is_not_text(suffix, tmp_path, tokenizer):
     prints = set()
     for encoding in ("utf-8", "utf-8-sig"):
         path = tmp_path / f"{encoding}{suffix}"

@@ -31,6 +31,7 @@ TEMPLATES = {
     "ChatML": ("", TURN, []),
     "a default system prompt": ("<sop>system\nBe kind.\n", TURN, []),
     "refuses all": ("{{ raise_exception('no') }}", TURN, []),
+    "SmolLM2, whose bos opens every turn": ("", TURN, [], "<turn>"),
 }
 
 
@@ -44,14 +45,9 @@ def chatty(before, turn, bos="<bos>"):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_start_tokens_are_those_that_the_template_writes_once(name):
-    before, turn, expected = TEMPLATES[name]
-    tokenizer = chatty(before, turn)
+    before, turn, expected, *bos = TEMPLATES[name]
+    tokenizer = chatty(before, turn, *bos)
     assert tokenizer.convert_ids_to_tokens(start_tokens(tokenizer)) == expected
-
-
-def test_a_token_of_each_turn_is_no_start_token():
-    """The one that SmolLM2 calls its `bos_token` opens every turn."""
-    assert start_tokens(chatty("", TURN, bos="<turn>")) == []
 
 
 def test_what_the_tokenizer_adds_itself_comes_first(jsonl):
@@ -74,7 +70,7 @@ def gemma_like(tmp_path_factory):
 SAYS = "exts start with <|end|>, which only the chat template writes"
 
 
-def test_every_command_says_which_it_took(gemma_like, inside):
+def test_every_command_notes_the_start_tokens(gemma_like, inside):
     words = "--tokens", "1024", "--length", "512"
     made = inside("calibrate", gemma_like, *words, "--output", "out")
     assert SAYS in made.stderr
