@@ -140,10 +140,10 @@ def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 def write_texts(
-    rows: Sequence[torch.Tensor], recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None
+    rows: Sequence[torch.Tensor], recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> list[Text]:
-    """Prompts of `ASKED`, in the rows of token ids `[T]`, whose answers are compared. Without a
-    tokenizer, or if rows are too short, the last tokens of the longest rows are compared."""
+    """Prompts of `ASKED`, in the rows of token ids `[T]`, whose answers are compared. If rows are
+    too short, the last tokens of the longest rows are compared."""
     longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)]
     length, filler = len(longest[0]), torch.cat([*rows]).tolist()
     sink, recent = windows_of(recipe, length)
@@ -152,9 +152,8 @@ def write_texts(
         count = QUESTIONS // TASKS[task]
         asked.append(PromptSettings(task, count, length, None, sink, recent, pool="choose"))
     prompts: list[Prompt] = []
-    if tokenizer is not None:
-        with suppress(RotationZooError):
-            prompts = [each for its in asked for each in write_prompts(its, tokenizer, filler)]
+    with suppress(RotationZooError):  # rows may be too short
+        prompts = [each for its in asked for each in write_prompts(its, tokenizer, filler)]
     compared = []
     for prompt in prompts:  # at the positions that predict the tokens of answers
         answers = [range(it.answer.start, it.answer.stop) for it in prompt.questions]

@@ -10,7 +10,7 @@ import torch
 from support.architectures import CALIBRATED, SPARSE, build, families
 from support.caches import with_transforms
 from support.jobs import SMALL, job
-from support.models import edited_weights, load_saved, load_tokenizer, save_tiny
+from support.models import demo_tokenizer, edited_weights, load_saved, load_tokenizer, save_tiny
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
@@ -38,7 +38,7 @@ from rotationzoo.text.rows import read_corpus
 RECIPE = PRESETS["attention"].model_copy(update={"data": SMALL})
 FEW_TOKENS = Recipe(sink=4, recent=4)
 ROWS = [torch.arange(48) % 59, torch.arange(40) % 7]
-FEW_TEXTS = sensitivity.write_texts(ROWS, FEW_TOKENS, None)
+FEW_TEXTS = sensitivity.write_texts(ROWS, FEW_TOKENS, demo_tokenizer())
 
 
 @pytest.fixture(scope="module")
