@@ -196,7 +196,7 @@ def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -
         try:
             yield
         except UnicodeDecodeError as error:
-            hint = "unpack it, or convert it, for example with: iconv -f utf-16 -t utf-8"
+            hint = "unpack it, or convert it with: iconv -f ENCODING -t utf-8"
             raise kind(f"{what} is not UTF-8 text", hint) from error
 
 
