@@ -96,7 +96,7 @@ def test_models_that_cannot_be_calibrated(inside):
         "is an encoder-decoder": transformers.T5Config(),
         "is not a causal language model": transformers.ViTConfig(),
         "compressed latent": architectures.config("deepseek_v4", **long),
-        "code of its own": architectures.config("falcon", **long),
+        "its own code": architectures.config("falcon", **long),
     }
     for number, (says, config) in enumerate(configs.items()):
         config.save_pretrained(models / str(number))
