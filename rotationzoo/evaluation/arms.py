@@ -22,8 +22,7 @@ from rotationzoo.rotations import Rotations
 from rotationzoo.simulation import rivals
 from rotationzoo.simulation.simulated import SimulatedCodec
 
-DATA_FREE = ("identity", "hadamard", "random")
-"""Presets that need no statistics."""
+DATA_FREE = ("identity", "hadamard", "random")  # presets that need no statistics
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)
 """Those that every evaluation measures, a Hadamard matrix also with all else as in an artifact."""

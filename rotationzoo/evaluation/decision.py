@@ -26,8 +26,7 @@ LEVEL = 0.05
 Answered = Mapping[str, scores.TaskRecall]
 """The answers of one arm by task. All arms answer the same tasks in the same order, and those that
 decide nothing may be asked only the first questions of each task and length."""
-FEWEST_ANSWERS = 100
-"""The right answers of the exact model that a verdict to serve needs at least."""
+FEWEST_ANSWERS = 100  # the right answers of the exact model that a verdict to serve needs at least
 SIMPLEST: dict[scores.DataFree, str] = {
     "identity": "no rotation",
     "hadamard": "a Hadamard matrix rounded one by one and uncentered",
@@ -51,8 +50,7 @@ class Rule:
 
     floor: float = scores.FLOOR
     """The share of the exact model's right answers that must be kept, between 0 and 1."""
-    level: float = LEVEL
-    """The chance that this look ends in a wrong verdict."""
+    level: float = LEVEL  # the chance that this look ends in a wrong verdict
 
 
 _USUAL = Rule()
@@ -70,13 +68,11 @@ class _Kept:
     """What an arm keeps of the exact model's right answers."""
 
     share: float
-    answers: int
-    """Of the exact model, which are right."""
+    answers: int  # of the exact model, which are right
     independent: float
     """The effective number of independent answers by the upper bound on the correlation: it
     decides."""
-    likely: float
-    """The effective number by the likely correlation: it plans how many more to ask."""
+    likely: float  # the effective number by the likely correlation: it plans how many more to ask
 
     def interval(self, level: float) -> list[float]:
         """The lower and the upper bound of the share, each missed with a chance of `level`: Clopper

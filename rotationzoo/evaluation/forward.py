@@ -24,8 +24,7 @@ from rotationzoo.model.prediction import check_finite, counting_layers, run_deco
 from rotationzoo.progress import InTokens, Progress
 from rotationzoo.simulation.simulated import Simulation
 
-Reader = tuple[CacheLayout, str] | None
-"""A cache and the name of an arm; None for the exact model."""
+Reader = tuple[CacheLayout, str] | None  # A cache and the name of an arm; None for the exact model
 Tell = Callable[[str], None]
 
 
@@ -34,8 +33,7 @@ class Pace:
     """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
 
     tell: Tell = lambda words: None
-    until: float = math.inf
-    """When everything is to be done, by the clock of `perf_counter`."""
+    until: float = math.inf  # when everything is to be done, by the clock of `perf_counter`
     seconds: dict[Reader, float] = field(default_factory=dict)
 
     @property
@@ -63,10 +61,8 @@ class Trial:
     geometry: Geometry
     arms: Sequence[Arm]
     caches: list[CacheLayout]
-    layers: list[int]
-    """The layers that read a 2-bit cache."""
-    start: int
-    """The first measured position."""
+    layers: list[int]  # the layers that read a 2-bit cache
+    start: int  # the first measured position
 
 
 class Losses:

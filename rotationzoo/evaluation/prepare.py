@@ -57,22 +57,18 @@ class Evaluation(RunSettings):
     data: Data
     tasks: TaskSettings = field(default_factory=TaskSettings)
     windows: list[tuple[int, int]] = field(default_factory=list)
-    format: str | None = None
-    """None means `sglang`, or `segments` for a budget of bits."""
+    format: str | None = None  # none means `sglang`, or `segments` for a budget of bits
     budget: Budget | None = None
     rungs: tuple[Budget, ...] = ()
     """Budgets of the one artifact, the fewest bits first, of which the fewest are chosen that keep
     as many answers as `keep` says. The report is on these, and added to the artifact that they
     make."""
     anyway: bool = False
-    layers: set[int] | None = None
-    """Those to store in 2 bits; None means all."""
+    layers: set[int] | None = None  # those to store in 2 bits; None means all
     prefill_chunk: int | None = None
     prefill_layout: Literal["server", "window"] | None = None
-    rope_scaling: str | None = None
-    """None means as the artifacts were calibrated."""
-    baselines: tuple[str, ...] = BASELINES
-    """Names in `BASELINES` and `RIVALS`."""
+    rope_scaling: str | None = None  # none means as the artifacts were calibrated
+    baselines: tuple[str, ...] = BASELINES  # names in `BASELINES` and `RIVALS`
     pooled: bool = False
     uncentered: tuple[str, ...] = ()
     """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
@@ -80,8 +76,7 @@ class Evaluation(RunSettings):
     leaves_windows: bool = False
     """Whether layers with a sliding window stay exact, and all others get the same bits of a
     budget."""
-    notes: list[str] = field(default_factory=list)
-    """What the report says of these settings."""
+    notes: list[str] = field(default_factory=list)  # what the report says of these settings
     batch: int = 1
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
@@ -102,8 +97,7 @@ class Evaluation(RunSettings):
 class Prepared:
     """What is known before weights are fetched."""
 
-    job: Evaluation
-    """With everything settled that it left to the model and the artifacts."""
+    job: Evaluation  # with everything settled that it left to the model and the artifacts
     artifacts: list[Artifact]
     source: Source
     scaling: str | None
@@ -112,8 +106,7 @@ class Prepared:
     start: int
     """The first measured position. Every pair of windows is measured on the tokens that read
     quantized positions with all pairs."""
-    geometry: Geometry | None
-    """None for a model that does not run on `meta`."""
+    geometry: Geometry | None  # none for a model that does not run on `meta`
     tokenizer: PreTrainedTokenizerBase
     text: Corpus
     plan: TaskPlan

@@ -22,10 +22,8 @@ from rotationzoo.vllm.settings import Options, make_settings
 
 PROMPTS, PROMPT, ANSWER = 4, 1024, 16
 """How many prompts are recorded, and the tokens of each and of its answer."""
-TOKENS = PROMPTS * (PROMPT + ANSWER)
-"""What the exact model and the cache read for a record."""
-CANDIDATES = 5
-"""As many as every server with OpenAI's API gives log probabilities of."""
+TOKENS = PROMPTS * (PROMPT + ANSWER)  # what the exact model and the cache read for a record
+CANDIDATES = 5  # as many as every server with OpenAI's API gives log probabilities of
 
 
 def record_probes(

@@ -20,8 +20,7 @@ from rotationzoo.errors import UsageError
 from rotationzoo.recipe.loading import with_budget
 from rotationzoo.words import percent
 
-RUNGS = (2.0, 2.25, 2.5, 3.0, 3.5, 4.0)
-"""Bits an element that are tried."""
+RUNGS = (2.0, 2.25, 2.5, 3.0, 3.5, 4.0)  # bits an element that are tried
 _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
 
 

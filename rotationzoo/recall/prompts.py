@@ -27,18 +27,15 @@ class PromptSettings:
 
     task: str
     prompts: int
-    length: int = 2048
-    """Tokens per prompt."""
-    questions: int | None = None
-    """Questions per prompt; None takes the number in `TASKS`."""
+    length: int = 2048  # tokens per prompt
+    questions: int | None = None  # questions per prompt; None takes the number in `TASKS`
     first: int = 64
     """The first position at which a statement may begin; the exact window before it is the sink."""
     recent: int = 256
     """Tokens before the first question that hold no statement, so that every answer must be read
     from the quantized part of the cache."""
     seed: int = 0
-    pool: str = "judge"
-    """The words that are used: a key of `POOLS`."""
+    pool: str = "judge"  # the words that are used: a key of `POOLS`
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,8 @@ class Question:
     """One question of a prompt."""
 
     task: str
-    answer: slice
-    """The positions of the answer's tokens."""
-    source: int
-    """The position of the statement that holds the answer."""
+    answer: slice  # the positions of the answer's tokens
+    source: int  # the position of the statement that holds the answer
 
 
 @dataclass(frozen=True)
@@ -232,8 +227,7 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 class Answers:
     """A model's answers to all questions of some prompts, in their order."""
 
-    correct: torch.Tensor
-    """Boolean `[questions]`: whether the greedy answer is exactly right."""
+    correct: torch.Tensor  # boolean `[questions]`: whether the greedy answer is exactly right
     log_probability: torch.Tensor
     """Float64 `[questions]`: the log probability of the whole right answer, in nats."""
 

@@ -27,8 +27,7 @@ _UNASKED = 1.5  # statements per question: some are never asked for
 _HOPS = 2  # assignments between a number and the name that is asked for
 _PASSAGE, _CUE = 8, 2  # words of a passage, and of its beginning that is given
 
-Block = tuple[str, ...]
-"""Lines that are hidden together, one after another."""
+Block = tuple[str, ...]  # lines that are hidden together, one after another
 
 
 @dataclass(frozen=True)

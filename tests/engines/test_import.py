@@ -18,7 +18,7 @@ from rotationzoo.artifact.reductions import Request
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.oscar_pt import read_pt
-from rotationzoo.engines.import_ import IMPORTED, gather_files, import_
+from rotationzoo.engines.import_ import gather_files, import_
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -193,7 +193,7 @@ WROTE = {
 """Import format -> the engine whose export it reads, and a model for that."""
 
 
-@pytest.mark.parametrize("format", IMPORTED)
+@pytest.mark.parametrize("format", WROTE)
 def test_every_import_format_reads_the_matrices_of_its_files(format, made, tmp_path):
     engine, family = WROTE[format]
     artifact = made(family, **({} if format == "latents" else {"head_dim": 32}))

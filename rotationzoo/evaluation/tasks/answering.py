@@ -37,8 +37,7 @@ class ExactAnswers:
 
     series: Series
     answers: Answers
-    blind: Answers
-    """Its answers to the first of them where the statements are cut away."""
+    blind: Answers  # its answers to the first of them where the statements are cut away
 
     @property
     def can_do(self) -> bool:
@@ -60,8 +59,7 @@ class TaskAnswers:
     """All answers of an evaluation."""
 
     plan: TaskPlan
-    questions: int
-    """Asked so far of each task and length that the exact model can do."""
+    questions: int  # asked so far of each task and length that the exact model can do
     exact: list[ExactAnswers]
     arms: dict[tuple[CacheLayout, str], list[Answers]]
     """Keyed by cache and name of the arm: the answers to each series that the exact model can
@@ -100,10 +98,8 @@ class Asking:
     """Reads answers in batches and reports how many tokens of a stage's prompts are read."""
 
     model: PreTrainedModel
-    name: str
-    """What errors call the model."""
-    tokens: int
-    """How many a forward pass may read; a longer prompt has one of its own."""
+    name: str  # what errors call the model
+    tokens: int  # how many a forward pass may read; a longer prompt has one of its own
     progress: Progress
     pace: Pace = field(default_factory=Pace)
     saved: SavedAnswers = field(default_factory=SavedAnswers)

@@ -33,8 +33,7 @@ _LEAD = 256  # tokens, at most, before the questions of a blind prompt
 class TaskSettings:
     """The recall tasks of one evaluation, as the user chose them."""
 
-    names: tuple[str, ...] = tuple(TASKS)
-    """Names of recall tasks; empty for none."""
+    names: tuple[str, ...] = tuple(TASKS)  # names of recall tasks; empty for none
     lengths: tuple[int, ...] = ()
     """Tokens per prompt. If empty, the prompts are as long as the rows of the evaluated text, and
     where time is short, some are shorter."""
@@ -97,8 +96,7 @@ class Series:
     task: str
     length: int
     prompts: list[Prompt]
-    blind: list[Prompt]
-    """The same questions without the statements that answer them."""
+    blind: list[Prompt]  # the same questions without the statements that answer them
 
     @property
     def questions(self) -> int:
@@ -119,8 +117,7 @@ class TaskPlan:
     settings: TaskSettings
     lengths: tuple[int, ...]
     series: list[Series] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Which tasks are left out, and why."""
+    notes: list[str] = field(default_factory=list)  # which tasks are left out, and why
     first: int = 0
     """The first position at which a statement may begin: the largest sink of all caches."""
     recent: int = 0

@@ -27,8 +27,7 @@ class SavedAnswers:
         self.path, self._conditions = path, conditions
         self._tensors: dict[str, torch.Tensor] = {}
         self.was_left = False
-        self.notes: list[str] = []
-        """What became of a file that was not used."""
+        self.notes: list[str] = []  # what became of a file that was not used
         self._digest = ""
         # A pipe, which would be waited for, raises.
         if path is None or (size := files.size_of(path)) is None:
