@@ -1,6 +1,5 @@
-"""The forward passes of an evaluation: every text through the exact model, and through every
-combination of arm and cache, whose perplexities are compared; and their pace, from which the time
-that is left is estimated."""
+"""The forward passes of an evaluation: each text through the exact model and through each arm with
+each cache, to compare their perplexities; and their pace, from which times are estimated."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,39 +23,39 @@ from rotationzoo.model.prediction import check_finite, counting_layers, run_deco
 from rotationzoo.progress import InTokens, Progress
 from rotationzoo.simulation.simulated import Simulation
 
-Reader = tuple[CacheLayout, str] | None  # A cache and the name of an arm; None for the exact model
+Reader = tuple[CacheLayout, str] | None  # a cache and the name of an arm, or the exact model
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
+    """Seconds per token of each reader. `tell` gets sentences for the user."""
 
     tell: Tell = lambda words: None
-    until: float = math.inf  # when everything is to be done, by the clock of `perf_counter`
+    until: float = math.inf  # the deadline, by the clock of `perf_counter`
     seconds: dict[Reader, float] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
-        """Seconds until everything is to be done."""
+        """Seconds until the deadline."""
         return self.until - perf_counter()
 
     @contextmanager
     def timing(self, reader: Reader, tokens: int) -> Iterator[None]:
-        """Measure how long this reader takes for `tokens` tokens."""
+        """Measure how long a reader takes for `tokens` tokens."""
         begun = perf_counter()
         yield
         self.seconds[reader] = (perf_counter() - begun) / tokens
 
     def estimate(self, tokens: float, arms: Collection[str]) -> float:
-        """The seconds in which the exact model and the named arms read `tokens` tokens each."""
+        """The seconds that the exact model and the named arms take for `tokens` tokens each."""
         pace = self.seconds.items()
         return tokens * sum(each for read, each in pace if read is None or read[1] in arms)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The settings that every text is run with: most are those of the `Evaluation`."""
+    """What texts and prompts are run with."""
 
     geometry: Geometry
     arms: Sequence[Arm]
@@ -64,9 +63,13 @@ class Trial:
     layers: list[int]  # the layers that read a 2-bit cache
     start: int  # the first measured position
 
+    def simulate(self, cache: CacheLayout, arm: Arm) -> Simulation:
+        """The simulation of an arm with a cache."""
+        return Simulation(arm.codec, cache, self.geometry, set(self.layers))
+
 
 class Losses:
-    """What one arm, or the exact model, lost on every text. Standard errors are those of paired
+    """The loss of one arm, or of the exact model, on each text. Standard errors are those of paired
     differences over texts, weighted by their numbers of tokens."""
 
     def __init__(self) -> None:
@@ -75,28 +78,28 @@ class Losses:
 
     def add(self, losses: torch.Tensor) -> None:
         """Add the negative log likelihoods `[B, P]` of texts."""
-        # Sum in float64: over a long text, arms may differ by less than float32 rounding.
+        # Summed in float64: arms may differ by less than float32 rounding over a long text.
         self._losses.append(losses.double().cpu().sum(1))
         self._counts.append(torch.full((len(losses),), losses.shape[1], dtype=torch.float64))
 
     @property
     def loss(self) -> torch.Tensor:
-        """The sum of each text, `[texts]`."""
+        """The sum over each text, `[texts]`."""
         return torch.cat(self._losses)
 
     @property
     def count(self) -> torch.Tensor:
-        """The tokens of each text that have a loss, `[texts]`."""
+        """The tokens of each text with a loss, `[texts]`."""
         return torch.cat(self._counts)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that have a loss."""
+        """All tokens with a loss."""
         return int(self.count.sum())
 
     @property
     def perplexity(self) -> float:
-        """That of all texts together."""
+        """The perplexity of all texts together."""
         return math.exp((self.loss.sum() / self.count.sum()).item())
 
     def measure_exact(self) -> measured.ExactCosts:
@@ -131,14 +134,13 @@ def run_models(
     pace: Pace | None = None,
     reserve: float = 0,
 ) -> dict[Reader, Losses]:
-    """The losses of the exact model and of every combination of cache and arm, over all batches
-    `[B, T]` of token ids. A batch after the first is left out where `reserve` seconds would not be
-    left after it.
+    """The losses of the exact model and of each arm with each cache, over batches `[B, T]` of token
+    ids. After the first batch, only those are run that leave `reserve` seconds of time.
 
-    Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache, and
-    `Unsound` for an exact model whose losses are not finite.
+    Raises `RotationZooError` if no row is long enough to read a 2-bit cache, and `Unsound` if the
+    losses of the exact model are not finite.
     """
-    # A position is measured by how well it predicts the next token, so a row needs one more token.
+    # A row needs one token more, because the loss at a position is that of the next token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
     if not batches:
         hint = "give longer documents, or smaller --windows"
@@ -156,9 +158,7 @@ def run_models(
             break
         running: AbstractContextManager[None] = nullcontext()
         if pair is not None:
-            cache, arm = pair
-            simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers))
-            running = simulation.running(model)
+            running = trial.simulate(*pair).running(model)
         counting = counting_layers(model, passes.tell_part)
         with pace.timing(reader, ids.numel()), running, counting:
             found = token_losses(model, ids, trial.start)
@@ -170,12 +170,11 @@ def run_models(
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """The negative log likelihood of each next token, for positions from `start` on: float32
+    """The negative log likelihood of each next token from position `start` on: float32
     `[B, T - start - 1]`."""
     last = ids.shape[1] - 1
     losses = ids.new_empty(len(ids), last - start, dtype=torch.float32, device="cpu")
-    # Blocks, because the logits of a whole row may be larger than the model: the vocabulary is far
-    # wider than the hidden state.
+    # In blocks, because the logits of a whole row may be larger than the model.
     for at, logits in run_decoder(model, ids).blocks(start, last):
         targets = ids[:, at.start + 1 : at.stop + 1].to(logits.device)
         block = torch.nn.functional.cross_entropy(

@@ -17,7 +17,6 @@ from rotationzoo.evaluation.probes import TOKENS
 from rotationzoo.evaluation.tasks.answering import TaskAnswers, count_tokens
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.model.loading import input_device
-from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.words import counted, duration, finish
 
 LEAST = 32
@@ -36,7 +35,7 @@ def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pac
     for cache, arm in product(trial.caches, trial.arms):
         # A sink would keep short rows exact.
         reader, all_of_it = (cache, arm.name), replace(cache, sink=0)
-        simulation = Simulation(arm.codec, all_of_it, trial.geometry, set(trial.layers))
+        simulation = trial.simulate(all_of_it, arm)
         pace.seconds[reader] = max(pace.seconds.values())
         if perf_counter() - begun < _SECONDS:
             with simulation.running(model), pace.timing(reader, ids.numel()):
