@@ -1,5 +1,4 @@
-"""How long an evaluation takes, by the pace of its first tokens, and which part of it fits the time
-limit."""
+"""The time of an evaluation, by the pace of its first tokens, and the part that fits a limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +18,14 @@ from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.model.loading import input_device
 from rotationzoo.words import counted, duration, finish
 
-LEAST = 32
-"""Questions of each task that may decide. Where fewer would fit, other arms are left out."""
+LEAST = 32  # questions of each task: where fewer fit, arms that decide nothing are left out
 _TOKENS, _SECONDS = 128, 5.0  # of a row; after these seconds, the pace of other arms is a guess
 
 
 @torch.no_grad()
 def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pace) -> None:
-    """Set the pace of the exact model and of every arm by the first tokens of a row `[T]`. On a
-    slow machine, the last arms are taken to be as fast as the slowest."""
+    """Set the pace of the exact model and of each arm by the first tokens of a row `[T]`. On a slow
+    machine, the last arms get the pace of the slowest."""
     ids, begun = row[None, :_TOKENS].to(input_device(model)), perf_counter()
     token_losses(model, ids[:, :8], 0)  # what runs first runs slower
     with pace.timing(None, ids.numel()):
@@ -44,7 +42,7 @@ def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pac
 
 @dataclass(frozen=True)
 class Schedule:
-    """What an evaluation has to do. The `judged` arms are asked most."""
+    """The work of an evaluation. The `judged` arms are asked most."""
 
     ready: Prepared
     trial: Trial
@@ -53,12 +51,12 @@ class Schedule:
 
     @property
     def names(self) -> list[str]:
-        """Of all arms."""
+        """The names of all arms."""
         return [arm.name for arm in self.trial.arms]
 
     @property
     def record(self) -> float:
-        """Seconds that it takes to record what servers answer."""
+        """The seconds that the records for servers take."""
         makes = self.ready.job.record and self.ready.scaling is None
         return self.pace.estimate(TOKENS, self.judged[:1]) * len(self.ready.saved) * makes
 
@@ -69,13 +67,13 @@ class Schedule:
         return tokens
 
     def _ask(self, tokens: Sequence[int], is_first: bool) -> float:
-        """The seconds of rounds with these `tokens`. The first round asks all arms."""
+        """The seconds of rounds with these `tokens`. A first round asks all arms."""
         first = self.pace.estimate(sum(tokens[:is_first]), self.names)
         return first + self.pace.estimate(sum(tokens[is_first:]), self.judged)
 
     def fitting(self, series: Sequence[Series], asked: int = 0) -> int:
-        """How many more questions of each series than `asked` fit the time, with the record and one
-        batch of texts after them."""
+        """How many more questions of each series than `asked` fit in the time, with the record and
+        one batch of texts after them."""
         job, rounds = self.ready.job, (0, *self.ready.plan.settings.rounds)
         text = self.pace.estimate(job.batch * job.data.length, self.names)
         done, tokens = rounds.index(asked), self._round_tokens(series)
@@ -86,7 +84,7 @@ class Schedule:
         return rounds[-1] - asked
 
     def _find_able(self) -> float:
-        """The seconds of the blind prompts, which show what the exact model can do."""
+        """The seconds of the blind prompts."""
         plan = self.ready.plan
         first = [each.part(0, plan.settings.rounds[0]) for each in plan.series]
         return self.pace.estimate(sum(count_tokens(each.blind) for each in first), ())
@@ -98,9 +96,9 @@ class Schedule:
         return bool(plan.settings.minutes) and self.fitting(plan.series) < plan.settings.looks[-1]
 
     def fit(self) -> "Schedule":
-        """What there is time for. Where not everything fits, all but the shortest prompts are left
-        out, unless the user chose their lengths; and other arms, where too few questions would fit
-        that decide."""
+        """The part that there is time for. Where not everything fits, all but the shortest prompts
+        are left out, unless the user chose the lengths. Where too few questions would fit, other
+        arms are left out too."""
         fitted, left_out = self, list[str]()
         plan = self.ready.plan
         if plan.series and self.is_short and not plan.settings.lengths:
@@ -120,7 +118,7 @@ class Schedule:
         return fitted
 
     def tell(self) -> None:
-        """Tell what will be done, how long it takes and when it ends."""
+        """Tell the user what will be done, how long it takes and when it ends."""
         job, plan, pace = self.ready.job, self.ready.plan, self.pace
         tokens = self._round_tokens(plan.series)
         questions, text = plan.settings.looks[0], counted(len(self.ready.text.rows), "text")
@@ -138,7 +136,7 @@ class Schedule:
             asked = "the questions whose answers cost least"
         parts = [asked] * bool(plan.series) + [text]
         parts += ["a record for servers"] * bool(self.record)
-        words = ["no rotations are named, so these are baselines alone"] * (not job.artifacts)
+        words = ["no rotations are named, so only baselines are measured"] * (not job.artifacts)
         words.append(", ".join(parts) + finish(seconds))
         if more:
             words.append(f"more questions, unless these decide, take at most {duration(more)}")
@@ -146,7 +144,7 @@ class Schedule:
         pace.tell("; ".join(words))
 
     def time_more(self, made: Decision, answers: TaskAnswers) -> Decision:
-        """The decision with the time of an evaluation that settles it, by what `answers` took."""
+        """The decision with the time of an evaluation that settles it."""
         if made.more_questions is None:
             return made
         tokens = sum(count_tokens(each.series.prompts) for each in answers.exact)
