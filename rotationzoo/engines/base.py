@@ -3,7 +3,6 @@
 Everywhere else a rotation R is applied as `x @ R`; `formats/` transposes it if need be.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers, head_dims
 from rotationzoo.linalg import orthogonality
 from rotationzoo.linalg.composition_table import DATA_FREE, GIVEN
-from rotationzoo.model.files import MOST_LAYERS
 from rotationzoo.sides import LATENT
 
 PAGE = "docs/engines.md says what each engine takes"  # the hint where no option would help
@@ -164,33 +162,11 @@ def _problems(
             yield "has a mean that is not finite or not of its shape"
 
 
-def as_mapping(content: Any) -> Mapping[str, Any]:
-    """The content if it is a table, or else an empty one: untrusted files may hold anything."""
-    return content if isinstance(content, Mapping) else {}
-
-
-def primitives(content: Any) -> dict[str, str | int | float]:
-    """The entries that a manifest can hold: printable text, finite numbers, booleans."""
-    entries = {}
-    for name, value in as_mapping(content).items():
-        is_number = isinstance(value, int | float) and abs(value) < 2**63 and math.isfinite(value)
-        if _is_text(name) and (is_number or _is_text(value)):
-            entries[name] = value
-    return entries
-
-
 def objective_name(content: Any) -> str:
     """The objective that a file names, or `unknown` if it is empty, too long or not printable."""
-    return content if content and _is_text(content) else "unknown"
+    return content if content and is_text(content) else "unknown"
 
 
-def check_layer(path: Path, layer: int | str) -> int:
-    """The layer's number. Raises `RotationZooError` if no model has so many layers."""
-    if int(layer) >= MOST_LAYERS:
-        problem = f"{path.name} has a layer {layer}, and no model has that many"
-        raise RotationZooError(problem, "do not use it")
-    return int(layer)
-
-
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
+    """Whether it is printable text that is not too long."""
     return isinstance(value, str) and len(value) <= _LONGEST_TEXT and value.isprintable()

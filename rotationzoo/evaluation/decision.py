@@ -157,19 +157,6 @@ def _add_up(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return torch.stack([part.sum() for part in values.split(list(sizes))]).double()
 
 
-def _average(
-    values: torch.Tensor, weights: torch.Tensor, tasks: Sequence[int]
-) -> tuple[float, float | None]:
-    """The weighted mean over prompts, and its standard error by the spread within each task if each
-    has two prompts. `tasks`: the number of prompts of each, in order."""
-    parts = zip(values.split(list(tasks)), weights.split(list(tasks)), strict=True)
-    errors = [(weighted_mean(*part)[1], part[1].sum()) for part in parts if part[1].any()]
-    mean, error = weighted_mean(values, weights)
-    if all(each is not None for each, _ in errors):
-        error = math.hypot(*(each * weight / weights.sum() for each, weight in errors))
-    return mean, error
-
-
 def _measure_kept(given: torch.Tensor, right: torch.Tensor, tasks: Sequence[int]) -> _Kept:
     """What is kept, from the numbers of kept and of right answers in each prompt, `[prompts]`. The
     design effect (Kish 1965) of their correlation gives the effective number of answers."""
@@ -234,11 +221,16 @@ def _interval_of(
     """The interval of the difference of shares: Student's t over prompts, with half a prompt added
     in favor of each (Agresti and Min 2005), so that the error is not zero where no prompt differs.
     """
-    opposed = torch.tensor([1.0, -1.0], dtype=torch.float64)
     asked = weights[weights > 0]
-    values = torch.cat([gain / weights, opposed])
-    center, error = _average(values, torch.cat([weights, asked.mean().expand(2) / 2]), [*tasks, 2])
+    values = torch.cat([gain / weights, torch.tensor([1.0, -1.0], dtype=torch.float64)])
+    weights, sizes = torch.cat([weights, asked.mean().expand(2) / 2]), [*tasks, 2]
+    center, error = weighted_mean(values, weights)
     assert error is not None, "there are at least three prompts"
+    # By the spread within each task, if each has two prompts.
+    parts = zip(values.split(sizes), weights.split(sizes), strict=True)
+    errors = [(weighted_mean(*part)[1], part[1].sum()) for part in parts if part[1].any()]
+    if all(each is not None for each, _ in errors):
+        error = math.hypot(*(each * weight / weights.sum() for each, weight in errors))
     reach = float(stdtrit(max(1, len(asked) - len(tasks)), 1 - level / 2)) * error
     return [center - reach, center + reach]
 

@@ -9,16 +9,8 @@ from time import perf_counter
 
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact.measured import (
-    ArmCosts,
-    Exact,
-    Measured,
-    MeasuredArm,
-    Probe,
-    Text,
-    Verdict,
-    Window,
-)
+from rotationzoo.artifact import measured
+from rotationzoo.artifact.measured import Measured, Probe, Verdict
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.size import CONTEXT, codec_bits
@@ -235,7 +227,7 @@ def _describe(
     ready, trial = schedule.ready, schedule.trial
     job, source, text = ready.job, ready.source, ready.text
     tasks, all_tasks = score_exact(answers)
-    exact = Exact(**dict(losses[None].measure_exact()), tasks=tasks, all_tasks=all_tasks)
+    exact = measured.Exact(**dict(losses[None].measure_exact()), tasks=tasks, all_tasks=all_tasks)
     windows, rows = [], len(exact.text_tokens)
     for cache in trial.caches:
         arms = {}
@@ -248,12 +240,13 @@ def _describe(
         decisions = [put_into_words(each, answered, tasks, bits) for each in made]
         decisions = [schedule.time_more(each, answers) for each in decisions]
         verdict = Verdict.of(rows, decisions)
-        windows.append(Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict))
+        sizes = {"sink": cache.sink, "recent": cache.recent}
+        windows.append(measured.Window(**sizes, arms=arms, verdict=verdict))
     assert job.format is not None
     about, length = {"source": job.data.label, "fingerprint": text.fingerprint}, job.data.length
     return Measured(
-        text=Text(**about, rows=rows, length=length),
-        tokens=losses[None].tokens,
+        text=measured.Text(**about, rows=rows, length=length),
+        tokens=sum(exact.text_tokens),
         first_position=trial.start,
         model=source.label,
         revision=source.revision,
@@ -273,11 +266,11 @@ def _describe(
 
 
 def _assemble_arm(
-    schedule: Schedule, answers: TaskAnswers, cache: CacheLayout, arm: Arm, costs: ArmCosts
-) -> MeasuredArm:
+    schedule: Schedule, answers: TaskAnswers, cache: CacheLayout, arm: Arm, costs: measured.ArmCosts
+) -> measured.MeasuredArm:
     geometry, length = schedule.trial.geometry, schedule.ready.job.data.length
     tasks, all_tasks = score_arm(answers, cache, arm.name)
-    return MeasuredArm(
+    return measured.MeasuredArm(
         **dict(arm.about),
         **dict(costs),
         tasks=tasks,
@@ -294,7 +287,7 @@ def _decide(
     exact, _ = score_exact(answers)
     arms = {arm.name: score_arm(answers, cache, arm.name)[0] for arm in schedule.trial.arms}
     level = share * spend_level(answers.questions, answers.plan.settings.looks)
-    rule = Rule(schedule.ready.job.floor, level)
+    rule = Rule(schedule.ready.job.keep / 100, level)
     return [decide(name, arms, exact, answers.questions, rule) for name in schedule.judged]
 
 

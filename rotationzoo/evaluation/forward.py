@@ -73,29 +73,14 @@ class Losses:
     differences over texts, weighted by their numbers of tokens."""
 
     def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._counts: list[torch.Tensor] = []
+        self.loss = torch.empty(0, dtype=torch.float64)  # summed over each text, `[texts]`
+        self.count = torch.empty(0, dtype=torch.float64)  # tokens of each text with a loss
 
     def add(self, losses: torch.Tensor) -> None:
         """Add the negative log likelihoods `[B, P]` of texts."""
         # Summed in float64: arms may differ by less than float32 rounding over a long text.
-        self._losses.append(losses.double().cpu().sum(1))
-        self._counts.append(torch.full((len(losses),), losses.shape[1], dtype=torch.float64))
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """The sum over each text, `[texts]`."""
-        return torch.cat(self._losses)
-
-    @property
-    def count(self) -> torch.Tensor:
-        """The tokens of each text with a loss, `[texts]`."""
-        return torch.cat(self._counts)
-
-    @property
-    def tokens(self) -> int:
-        """All tokens with a loss."""
-        return int(self.count.sum())
+        self.loss = torch.cat([self.loss, losses.double().cpu().sum(1)])
+        self.count = torch.cat([self.count, self.count.new_full((len(losses),), losses.shape[1])])
 
     @property
     def perplexity(self) -> float:

@@ -75,12 +75,7 @@ class Evaluation(RunSettings):
     fit_length: bool = False
     """Whether the length is a default, so that rows are fitted to the windows and the model's
     positions instead of refused."""
-    keep: float = 100 * FLOOR
-
-    @property
-    def floor(self) -> float:
-        """The share of the exact model's answers to keep."""
-        return self.keep / 100
+    keep: float = 100 * FLOOR  # percent of the exact model's answers
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ class Schedule:
 
     @property
     def names(self) -> list[str]:
-        """The names of all arms."""
         return [arm.name for arm in self.trial.arms]
 
     @property
@@ -74,20 +73,17 @@ class Schedule:
     def fitting(self, series: Sequence[Series], asked: int = 0) -> int:
         """How many more questions of each series than `asked` fit in the time, with the record and
         one batch of texts after them."""
-        job, rounds = self.ready.job, (0, *self.ready.plan.settings.rounds)
-        text = self.pace.estimate(job.batch * job.data.length, self.names)
-        done, tokens = rounds.index(asked), self._round_tokens(series)
-        left = self.pace.left - self.record - text - self._find_able() * (asked == 0)
+        job, plan = self.ready.job, self.ready.plan
+        rounds, tokens = (0, *plan.settings.rounds), self._round_tokens(series)
+        done, text = rounds.index(asked), job.batch * job.data.length
+        left = self.pace.left - self.record - self.pace.estimate(text, self.names)
+        if asked == 0:
+            blind = sum(count_tokens(each.part(*rounds[:2]).blind) for each in plan.series)
+            left -= self.pace.estimate(blind, ())
         for end in range(done + 1, len(rounds)):
             if self._ask(tokens[done:end], done == 0) > left:
                 return rounds[end - 1] - asked
         return rounds[-1] - asked
-
-    def _find_able(self) -> float:
-        """The seconds of the blind prompts."""
-        plan = self.ready.plan
-        first = [each.part(0, plan.settings.rounds[0]) for each in plan.series]
-        return self.pace.estimate(sum(count_tokens(each.blind) for each in first), ())
 
     @property
     def is_short(self) -> bool:

@@ -19,7 +19,7 @@ def test_an_arm_beside_the_exact_model():
     exact = measured([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     arm = measured([[1.0, 1.2, 1.4, 1.4], [2.0, 2.0, 2.6, 2.6]])
     report = arm.measure_arm(exact).model_dump()
-    assert exact.tokens == 8
+    assert exact.measure_exact().text_tokens == [4, 4]
     assert exact.measure_exact().text_losses == [1, 2]
     assert report["perplexity"] == pytest.approx(math.exp(1.775))
     assert report["perplexity_increase"] == pytest.approx(math.expm1(0.275))

@@ -9,6 +9,7 @@ Files of others are untrusted: only tensors and primitives are unpickled, after 
 """
 
 import io
+import math
 import re
 import zipfile
 from collections.abc import Mapping
@@ -18,15 +19,7 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact.reductions import Settled
-from rotationzoo.engines.base import (
-    Payload,
-    RotationFile,
-    SideMatrices,
-    as_mapping,
-    check_layer,
-    objective_name,
-    primitives,
-)
+from rotationzoo.engines.base import Payload, RotationFile, SideMatrices, is_text, objective_name
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import MOST_LAYERS
 from rotationzoo.sides import LATENT, SIDES
@@ -123,8 +116,8 @@ def read_pt(path: Path) -> RotationFile:
         version = "V3"
     if "layers" not in table:
         version = "tensors"
-    side = _side(path, objective, as_mapping(table.get("transform")))
-    calibration = primitives(table.get("calibration"))
+    side = _side(path, objective, _as_mapping(table.get("transform")))
+    calibration = _primitives(table.get("calibration"))
     return RotationFile(path, version, side, content, calibration)
 
 
@@ -139,7 +132,7 @@ def read_latents(folder: Path) -> RotationFile:
     entries: Entries = {}
     folder = folder.resolve()
     for path in latent_files(folder):
-        layer = check_layer(path, path.stem.removeprefix("layer_"))
+        layer = _check_layer(path, path.stem.removeprefix("layer_"))
         if layer in entries:
             raise RotationZooError(f"{folder.name} has layer {layer} twice")
         entries |= _load(path, layer)[1]
@@ -160,7 +153,7 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entr
         on_meta = torch.load(path, map_location="meta", weights_only=True)
         _check_sizes(path, _entries(path, on_meta, layer))
         content = torch.load(path, map_location="cpu", weights_only=True)
-        table, entries = as_mapping(content), _entries(path, content, layer)
+        table, entries = _as_mapping(content), _entries(path, content, layer)
         of_latents = entries.get(layer, {}) if layer is not None else {}
         match of_latents:  # an orthogonal matrix is its own inverse transpose
             case {"rotation": torch.Tensor() as one, "q_rotation": torch.Tensor() as other}:
@@ -173,7 +166,7 @@ def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entr
         hint = "do not use it; a file that runs code when it is opened is refused"
         raise _no_rotations(path, reason, hint) from error
     # OSCAR's tools can also make pairs of a matrix and its inverse; the file says so.
-    declared = as_mapping(table.get("transform")).get("orthogonal") is not False
+    declared = _as_mapping(table.get("transform")).get("orthogonal") is not False
     if not declared or any(name in entry for entry in entries.values() for name in _COMPANIONS):
         pairs = "rotations that are not orthogonal, with a second matrix for queries or outputs"
         hint = "ask for orthogonal ones: 2-bit rows of one scale do not survive the others"
@@ -215,11 +208,11 @@ def _entries(path: Path, content: Any, layer: int | None) -> Entries:
     """The entries by layer, from a table of layers or of tensors, or from one stacked tensor."""
     if layer is not None:  # alone in its file, and its mean may have another name
         content = {layer: content}
-        if "mean" in as_mapping(content[layer]):
+        if "mean" in _as_mapping(content[layer]):
             content[layer] = {**content[layer], "k_mean": content[layer]["mean"]}
     if isinstance(content, torch.Tensor) and content.ndim == 3:
         content = dict(enumerate(content))
-    table = as_mapping(as_mapping(content).get("layers", content))
+    table = _as_mapping(_as_mapping(content).get("layers", content))
     entries: Entries = {}
     for name, entry in table.items():
         number = _layer_number(name)
@@ -232,7 +225,7 @@ def _entries(path: Path, content: Any, layer: int | None) -> Entries:
         if number in entries:
             raise RotationZooError(f"{path.name} has layer {number} twice")
         stated = _layer_number(entry.get("layer_id", number))
-        if stated != check_layer(path, number):
+        if stated != _check_layer(path, number):
             says = "is no layer" if stated is None else f"is layer {stated}"
             raise RotationZooError(f"{path.name}: the entry of layer {number} says that it {says}")
         entries[number] = dict(entry)
@@ -264,6 +257,29 @@ def _tensors_of(path: Path, entries: Entries) -> dict[str, dict[int, torch.Tenso
     if not tables["rotation"]:
         raise _no_rotations(path, "it has no rotation")
     return tables
+
+
+def _as_mapping(content: Any) -> Mapping[str, Any]:
+    """The content if it is a table, or else an empty one: untrusted files may hold anything."""
+    return content if isinstance(content, Mapping) else {}
+
+
+def _primitives(content: Any) -> dict[str, str | int | float]:
+    """The entries that a manifest can hold: printable text, finite numbers, booleans."""
+    entries = {}
+    for name, value in _as_mapping(content).items():
+        is_number = isinstance(value, int | float) and abs(value) < 2**63 and math.isfinite(value)
+        if is_text(name) and (is_number or is_text(value)):
+            entries[name] = value
+    return entries
+
+
+def _check_layer(path: Path, layer: int | str) -> int:
+    """The layer's number. Raises `RotationZooError` if no model has so many layers."""
+    if int(layer) >= MOST_LAYERS:
+        problem = f"{path.name} has a layer {layer}, and no model has that many"
+        raise RotationZooError(problem, "do not use it")
+    return int(layer)
 
 
 def _side(path: Path, objective: str, transform: Mapping[str, Any]) -> str | None:

@@ -94,11 +94,6 @@ class Series:
     prompts: list[Prompt]
     blind: list[Prompt]  # the same questions without the statements that answer them
 
-    @property
-    def questions(self) -> int:
-        """Questions in all prompts."""
-        return sum(len(prompt.questions) for prompt in self.prompts)
-
     def part(self, start: int, stop: int) -> "Series":
         """The prompts of the questions from `start` up to `stop`."""
         of_prompt = TASKS[self.task]
