@@ -1,7 +1,5 @@
 """The interface of a serving engine: the payload, the launch command, and rotation files of others.
-
-Everywhere else a rotation R is applied as `x @ R`; `formats/` transposes it if need be.
-"""
+A rotation R means `x @ R`; `formats/` transposes it if need be."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping

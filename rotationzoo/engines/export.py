@@ -1,7 +1,5 @@
-"""Exports an artifact: the files that a serving engine reads, and the command that starts it.
-
-An export replaces an earlier one as a whole, and no other files.
-"""
+"""Exports an artifact: the files that a serving engine reads, and the command that starts it. An
+export replaces an earlier one as a whole, and no other files."""
 
 import importlib
 import shlex
@@ -55,16 +53,14 @@ def _check_target(target: Path) -> None:
 
 def _earlier_files(target: Path) -> list[str]:
     """The files of an earlier export. Anybody may write a record, so their hashes must match."""
-    try:
+    names = []
+    with suppress(RotationZooError):
         content = strict_json.read(target / EXPORT)
         record = strict_json.validate(_Record, content, str(target / EXPORT))
-    except RotationZooError:
-        return []
-    names = []
-    for name, hash_ in record.files.items():
-        with suppress(RotationZooError):
-            if sha256(regular_file(target, name)) == hash_:
-                names.append(name)
+        for name, hash_ in record.files.items():
+            with suppress(RotationZooError):
+                if sha256(regular_file(target, name)) == hash_:
+                    names.append(name)
     return names
 
 

@@ -45,10 +45,8 @@ _CHECK = "check the model"
 
 
 def gather_files(files: Sequence[Path]) -> Files:
-    """Read the given pair of files, a folder with one pair, or a folder of latents.
-
-    Raises `RotationZooError` for a side that is missing, unknown or damaged, and for a mixed pair.
-    """
+    """Read a pair of files, a folder with one pair, or a folder of latents. Raises
+    `RotationZooError` for a side that is missing, unknown or damaged, and for a mixed pair."""
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and latent_files(paths[0]):
         latents = normalize(read_latents(paths[0]))
@@ -179,8 +177,7 @@ _OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
 
 
 def import_(job: Import) -> Artifact:
-    """Read and check the files, and write an artifact unless it exists. Raises `RotationZooError`
-    for files that are damaged or do not fit the model."""
+    """Read and check the files, and write an artifact unless it exists."""
     started = time.monotonic()
     check_replaceable(job.output)
     check_writable(job.output)

@@ -1,5 +1,4 @@
-"""The arms of an evaluation: the user's artifacts, also with transform coding if they have it, and
-with one rotation per layer if requested; and baselines that need no calibration."""
+"""The arms of an evaluation: variants of the user's artifacts, and baselines without data."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -43,8 +42,7 @@ class Arm:
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
-    """The recipe whose clip ratios, group size and windows the baselines use: the first artifact's,
-    so that they differ only in rotations, or else the default recipe."""
+    """The recipe that gives the baselines their clip ratios, group size and windows."""
     return artifacts[0].recipe if artifacts else Recipe()
 
 
@@ -104,8 +102,7 @@ def _all_else_the_same(artifact: Artifact, own: Rotations, budget: Budget | None
 
 
 def judged_arms(arms: Sequence[Arm], format: str | None, pooled: bool) -> list[str]:
-    """The arm of each artifact to decide on: the `pooled` one if there is one, or else the one with
-    transform coding if the format has that."""
+    """The arm of each artifact to decide on: pooled, with transform coding, or plain."""
     names = [arm.name for arm in arms]
     endings = [*["+pooled"] * pooled, *["+transform"] * (format == BUDGETED), ""]
     judged = []

@@ -54,9 +54,8 @@ _USUAL = Rule()
 
 
 def spend_level(questions: int, looks: Sequence[int]) -> float:
-    """The part of `LEVEL` that the look after `questions` questions spends: the second look spends
-    twice as much as the first, the third three times, and so on (weighted Bonferroni), because late
-    looks decide the hard cases."""
+    """The part of `LEVEL` that the look after `questions` questions spends: the nth look spends n
+    times as much as the first (weighted Bonferroni), because late looks decide the hard cases."""
     return LEVEL * (1 + bisect_left(looks, questions)) / sum(range(1, len(looks) + 1))
 
 
@@ -102,12 +101,9 @@ def decide(
     questions: int,
     rule: Rule = _USUAL,
 ) -> Decision:
-    """The decision on one of the `arms`, without words (see `put_into_words`), by the answers of
-    all to the same questions, and of the `exact` model to every task. Other arms may have been
-    asked only the first questions.
-
-    - `questions`: how many each task and length asks.
-    """
+    """The decision on one of the `arms`, without words, by the answers of all of them and of the
+    `exact` model to the same `questions` of each task and length. Other arms may have been asked
+    only the first questions."""
     asked = {task: exact[task] for task in arms[arm]}
     right, mine = read_correct(asked), read_correct(arms[arm])
     if not right.any():
@@ -219,8 +215,7 @@ def _interval_of(
     gain: torch.Tensor, weights: torch.Tensor, tasks: list[int], level: float
 ) -> list[float]:
     """The interval of the difference of shares: Student's t over prompts, with half a prompt added
-    in favor of each (Agresti and Min 2005), so that the error is not zero where no prompt differs.
-    """
+    in favor of each (Agresti and Min 2005), which keeps the error above zero."""
     asked = weights[weights > 0]
     values = torch.cat([gain / weights, torch.tensor([1.0, -1.0], dtype=torch.float64)])
     weights, sizes = torch.cat([weights, asked.mean().expand(2) / 2]), [*tasks, 2]
@@ -258,8 +253,7 @@ def put_into_words(
     exact: Mapping[str, ExactTaskRecall],
     bits: Mapping[str, float] | None = None,
 ) -> Decision:
-    """The decision with its words, and with its arm's bits per element from the `bits` of each arm.
-    The others are those of `decide`."""
+    """The decision with its words, and with the bits per element of its arm."""
     made = made.model_copy(update={"bits": (bits or {}).get(made.arm)})
     asked = {task: exact[task] for task in arms[made.arm]}
     if made.kept is None:

@@ -17,7 +17,7 @@ from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
-from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
+from rotationzoo.evaluation.arms import build_arms, judged_arms
 from rotationzoo.evaluation.decision import Rule, decide, put_into_words, spend_level
 from rotationzoo.evaluation.forward import Losses, Pace, Reader, Tell, Trial, run_models
 from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare, text_notes
@@ -137,8 +137,8 @@ def _ask(schedule: Schedule, asking: Asking) -> TaskAnswers:
 
 
 def _ask_rungs(schedule: Schedule, asking: Asking) -> tuple[Schedule, TaskAnswers]:
-    """Ask the budgets of the artifact until the fewest bits that may be served are known, then all
-    arms with these bits; or with the most bits, if even these may not be served."""
+    """Ask the budgets until the fewest bits that may be served are known, then all arms with these
+    bits; or with the most bits, if even these may not be served."""
     ready, trial, judged = schedule.ready, schedule.trial, schedule.judged
     cache, found = trial.caches[0], dict[str, TaskAnswers]()
     # Half of the level for each direction; of two rungs, none is above the middle.
@@ -167,8 +167,7 @@ def _ask_rungs(schedule: Schedule, asking: Asking) -> tuple[Schedule, TaskAnswer
 
 
 def _choose_rung(schedule: Schedule, chosen: Decision) -> Schedule:
-    """The schedule with only the arms of the chosen budget, and with the artifact that is written
-    with that budget; nothing is saved if it may not be served."""
+    """The schedule for the chosen budget, whose artifact is written if it may be served."""
     job, (artifact,) = schedule.ready.job, schedule.ready.artifacts
     name, save_to = plain_name(chosen.arm), list[Path]()
     if chosen.action == "serve" and job.save_to:
@@ -201,8 +200,7 @@ def _notes(schedule: Schedule, model: PreTrainedModel, exact: Losses) -> list[st
 def _record_probes(
     schedule: Schedule, model: PreTrainedModel, notes: list[str], progress: Progress
 ) -> dict[Path, list[Probe]]:
-    """A record of server answers for each artifact that gets the report, or a note why there is
-    none."""
+    """A record of server answers for each artifact that gets the report, or a note why not."""
     probes, ready = dict[Path, list[Probe]](), schedule.ready
     # A server takes the RoPE scaling of the config.
     if not ready.job.record or ready.scaling is not None:
@@ -232,8 +230,15 @@ def _describe(
     for cache in trial.caches:
         arms = {}
         for arm in trial.arms:
-            costs = losses[cache, arm.name].measure_arm(losses[None])
-            arms[arm.name] = _assemble_arm(schedule, answers, cache, arm, costs)
+            task_scores, total = score_arm(answers, cache, arm.name)
+            arms[arm.name] = measured.MeasuredArm(
+                **dict(arm.about),
+                **dict(losses[cache, arm.name].measure_arm(losses[None])),
+                tasks=task_scores,
+                all_tasks=total,
+                bits_per_element=codec_bits(trial.geometry, arm.codec, cache, CONTEXT),
+                bits_at_length=codec_bits(trial.geometry, arm.codec, cache, job.data.length),
+            )
         answered = {name: arm.tasks for name, arm in arms.items()}
         bits = {name: arm.bits_per_element for name, arm in arms.items()}
         made = _decide(schedule, cache, answers)
@@ -262,21 +267,6 @@ def _describe(
         tasks=answers.plan.describe(answers.questions),
         exact=exact,
         windows=windows,
-    )
-
-
-def _assemble_arm(
-    schedule: Schedule, answers: TaskAnswers, cache: CacheLayout, arm: Arm, costs: measured.ArmCosts
-) -> measured.MeasuredArm:
-    geometry, length = schedule.trial.geometry, schedule.ready.job.data.length
-    tasks, all_tasks = score_arm(answers, cache, arm.name)
-    return measured.MeasuredArm(
-        **dict(arm.about),
-        **dict(costs),
-        tasks=tasks,
-        all_tasks=all_tasks,
-        bits_per_element=codec_bits(geometry, arm.codec, cache, CONTEXT),
-        bits_at_length=codec_bits(geometry, arm.codec, cache, length),
     )
 
 

@@ -155,8 +155,7 @@ def run_models(
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """The negative log likelihood of each next token from position `start` on: float32
-    `[B, T - start - 1]`."""
+    """The negative log likelihood of each token after `start`: float32 `[B, T - start - 1]`."""
     last = ids.shape[1] - 1
     losses = ids.new_empty(len(ids), last - start, dtype=torch.float32, device="cpu")
     # In blocks, because the logits of a whole row may be larger than the model.

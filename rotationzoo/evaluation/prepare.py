@@ -125,7 +125,9 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
     if geometry is not None:
         check_model(job, artifacts, geometry)
     check_positions(config, job.data.length, "texts", "add: --length {}")
-    job.tasks.check_positions(config)
+    if job.tasks.names and job.tasks.lengths:
+        longest, hint = max(job.tasks.lengths), "give --lengths of at most {}"
+        check_positions(config, longest, "prompts", hint)
     _check_length(job.data, start)
     check_positions(config, start + 1, "texts", "add: --length {}")
     # The text may be refused and needs only the tokenizer, so it is read before the weights.
@@ -201,8 +203,7 @@ def _leave_windows(
 
 
 def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
-    """The job with a format, which it may leave to the artifacts. Raises `RotationZooError` for one
-    that no artifact has."""
+    """The job with a format. Raises `RotationZooError` for one that no artifact has."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     name = job.format or (BUDGETED if has_budget else "sglang")
     check_budget(job.budget, has_budget, name)
@@ -227,8 +228,7 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayou
 
 
 def _fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:
-    """Double the length of rows until a quarter of each is measured, from `start` on, and limit it
-    to the model's positions."""
+    """Rows so long that a quarter of each is measured, if the model has the positions."""
     length = data.length
     while 3 * length < 4 * start:
         length *= 2
@@ -236,8 +236,7 @@ def _fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:
 
 
 def _check_length(data: Data, start: int) -> None:
-    """Raise `RotationZooError` for texts that end before `start`, the first measured position, and
-    `UsageError` for fewer tokens than one text."""
+    """Raise `RotationZooError` for texts without measured positions, from `start` on."""
     if data.length < start + 2:
         first = f"the first that reads a quantized one is at position {start}"
         problem = f"texts of {data.length} tokens are too short: {first}"

@@ -25,8 +25,7 @@ _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "not
 
 
 def find_rungs(folders: Sequence[Path]) -> tuple[Budget, ...]:
-    """The budgets of an artifact to choose from, fewest bits first; none where all layers have the
-    same bits. Raises `UsageError` for several artifacts."""
+    """The budgets to choose from, fewest bits first; none where all layers have the same bits."""
     if len(folders) != 1:
         raise UsageError("the fewest bits are found of one artifact", "give its folder alone")
     artifact = Artifact.open(folders[0])

@@ -19,13 +19,12 @@ from rotationzoo.model.loading import input_device
 from rotationzoo.words import counted, duration, finish
 
 LEAST = 32  # questions of each task: where fewer fit, arms that decide nothing are left out
-_TOKENS, _SECONDS = 128, 5.0  # of a row; after these seconds, the pace of other arms is a guess
+_TOKENS, _SECONDS = 128, 5.0  # after these seconds, other arms get the pace of the slowest
 
 
 @torch.no_grad()
 def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pace) -> None:
-    """Set the pace of the exact model and of each arm by the first tokens of a row `[T]`. On a slow
-    machine, the last arms get the pace of the slowest."""
+    """Set the pace of the exact model and of each arm by the first tokens of a row `[T]`."""
     ids, begun = row[None, :_TOKENS].to(input_device(model)), perf_counter()
     token_losses(model, ids[:, :8], 0)  # what runs first runs slower
     with pace.timing(None, ids.numel()):
@@ -92,9 +91,8 @@ class Schedule:
         return bool(plan.settings.minutes) and self.fitting(plan.series) < plan.settings.looks[-1]
 
     def fit(self) -> "Schedule":
-        """The part that there is time for. Where not everything fits, all but the shortest prompts
-        are left out, unless the user chose the lengths. Where too few questions would fit, other
-        arms are left out too."""
+        """The part that there is time for: without all but the shortest prompts, unless the user
+        chose the lengths, and then without arms that decide nothing."""
         fitted, left_out = self, list[str]()
         plan = self.ready.plan
         if plan.series and self.is_short and not plan.settings.lengths:

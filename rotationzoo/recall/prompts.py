@@ -63,12 +63,11 @@ def write_prompts(
 
 @dataclass
 class _Piece:
-    """Token ids of a question, the slice of them that is the answer, and what holds the answer: a
-    line of an exercise, or the position of a passage in the filler."""
+    """A question with its answer."""
 
     ids: list[int]
-    answer: slice
-    source: str | int
+    answer: slice  # of the ids
+    source: str | int  # the line with the answer, or the position of a passage in the filler
 
 
 class _Writer:
@@ -117,8 +116,8 @@ class _Writer:
     def _draw_filler(
         self, draw: random.Random, pieces: list[_Piece], hidden: int
     ) -> tuple[list[int], range]:
-        """A stretch of filler that leaves room for the questions and the hidden tokens, and the
-        positions in it at which statements may be put."""
+        """Filler that leaves room for questions and hidden tokens, and the positions in it at which
+        statements may be put."""
         settings = self.settings
         asked = len(self.line_end) + sum(len(piece.ids) for piece in pieces)
         room = settings.length - len(self.start) - hidden - asked
@@ -162,8 +161,7 @@ class _Writer:
     def _hide(
         self, draw: random.Random, exercise: Exercise, filler: list[int], positions: list[int]
     ) -> tuple[list[int], dict[str | int, int]]:
-        """The ids of the filler with a block at each position, and where each line is. The blocks
-        of a group keep their order."""
+        """The filler with a block of lines at each position, and where each line is."""
         groups = [number for number, blocks in enumerate(exercise.groups) for _ in blocks]
         draw.shuffle(groups)
         waiting = [iter(blocks) for blocks in exercise.groups]

@@ -30,10 +30,8 @@ _NOTE = "rotationzoo."  # the prefix of the metadata fields that an export adds
 
 
 def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
-    """Write a copy of the base model, with rotations added, to `work`.
-
-    Raises `RotationZooError` for what neither fork can run, and for a base that does not fit.
-    """
+    """Write a copy of the base model, with rotations added, to `work`. Raises `RotationZooError`
+    for what neither fork can run, and for a base that does not fit."""
     check_equal_dims("llama.cpp", payload)
     for dim in sorted(payload.head_dims):
         if dim % _BLOCK:

@@ -33,10 +33,8 @@ def write_pair(
     work: Path, final: Path, payload: Payload, request: Settled, prefix: str
 ) -> dict[str, str]:
     """Write both sides to `work`. Returns the server's variables, whose names begin with `prefix`:
-    the paths of the two files in `final`, and the clip ratios.
-
-    With a key mean both sides have version 3; otherwise each has the lowest version that fits.
-    """
+    the paths of the two files in `final`, and the clip ratios. With a key mean both sides have
+    version 3; otherwise each has the lowest version that fits."""
     paths, clips = {}, {}
     for letter, side, clip in zip("kv", (payload.key, payload.value), request.clip, strict=True):
         version = 3 if payload.key.mean or side.mean else 1 + side.per_head
@@ -143,10 +141,8 @@ def read_latents(folder: Path) -> RotationFile:
 
 
 def _load(path: Path, layer: int | None = None) -> tuple[Mapping[str, Any], Entries]:
-    """A file's table and its entries by layer. With a `layer`, the file holds only that one.
-
-    Sizes are checked on `meta` first: a file of a few bytes can ask for terabytes.
-    """
+    """A file's table and its entries by layer. With a `layer`, the file holds only that one. Sizes
+    are checked on `meta` first: a file of a few bytes can ask for terabytes."""
     check_regular(path)
     try:
         _check_archive(path)

@@ -173,7 +173,7 @@ def choose_cheap(
     plan: TaskPlan, exact: Sequence[ExactAnswers]
 ) -> tuple[TaskPlan, list[ExactAnswers]]:
     """The series in which a right answer of the exact model costs the fewest tokens, and a note on
-    the others. The choice favors no arm, because it does not depend on arms."""
+    the others. No arm affects the choice."""
     yields = []
     for each in exact:
         right = each.answers.correct.sum().item() * each.can_do

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Tasks
 from rotationzoo.codec.windows import CacheLayout
@@ -14,7 +14,6 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recall.questions import QUOTE, TASKS
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.rope import check_positions
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
 from rotationzoo.words import nearest
 
@@ -34,8 +33,7 @@ class TaskSettings:
 
     names: tuple[str, ...] = tuple(TASKS)
     lengths: tuple[int, ...] = ()
-    """Tokens per prompt. If empty, the length of the rows of the evaluated text, and for a timed
-    evaluation a shorter one too."""
+    """Tokens per prompt. If empty, as many as rows of the text have, and fewer in short time."""
     questions: int | Literal["auto"] = "auto"
     """Questions per task and length, rounded up to whole prompts. `auto` asks until the decision
     is made, and at most the last of `LOOKS`."""
@@ -79,11 +77,6 @@ class TaskSettings:
             problem = f"--lengths must be at least {SHORTEST}"
             raise UsageError(problem, "write them as: --lengths 2048,8192")
 
-    def check_positions(self, config: PretrainedConfig) -> None:
-        """Raise `RotationZooError` if the model has too few positions for the prompts."""
-        if self.names and self.lengths:
-            check_positions(config, max(self.lengths), "prompts", "give --lengths of at most {}")
-
 
 @dataclass(frozen=True)
 class Series:
@@ -126,9 +119,9 @@ def plan_tasks(
     tokenizer: PreTrainedTokenizerBase,
     caches: Sequence[CacheLayout],
 ) -> TaskPlan:
-    """Write the prompts with the evaluation's `text`; long prompts read more of its `data`. A task
-    without room outside the exact windows is left out, with a note. Raises `RotationZooError` if
-    the user's lengths leave nothing to ask."""
+    """Write the prompts with the evaluation's `text`; long prompts read more of its `data`. Tasks
+    without room outside the exact windows are left out. Raises `RotationZooError` if none is left.
+    """
     if not settings.names:
         return TaskPlan(settings, ())
     lengths, first = settings.find_lengths(data.length), max(cache.sink for cache in caches)
