@@ -3,7 +3,7 @@ A rotation R means `x @ R`; `formats/` transposes it if need be."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,6 @@ class RotationFile:
     side: str | None  # `key`, `value` or `latent`; None if neither file nor name tells
     content: SideMatrices
     calibration: Mapping[str, Any] = field(default_factory=dict)  # what the file says of it
-    notes: tuple[str, ...] = ()
 
     @property
     def group_size(self) -> int | None:
@@ -108,17 +107,6 @@ class RotationFile:
         if self.side == LATENT and (fitted := _OF_LATENTS.fullmatch(self.content.objective)):
             group = int(fitted[1])
         return group if isinstance(group, int) and group > 0 else None
-
-
-def normalize(file: RotationFile) -> RotationFile:
-    """The file in float32."""
-    given, notes = file.content, file.notes
-    if any(matrix.dtype != torch.float32 for matrix in given.rotation.values()):
-        notes = (f"{file.path.name} is not float32; its matrices were converted",)
-    matrices = {layer: matrix.float().contiguous() for layer, matrix in given.rotation.items()}
-    eigenvalues = {layer: values.float() for layer, values in given.eigenvalues.items()}
-    content = replace(given, rotation=matrices, eigenvalues=eigenvalues)
-    return replace(file, content=content, notes=notes)
 
 
 def data_free_name(file: RotationFile) -> str:

@@ -8,14 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.reductions import (
-    Request,
-    Settled,
-    dropped_means,
-    list_reductions,
-    reduced_rotations,
-    settle_request,
-)
+from rotationzoo.artifact import reductions
+from rotationzoo.artifact.reductions import Request, Settled, settle_request
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engine_needs import find_engine
@@ -92,7 +86,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
     if problems := verify(artifact).problems:
         hint = f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}"
         raise RotationZooError(f"{artifact.folder} is not exported: {problems[0]}", hint)
-    reduced = list_reductions(artifact, settled)
+    reduced = reductions.list_reductions(artifact, settled)
     payload = assemble_payload(artifact, settled)
     with disk_errors(target), folders.temporary_sibling(target) as work:
         launch = write_files(work, target.absolute(), payload, settled)
@@ -122,7 +116,7 @@ def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
     if command == "serve":
         notes += ["vLLM must be installed: docs/vllm.md says which versions were tried"]
     launch = Launch([shlex.join(words)], {}, notes)
-    reduced = list_reductions(artifact, settle_request(artifact, request))
+    reduced = reductions.list_reductions(artifact, settle_request(artifact, request))
     return Exported(request.engine, artifact.folder, {}, launch, reduced)
 
 
@@ -223,8 +217,8 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
     """An engine's payload. Raises `RotationZooError` for rotations that cannot be pooled."""
     recipe = artifact.recipe
     pools = request.pooled and artifact.rotations.per_head
-    uncentered = dropped_means(artifact, request)
-    rotations = reduced_rotations(artifact, pools, uncentered)
+    uncentered = reductions.dropped_means(artifact, request)
+    rotations = reductions.reduced_rotations(artifact, pools, uncentered)
     objectives = {side: _objective(artifact, side, pools) for side in SIDES}
     key, value = (_side_matrices(rotations, *each) for each in objectives.items())
     served: Provenance = dict(zip(("sink", "recent"), request.windows, strict=True))

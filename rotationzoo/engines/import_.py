@@ -12,7 +12,7 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.checkpoint import finished_artifact
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.engines.base import RotationFile, check_matrices, data_free_name, normalize
+from rotationzoo.engines.base import RotationFile, check_matrices, data_free_name
 from rotationzoo.engines.formats.oscar_pt import latent_files, read_latents, read_pt
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_refusal
 from rotationzoo.geometry import (
@@ -49,12 +49,12 @@ def gather_files(files: Sequence[Path]) -> Files:
     `RotationZooError` for a side that is missing, unknown or damaged, and for a mixed pair."""
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and latent_files(paths[0]):
-        latents = normalize(read_latents(paths[0]))
+        latents = read_latents(paths[0])
         check_matrices(latents)
         return {LATENT: latents}
     if len(paths) == 1 and paths[0].is_dir():
         paths = _pair_in(paths[0])
-    pair = {side: normalize(file) for side, file in _pair_of(map(read_pt, paths)).items()}
+    pair = _pair_of(map(read_pt, paths))
     for problem, hint in _problems(**pair):
         raise RotationZooError(problem, hint)
     return pair
@@ -110,7 +110,8 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
         if key.calibration.get(name) != value.calibration.get(name):
             yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
     # Only data-free rotations may be the same for keys and values.
-    if data_free_name(key) == GIVEN and all(torch.equal(matrices[i], others[i]) for i in matrices):
+    pairs = ((matrices[i].float(), others[i].float()) for i in matrices)
+    if data_free_name(key) == GIVEN and all(torch.equal(*each) for each in pairs):
         yield f"{both} hold the same matrices", _FETCH_AGAIN
 
 
@@ -225,7 +226,10 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
     """The recipe that the user and the files state, and notes. Raises `RotationZooError`."""
     first, published = next(iter(files.values())), PRESETS["oscar-v1"]
     of_latents = first.side == LATENT  # whose folder may have any name
-    notes = [note for file in files.values() for note in file.notes]
+    notes = []
+    for file in files.values():
+        if any(matrix.dtype != torch.float32 for matrix in file.content.rotation.values()):
+            notes.append(f"{file.path.name} is not float32; its matrices were converted")
     named = set(map(data_free_name, files.values()))
     composition = named.pop() if len(named) == 1 and not of_latents else GIVEN
     per_head = any(file.content.per_head for file in files.values())
@@ -264,7 +268,7 @@ def _measure(path: Path) -> dict[str, Any]:
 
 
 def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """The rotations, as copies: layers of a file may share a tensor, which safetensors refuses."""
+    """The rotations in float32. Layers of a file may share a tensor, so all are copies."""
     layers = {}
     for layer in cached_layers(geometry):
         sides, index = {}, layer.index
@@ -276,7 +280,7 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
             if index in content.eigenvalues:
                 extras["eigenvalues"] = _copy(content.eigenvalues[index], heads, dim)
             if index in content.mean:
-                extras["mean"] = _copy(content.mean[index].float(), layer.kv_heads, dim)
+                extras["mean"] = _copy(content.mean[index], layer.kv_heads, dim)
             matrix = _copy(content.rotation[index], heads, dim, dim)
             sides[side] = Rotation(matrix=matrix, clip=clip, **extras)
         layers[index] = LayerRotations.of_sides(sides)
@@ -284,4 +288,4 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
 
 
 def _copy(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-    return tensor.expand(shape).clone(memory_format=torch.contiguous_format)
+    return tensor.float().expand(shape).clone(memory_format=torch.contiguous_format)

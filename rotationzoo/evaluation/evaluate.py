@@ -187,11 +187,11 @@ def _choose_rung(schedule: Schedule, chosen: Decision) -> Schedule:
 
 def _notes(schedule: Schedule, model: PreTrainedModel, exact: Losses) -> list[str]:
     """The report's notes on the settings, the artifacts, the text and the model."""
-    ready, geometry = schedule.ready, schedule.trial.geometry
+    ready = schedule.ready
     vocabulary = ready.config.get_text_config(decoder=True).vocab_size
     return [
         *ready.job.notes,
-        *text_notes(ready.text, ready.source, ready.artifacts, geometry),
+        *text_notes(ready, schedule.trial.geometry),
         *rope_notes(ready.artifacts, ready.scaling),
         *doubt_loss(math.log(exact.perplexity), vocabulary),
     ]

@@ -31,8 +31,8 @@ Tell = Callable[[str], None]
 class Pace:
     """Seconds per token of each reader. `tell` gets sentences for the user."""
 
-    tell: Tell = lambda words: None
-    until: float = math.inf  # the deadline, by the clock of `perf_counter`
+    tell: Tell
+    until: float  # the deadline, by the clock of `perf_counter`
     seconds: dict[Reader, float] = field(default_factory=dict)
 
     @property
@@ -116,8 +116,8 @@ def run_models(
     batches: list[torch.Tensor],
     trial: Trial,
     progress: Progress,
-    pace: Pace | None = None,
-    reserve: float = 0,
+    pace: Pace,
+    reserve: float,
 ) -> dict[Reader, Losses]:
     """The losses of the exact model and of each arm with each cache, over batches `[B, T]` of token
     ids. After the first batch, only those are run that leave `reserve` seconds of time.
@@ -135,7 +135,7 @@ def run_models(
     losses |= {(cache, arm.name): Losses() for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
     passes = InTokens(progress, [batches[run[0]].numel() for run in runs])
-    pace, names = pace or Pace(), [arm.name for arm in trial.arms]
+    names = [arm.name for arm in trial.arms]
     passes("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
         ids, reader = batches[number].to(device), pair and (pair[0], pair[1].name)

@@ -246,18 +246,16 @@ def _check_length(data: Data, start: int) -> None:
         raise UsageError(problem, "give more --tokens, or a shorter --length")
 
 
-def text_notes(
-    text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
-) -> list[str]:
+def text_notes(ready: Prepared, geometry: Geometry) -> list[str]:
     """Notes on a text that was too short, and on artifacts that were made for other weights, were
     calibrated on this very text, or center keys where this model's attention does not allow it."""
-    notes = [text.note] if text.note else []
-    for artifact in artifacts:
+    notes = [ready.text.note] if ready.text.note else []
+    for artifact in ready.artifacts:
         name = artifact.folder.resolve().name
-        if note := other_weights_note(artifact, source):
+        if note := other_weights_note(artifact, ready.source):
             notes.append(note)
         calibration = artifact.manifest.calibration
-        if calibration is not None and calibration.fingerprint == text.fingerprint:
+        if calibration is not None and calibration.fingerprint == ready.text.fingerprint:
             notes.append(f"{name} was calibrated on this very text")
         if artifact.recipe.center_keys and (layers := shifted_layers(geometry)):
             reason = shift_reason(layers)

@@ -4,7 +4,7 @@ Scores the answers: how many are right, and how probable the right ones are."""
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, compress, product
 from typing import Any
 
@@ -88,8 +88,8 @@ class Asking:
     name: str  # of the model in errors
     tokens: int  # per forward pass; a longer prompt gets a pass to itself
     progress: Progress
-    pace: Pace = field(default_factory=Pace)
-    saved: SavedAnswers = field(default_factory=SavedAnswers)
+    pace: Pace
+    saved: SavedAnswers
 
     def ask(
         self,
@@ -133,8 +133,7 @@ def answer_tasks(
     asking: Asking,
     plan: TaskPlan,
     trial: Trial,
-    open_arms: Callable[[TaskAnswers], Collection[str]] = lambda answers: (),
-    *,
+    open_arms: Callable[[TaskAnswers], Collection[str]],
     is_short: bool = False,
 ) -> TaskAnswers:
     """Ask the exact model, and each arm with each cache the tasks that it can do, until no arm is
