@@ -55,7 +55,6 @@ class Payload:
 
     @property
     def head_dims(self) -> set[int]:
-        """The head dimensions of keys and values in all layers."""
         return head_dims(self.geometry)
 
 

@@ -4,7 +4,7 @@ export replaces an earlier one as a whole, and no other files."""
 import importlib
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,9 @@ def export(artifact: Artifact, request: Request) -> Exported:
     payload = assemble_payload(artifact, settled)
     with disk_errors(target), folders.temporary_sibling(target) as work:
         launch = write_files(work, target.absolute(), payload, settled)
-        notes = [*launch.notes, *_notes_of_artifact(artifact, launch)]
+        launch.notes.extend(_notes_of_artifact(artifact, launch))
         if settled.pooled and artifact.rotations.per_head:
-            notes.append(_describe_pooling(artifact, settled))
-        launch = replace(launch, notes=notes)
+            launch.notes.append(_describe_pooling(artifact, settled))
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
         exported = Exported(request.engine, target, files, launch, reduced)
         record = as_json(exported) | {"artifact": artifact.identity}

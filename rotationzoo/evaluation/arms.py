@@ -14,6 +14,7 @@ from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Geometry
+from rotationzoo.linalg.composition_table import DATA_FREE
 from rotationzoo.linalg.moments import sums
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
@@ -21,7 +22,6 @@ from rotationzoo.rotations import Rotations
 from rotationzoo.simulation import rivals
 from rotationzoo.simulation.simulated import SimulatedCodec
 
-DATA_FREE = ("identity", "hadamard", "random")  # presets that need no statistics
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)  # the default; "hadamard" adds an arm with all else the same
 RIVALS = tuple(rivals.ENGINE_CACHES)  # caches of other engines, measured on request
@@ -37,7 +37,6 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """A name that is unique in the comparison."""
         return self.about.name
 
 
@@ -89,8 +88,8 @@ def build_arms(
 
 
 def _all_else_the_same(artifact: Artifact, own: Rotations, budget: Budget | None) -> list[Arm]:
-    """The arm of a Hadamard matrix with an artifact's `own` means, and with transform coding of as
-    many bits, allocated to its own channels; none without statistics."""
+    """The arm of a Hadamard matrix with an artifact's `own` means, and with transform coding in as
+    many bits; none without statistics."""
     if artifact.statistics is None or not own.has_transform:
         return []
     recipe = artifact.recipe.model_copy(update={"composition": "hadamard"})
@@ -117,19 +116,18 @@ def build_baselines(
     """The baselines among `names`, with the clip ratios and group size of the `shared` recipe."""
     settings = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
     codecs: dict[str, SimulatedCodec] = {}
-    for name in DATA_FREE:
-        # These rotations depend only on shapes, so the fit needs no statistics.
+    for name in DATA_FREE:  # also the names of presets, whose fit needs no statistics
         rotations = fit(None, PRESETS[name].model_copy(update=settings), geometry)
         codecs[name] = RotatedCodec(rotations, shared.group_size)
     codecs[KIVI] = rivals.RivalCodec(rivals.store_as_kivi)
     codecs |= {name: rivals.RivalCodec.of_engine(name) for name in RIVALS}
-    chosen = {name: codec for name, codec in codecs.items() if name in names}
-    return [Arm(AboutArm(name=name, kind="baseline"), codec) for name, codec in chosen.items()]
+    chosen = [name for name in codecs if name in names]
+    return [Arm(AboutArm(name=name, kind="baseline"), codecs[name]) for name in chosen]
 
 
 def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
-    """The name of the artifact's folder, made unique among arms by the start of its hash, and by a
-    number for an artifact that is given twice. A report may be published, and paths are private."""
+    """The name of the artifact's folder, made unique among arms by its hash, and by a number for an
+    artifact that is given twice. A report may be published, and full paths are private."""
     used = {name + ending for name in (*BASELINES, *RIVALS, *taken) for ending in _VARIANTS}
     name = artifact.folder.resolve().name
     if any(name + ending in used for ending in _VARIANTS):

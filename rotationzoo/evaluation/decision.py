@@ -3,8 +3,7 @@ model's answers that is required.
 
 The share is either at least the floor or below it, so only one of the two verdicts can be wrong.
 Each is a one-sided test at the level. Questions may be asked in several rounds, with a look at all
-answers after each. Each look spends a part of the level, so that all looks together keep it,
-whichever look is the last.
+answers after each. Each look spends a part of the level, and all looks together keep it.
 """
 
 import math
@@ -50,9 +49,6 @@ class Rule:
     level: float = LEVEL  # the chance that this look ends in a wrong verdict
 
 
-_USUAL = Rule()
-
-
 def spend_level(questions: int, looks: Sequence[int]) -> float:
     """The part of `LEVEL` that the look after `questions` questions spends: the nth look spends n
     times as much as the first (weighted Bonferroni), because late looks decide the hard cases."""
@@ -78,7 +74,6 @@ class _Kept:
         return [float(low), float(high)]
 
     def act(self, rule: Rule) -> scores.Action:
-        """The action that the interval and the floor imply."""
         low, high = self.interval(rule.level)
         if low >= rule.floor and self.answers >= FEWEST_ANSWERS:
             return "serve"
@@ -99,7 +94,7 @@ def decide(
     arms: Mapping[str, Answered],
     exact: Mapping[str, ExactTaskRecall],
     questions: int,
-    rule: Rule = _USUAL,
+    rule: Rule,
 ) -> Decision:
     """The decision on one of the `arms`, without words, by the answers of all of them and of the
     `exact` model to the same `questions` of each task and length. Other arms may have been asked

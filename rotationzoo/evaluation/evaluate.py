@@ -10,7 +10,7 @@ from time import perf_counter
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact import measured
-from rotationzoo.artifact.measured import Measured, Probe, Verdict
+from rotationzoo.artifact.measured import Measured, Probe, Verdict, Window
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.size import CONTEXT, codec_bits
@@ -43,10 +43,8 @@ def evaluate(
     job: Evaluation, progress: Progress = silent, tell: Tell = lambda words: None
 ) -> Measured:
     """Evaluate artifacts and baselines, and return all measurements. `tell` gets sentences for the
-    user: on a text with fewer tokens than requested, and on the time.
-
-    Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
-    layers or texts that do not fit the model, before weights are fetched if the config can tell.
+    user. Raises `UsageError` for settings that exclude each other, and `RotationZooError` for
+    artifacts or texts that do not fit the model, before weights are fetched if the config can tell.
     """
     if job.tasks.minutes:
         tell(f"Loading the model, questions and texts{finish(60 * job.tasks.minutes)}.")
@@ -60,8 +58,7 @@ def evaluate(
         tell(note)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        device, dtype = job.torch_device, job.torch_dtype
-        model = loading.load(source, ready.config, device, dtype, placement)
+        model = loading.load(source, ready.config, job.torch_device, job.torch_dtype, placement)
         pace = Pace(tell, until)
         schedule = _schedule(ready, model, pace, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress, pace, saved)
@@ -92,7 +89,8 @@ def _saved_answers(ready: Prepared) -> SavedAnswers:
     return SavedAnswers(folder.with_name(f"{folder.name}.answers.safetensors"), conditions)
 
 
-def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
+def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Progress) -> Schedule:
+    """The work, fitted to the time by the pace of the model's first tokens and told to the user."""
     job, artifacts, geometry = ready.job, ready.artifacts, ready.geometry
     if geometry is None:
         geometry = geometry_of(model)
@@ -102,18 +100,13 @@ def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
     # The chosen layers, which own a cache, and all layers that read one of these caches.
     read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
     layers = sorted(layer.index for layer in read)
-    return Trial(geometry, arms, ready.caches, layers, ready.start)
-
-
-def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Progress) -> Schedule:
-    """The work, fitted to the time by the pace of the model's first tokens and told to the user."""
-    job, trial = ready.job, _build_trial(ready, model)
-    judged = judged_arms(trial.arms, job.format, job.pooled)
+    timed = trial = Trial(geometry, arms, ready.caches, layers, ready.start)
+    judged = judged_arms(arms, job.format, job.pooled)
     if job.rungs:  # other arms are asked once a rung is chosen
-        asked = replace(trial, arms=[arm for arm in trial.arms if arm.name in judged])
+        timed = replace(trial, arms=[arm for arm in arms if arm.name in judged])
     progress("finding the pace", 0, 0)
     with loading.forward_errors(job.model, 1, job.data.length):
-        find_pace(model, ready.text.rows[0], asked if job.rungs else trial, pace)
+        find_pace(model, ready.text.rows[0], timed, pace)
     schedule = Schedule(ready, trial, judged, pace).fit()
     schedule.tell()
     return schedule
@@ -245,8 +238,7 @@ def _describe(
         decisions = [put_into_words(each, answered, tasks, bits) for each in made]
         decisions = [schedule.time_more(each, answers) for each in decisions]
         verdict = Verdict.of(rows, decisions)
-        sizes = {"sink": cache.sink, "recent": cache.recent}
-        windows.append(measured.Window(**sizes, arms=arms, verdict=verdict))
+        windows.append(Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict))
     assert job.format is not None
     about, length = {"source": job.data.label, "fingerprint": text.fingerprint}, job.data.length
     return Measured(

@@ -64,7 +64,6 @@ class Trial:
     start: int  # the first measured position
 
     def simulate(self, cache: CacheLayout, arm: Arm) -> Simulation:
-        """The simulation of an arm with a cache."""
         return Simulation(arm.codec, cache, self.geometry, set(self.layers))
 
 
@@ -84,11 +83,9 @@ class Losses:
 
     @property
     def perplexity(self) -> float:
-        """The perplexity of all texts together."""
         return math.exp((self.loss.sum() / self.count.sum()).item())
 
     def measure_exact(self) -> measured.ExactCosts:
-        """The report on the exact model."""
         return measured.ExactCosts(
             text_tokens=self.count.long().tolist(),
             perplexity=self.perplexity,
@@ -120,11 +117,9 @@ def run_models(
     reserve: float,
 ) -> dict[Reader, Losses]:
     """The losses of the exact model and of each arm with each cache, over batches `[B, T]` of token
-    ids. After the first batch, only those are run that leave `reserve` seconds of time.
-
-    Raises `RotationZooError` if no row is long enough to read a 2-bit cache, and `Unsound` if the
-    losses of the exact model are not finite.
-    """
+    ids. After the first batch, only those are run that leave `reserve` seconds of time. Raises
+    `RotationZooError` if no row is long enough to read a 2-bit cache, and `Unsound` if the losses
+    of the exact model are not finite."""
     # A row needs one token more, because the loss at a position is that of the next token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
     if not batches:

@@ -168,8 +168,7 @@ def _check_settings(job: Evaluation) -> None:
     if job.tasks.minutes and job.rungs:
         raise UsageError("the fewest bits are not found by the clock", "leave out the minutes")
     if job.prefill_layout and job.prefill_chunk is None:
-        hint = "add: --prefill-chunk 2048"
-        raise UsageError("--prefill-layout is for a prefill in chunks", hint)
+        raise UsageError("--prefill-layout is for a prefill in chunks", "add: --prefill-chunk 2048")
     job.tasks.check()
     memory_limits(job.device_map, job.max_memory)
 

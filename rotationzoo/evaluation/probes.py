@@ -28,11 +28,9 @@ CANDIDATES = 5  # every server with OpenAI's API gives log probabilities of as m
 def record_probes(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, artifact: Artifact, source: Source
 ) -> list[Probe]:
-    """Let a model continue bundled text through the cache that `serve` makes of an artifact.
-
-    Raises `RotationZooError` if no server can use the artifact with these weights, for layers with
-    a sliding window, which a server keeps exact, and for too few positions.
-    """
+    """Let a model continue bundled text through the cache that `serve` makes of an artifact. Raises
+    `RotationZooError` if no server can use the artifact with these weights, for layers with a
+    sliding window, which a server keeps exact, and for too few positions."""
     if note := other_weights_note(artifact, source):
         raise RotationZooError(note)
     options = Options(artifact=str(artifact.folder))

@@ -1,10 +1,9 @@
 """The fewest bits that keep enough: budgets of one artifact, which are asked the same questions.
 
-Budgets are tested one by one, each until it is decided. From the middle on, fewer bits are tested
-as long as they may be served. If the middle may not be served, more bits are tested from the top
-down. Each direction is a fixed sequence of tests, which stops at the first budget that may not be
-served, and has half of the level. So a budget that keeps too little is chosen no more often than a
-single decision is wrong, however many are tested.
+Budgets are tested one by one, each until it is decided: from the middle down, or if the middle may
+not be served, from the top down. Each direction is a fixed sequence of tests, which stops at the
+first budget that may not be served, and has half of the level. So a budget that keeps too little is
+chosen no more often than a single decision is wrong, however many are tested.
 """
 
 from collections.abc import Callable, Sequence

@@ -128,10 +128,9 @@ class Schedule:
         asked = f"{questions} questions of each task"
         if self.is_short:
             asked = "the questions whose answers cost least"
-        parts = [asked] * bool(plan.series) + [text]
-        parts += ["a record for servers"] * bool(self.record)
+        record = ["a record for servers"] * bool(self.record)
         words = ["no rotations are named, so only baselines are measured"] * (not job.artifacts)
-        words.append(", ".join(parts) + finish(seconds))
+        words.append(", ".join([*[asked] * bool(plan.series), text, *record]) + finish(seconds))
         if more:
             words.append(f"more questions, unless these decide, take at most {duration(more)}")
             words.append("Ctrl-C keeps what was asked")

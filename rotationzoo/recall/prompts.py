@@ -216,12 +216,9 @@ class Answers:
 
 @torch.no_grad()
 def read_answers(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Answers:
-    """The model's answers to a batch of prompts of one length.
-
-    One forward pass is enough: greedy decoding writes exactly the right answer if and only if each
-    token of it is the most probable one after those before it. Later questions follow the right
-    answers to earlier ones.
-    """
+    """The model's answers to a batch of prompts of one length. One forward pass is enough: greedy
+    decoding writes exactly the right answer if and only if each token of it is the most probable
+    one after those before it. Later questions follow the right answers to earlier ones."""
     ids = torch.stack([prompt.ids for prompt in prompts]).to(input_device(model))
     states, correct, log_probability = run_decoder(model, ids), [], []
     # Row by row, because a batch of short prompts would have more logits than a model has weights.

@@ -186,11 +186,8 @@ def test_tables_that_only_vllm_reads(pair, shape):
     assert torch.equal(stored_rotations(artifact)["layers.3.value.rotation"][0], expected)
 
 
-WROTE = {
-    "latents": ("sglang-mla", "deepseek_v3"),
-    "pt": ("sglang", "qwen3"),
-}
-"""Import format -> the engine whose export it reads, and a model for that."""
+# Import format -> the engine whose export it reads, and a model for that.
+WROTE = {"latents": ("sglang-mla", "deepseek_v3"), "pt": ("sglang", "qwen3")}
 
 
 @pytest.mark.parametrize("format", WROTE)

@@ -169,7 +169,7 @@ def test_the_words_name_tasks_the_worst_first_and_those_that_show_little():
         correct = ("1" * right).ljust(32, "0")
         exact[task] = ExactTaskRecall.model_construct(correct=correct, prompts=[8] * 4, **shared)
         arms[task] = recall(("1" * kept).ljust(32, "0")).model_copy(update=shared)
-    made = decide("mine", {"mine": arms}, exact, 32)
+    made = decide("mine", {"mine": arms}, exact, 32, Rule())
     line = put_into_words(made, {"mine": arms}, exact).words[1]
     assert line == (
         "By task: quote 50% of 16, copy 100% of 6, needles 100% of 32. The model itself answers "
@@ -179,10 +179,10 @@ def test_the_words_name_tasks_the_worst_first_and_those_that_show_little():
 
 @pytest.mark.hostile("values")
 def test_where_nothing_can_be_kept_nothing_is_decided():
-    unasked = decide("mine", {"mine": {}}, {}, 16)
+    unasked = decide("mine", {"mine": {}}, {}, 16, Rule())
     assert (unasked.action, unasked.kept, unasked.more_questions) == ("ask", None, None)
     exact = {"copy": ExactTaskRecall.model_construct(correct="00", prompts=[2])}
-    unable = decide("mine", {"mine": {}}, exact, 16)
+    unable = decide("mine", {"mine": {}}, exact, 16, Rule())
     assert unable.action == "nothing"
     assert str(put_into_words(unable, {"mine": {}}, exact)).startswith(
         "Undecided: the model itself can do none of the tasks, so"

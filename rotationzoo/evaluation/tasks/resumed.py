@@ -1,8 +1,5 @@
-"""The answers of an unfinished evaluation, so that no question is asked again after a stop.
-
-An answer is stored under a digest of all that determines it, so other jobs do not find it. A file
-is read only if this user's command wrote exactly these bytes: nobody else may decide.
-"""
+"""The answers of an unfinished evaluation, so that no question is asked again after a stop. A file
+is read only if this user's command wrote exactly these bytes: nobody else may decide."""
 
 import hashlib
 import os
@@ -71,6 +68,7 @@ class SavedAnswers:
             forget(self._digest)
 
     def _names(self, reader: object, prompts: list[Prompt]) -> tuple[str, str]:
+        """Digests of all that determines the answers, so that other jobs do not find them."""
         digest = hashlib.sha256(f"{self._conditions} {reader}".encode())
         for prompt in prompts:
             digest.update(f"{prompt.questions}".encode())
