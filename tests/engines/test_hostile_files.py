@@ -67,19 +67,20 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path):
     assert "unpacks to" in refused(read_pt, tmp_path / KEY)
 
 
+PLACES = {
+    "fifo": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "dangling link": lambda path: path.symlink_to("nothing"),
+}
+
+
 @pytest.mark.hostile("link")
-@pytest.mark.parametrize("what", ["fifo", "device", "folder", "dangling link"])
+@pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("suffix", [".pt", ".gguf"])
-def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
+def test_pipes_and_devices_are_not_waited_for(tmp_path, made, make, suffix):
     path = tmp_path / f"k_rotation{suffix}"
-    if what == "fifo":
-        os.mkfifo(path)
-    elif what == "device":
-        path.symlink_to("/dev/zero")
-    elif what == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to(tmp_path / "nothing")
+    make(path)
     if suffix == ".gguf":
         words = refused(exported, "llama.cpp", made(head_dim=32), tmp_path / "x", base=path)
     else:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from support import architectures
 from support.engine_artifacts import OSCAR, WRITTEN
-from support.models import randomize, save_family
+from support.models import save_family
 from support.oscar_files import refused
 from support.recipes import CODED, QUICK
 
@@ -29,14 +29,9 @@ RANK = 32
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two models of one architecture, and one with heads."""
+    """A model with latents, and one with heads."""
     folder = tmp_path_factory.mktemp("models")
-    for name in ("mine", "other"):
-        save_family("deepseek_v3", folder / name, kv_lora_rank=RANK)
-    other = transformers.AutoModelForCausalLM.from_pretrained(folder / "other")
-    torch.manual_seed(7)
-    randomize(other, 0.25)
-    other.save_pretrained(folder / "other")
+    save_family("deepseek_v3", folder / "mine", kv_lora_rank=RANK)
     save_family("llama", folder / "heads")
     return folder
 

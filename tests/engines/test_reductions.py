@@ -67,10 +67,7 @@ def test_what_a_user_asks_of_an_engine_that_has_it_not_is_refused(
     assert says in refused(exported, engine, artifact, tmp_path, **changes)
 
 
-def test_other_refusals(made, tmp_path):
+def test_without_statistics_nothing_is_pooled(made, tmp_path):
     artifact = made(head_dim=32)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("")
-    assert "holds other files" in refused(exported, "sglang", artifact, tmp_path)
     bare = write_artifact(tmp_path / "bare", artifact.rotations, None, dict(artifact.content))
     assert "has no statistics" in refused(exported, "vllm-oscar", bare, tmp_path / "vllm")

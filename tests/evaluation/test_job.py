@@ -44,14 +44,8 @@ NO_TASKS = TaskSettings(())  # test_tasks.py is about them
 
 
 def test_the_report(artifacts):
-    job = Evaluation(
-        "demo",
-        artifacts,
-        Data(tokens=384, length=192),
-        windows=[(8, 32), (32, 96)],
-        tasks=NO_TASKS,
-        save_to=artifacts,
-    )
+    options = dict(windows=[(8, 32), (32, 96)], tasks=NO_TASKS, save_to=artifacts)
+    job = Evaluation("demo", artifacts, Data(tokens=384, length=192), **options)
     report = evaluate(job)
     names = ["attention", "oscar-v1", "identity", "hadamard", "random", "kivi"]
     assert list(report["arms"]) == [*names[:2], "attention+transform", *names[2:], ALL_ELSE]
@@ -154,15 +148,9 @@ def test_weights_on_disk_give_the_same_report(tiny, monkeypatch):
     """Also of a model whose shapes only its weights can tell: its first ones lie on disk, too."""
     monkeypatch.setattr(job_module, "geometry_on_meta", lambda model: None)
     monkeypatch.setattr(ExactAnswers, "can_do", True)  # or no arm is asked
-    job = Evaluation(
-        str(tiny),
-        [],
-        Data(tokens=256, length=256),
-        windows=[(16, 64)],
-        tasks=TaskSettings(("needles",), questions=1),
-        prefill_chunk=64,
-        dtype="float32",
-    )
+    options = dict(windows=[(16, 64)], prefill_chunk=64, dtype="float32")
+    text, tasks = Data(tokens=256, length=256), TaskSettings(("needles",), questions=1)
+    job = Evaluation(str(tiny), [], text, tasks, **options)
     on_disk = replace(job, device_map="auto", max_memory="cpu=1KB")
     spread = evaluate(on_disk)
     assert spread["arms"]["kivi"]["all_tasks"]["questions"]
@@ -235,12 +223,6 @@ def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
 TEXT = Data(tokens=1024, length=256)
 
 
-@pytest.fixture
-def copied(made, tmp_path):
-    """A copy of an artifact of the demo model, which a test may change."""
-    return shutil.copytree(made, tmp_path / "copied")
-
-
 def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
     model = save_tiny(tmp_path / "model", num_key_value_heads=2)
     made = {}
@@ -263,8 +245,8 @@ def test_transform_coding_is_refused_for_artifacts_without_it(made):
         run_evaluation(Evaluation("demo", [made], TEXT, format="segments"))
 
 
-def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, copied):
-    drop_statistics(copied)
+def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, made, tmp_path):
+    drop_statistics(copied := shutil.copytree(made, tmp_path / "copied"))
     error = only_error(inside("evaluate", "no-such-model", copied, "--pooled"))
     assert "cannot be pooled: it has no statistics" in error
     error = only_error(inside("evaluate", "no-such-model", "--pooled"), 2)

@@ -102,6 +102,8 @@ def budgeted(induction, tmp_path_factory) -> Artifact:
 def test_the_rungs_are_those_of_an_artifact_with_a_budget(budgeted, artifacts):
     assert [each.bits for each in find_rungs([budgeted.folder])] == [2.0, 2.25, 2.5, 3.0, 3.5, 4.0]
     assert find_rungs(artifacts[1:]) == ()
+    with pytest.raises(UsageError, match="of one artifact"):
+        find_rungs(artifacts)
 
 
 def ask(model: Path, artifact: Artifact, keep: float):
@@ -132,8 +134,3 @@ def test_bits_that_keep_too_little_are_not_written(induction, budgeted, monkeypa
     report = ask(induction, budgeted, keep=99.9)
     assert report["verdict"]["decisions"][0]["action"] != "serve"
     assert not budgeted.folder.with_name("mine-4-bits").exists()
-
-
-def test_several_artifacts_have_no_fewest_bits(induction, budgeted):
-    with pytest.raises(UsageError, match="of one artifact"):
-        evaluate(str(induction), [budgeted, budgeted], fewest_bits=True)
