@@ -1,5 +1,4 @@
-"""Exports, read the way each engine reads them: exact attention without quantization, the engine's
-own codes with it."""
+"""Exports, read as each engine reads them: attention stays exact, and codes are the engine's."""
 
 import json
 import re
@@ -34,8 +33,7 @@ def test_an_export_read_as_the_engine_does(engine, made, tmp_path):
 
 @pytest.mark.parametrize("engine", WRITTEN)
 def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
-    """Only layer 3 of four caches keys; a loader that counted cached layers would take it for layer
-    0."""
+    """Only layer 3 of four caches keys."""
     artifact = made("qwen3_5", head_dim=32)
     agreed = {}
     if engine == "llama.cpp":
@@ -45,11 +43,9 @@ def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
     if engine != "llama.cpp":
         check_engine(engine, artifact, done)
         return
-    names = {tensor.name for tensor in gguf.GGUFReader(next(done.path.glob("*.gguf"))).tensors}
-    assert {name for name in names if "rot" in name} == {
-        "blk.3.attn_k_rot.weight",
-        "blk.3.attn_v_rot.weight",
-    }
+    tensors = gguf.GGUFReader(next(done.path.glob("*.gguf"))).tensors
+    names = sorted(tensor.name for tensor in tensors if "rot" in tensor.name)
+    assert names == [f"blk.3.attn_{side}_rot.weight" for side in "kv"]
 
 
 # Gemma 4 has two head dimensions, MiMo keys of 16 with values of 12.
@@ -117,8 +113,6 @@ def test_a_pair_is_replaced_whole(made, tmp_path):
     (done.path / ".oscar_0123456789abcdef.complete.json").write_text("{}")
     exported("sglang", other, tmp_path)
     assert not list(done.path.glob(".oscar*")), "what marked the earlier pair is gone with it"
-    whole = exported("sglang", artifact, tmp_path)
-    assert {name: sha256(done.path / name) for name in whole.files} == whole.files
 
 
 def test_modelopt_gets_the_bits_of_layers(made, tmp_path, monkeypatch):

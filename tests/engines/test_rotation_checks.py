@@ -82,9 +82,7 @@ BROKEN = {
     "negative eigenvalues": in_layer(2, "eigenvalues", lambda values: values - values.mean()),
     f"the rotation {NO_TABLE}": in_layer(2, "rotation", lambda m: m.to(torch.complex64)),
     "has layer 2 twice": lambda pair: pair.key["layers"].update({"2": pair.key["layers"][2]}),
-    "has no eigenvalues for layer 2, and has for others": in_layer(
-        2, "eigenvalues", lambda _: None
-    ),
+    "has no eigenvalues for layer 2, and has": in_layer(2, "eigenvalues", lambda _: None),
     "the entry of layer 2 says that it is layer 3": in_layer(2, "layer_id", lambda _: 3),
     "is not a square matrix": in_layer(2, "rotation", lambda matrix: matrix[:32]),
     "not orthogonal, with a second matrix": in_layer(0, "q_rotation", lambda _: torch.eye(DIM)),

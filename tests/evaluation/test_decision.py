@@ -17,8 +17,6 @@ from rotationzoo.evaluation.decision import (
 )
 from rotationzoo.evaluation.tasks.prompts import LOOKS, MOST_QUESTIONS
 
-NAMES = "mine", "identity", "hadamard"
-
 
 def ask_until_made(seed: int, share: float) -> Decision:
     """A decision as `--questions auto` makes it of four tasks at once."""
@@ -99,8 +97,7 @@ def test_looks_together_keep_the_level(share, wrong):
 
 @pytest.mark.parametrize(("share", "action"), [(0.96, "serve"), (0.8, "refuse")])
 def test_as_many_questions_as_are_said_settle_it(share, action):
-    """By the mean of small evaluations that saw the true share: 33 prompts for 96 %, which settle
-    85 of 100 evaluations, and 20 prompts for 80 %, which settle 76."""
+    """By the mean of small evaluations: 33 prompts for 96 % settle 85 of 100, 20 for 80 % 76."""
     wanted = []
     for seed in range(200):
         made = decide_on({"mine": draw_answers(random.Random(seed), 8, share)[0]})
@@ -139,13 +136,12 @@ def test_the_words_name_the_other_arms_the_best_first_at_their_bits():
     assert "the same rounded one by one" in line
     both = f"no rotation and {SIMPLEST['hadamard']}."
     assert line.endswith(f"; mine is clearly better than {both}")
-    alike = decide_on(dict.fromkeys(NAMES, "1" * 1024)).words[-1]
+    alike = decide_on(dict.fromkeys(("mine", "identity", "hadamard"), "1" * 1024)).words[-1]
     assert alike.endswith(f"mine is within 3 points of {both}")
 
 
 def test_calibration_is_compared_with_a_matrix_with_all_else_the_same():
-    """By the first questions, where it was asked no more; and with the plain one where the judged
-    arm is rounded one by one, too."""
+    """By the first questions, if it was asked no more; nearest codes have the plain matrix."""
     mine, some, none = draw_answers(random.Random(0), 32, 0.97, 0.8, 0.3)
     arms = {"mine": mine, "identity": none, "hadamard": some, ALL_ELSE: mine[:128]}
     made = decide_on({"mine+transform": mine, **arms})

@@ -93,9 +93,8 @@ def test_a_stopped_evaluation_asks_nothing_twice(job, monkeypatch):
     whole = evaluate(job)
     twice = -(-4 // TASKS["quote"])  # the prompts of the last series, before which it was saved
     assert before < len(asked) - both == both - twice
-    assert [arm["tasks"] for arm in stopped["arms"].values()] == [
-        arm["tasks"] for arm in whole["arms"].values()
-    ]
+    for name, arm in whole["arms"].items():
+        assert stopped["arms"][name]["tasks"] == arm["tasks"]
 
 
 @pytest.mark.parametrize("library", ["torch", "transformers"])
@@ -145,10 +144,9 @@ def test_the_values_of_options():
     for lengths in ("2k", "", "512,", "-1"):
         with pytest.raises(UsageError, match="--lengths"):
             parse_lengths(lengths)
-    with pytest.raises(UsageError, match="--lengths"):
-        TaskSettings(lengths=(1,)).check()
-    with pytest.raises(UsageError, match="--questions"):
-        TaskSettings(questions=0).check()
+    for setting, value in (("lengths", (1,)), ("questions", 0)):
+        with pytest.raises(UsageError, match=f"--{setting}"):
+            TaskSettings(**{setting: value}).check()
 
 
 def test_what_questions_will_take_is_rounded_up():
