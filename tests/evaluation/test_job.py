@@ -28,6 +28,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import prepare as job_module
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, build_arms
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
+from rotationzoo.evaluation.forward import Losses
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
@@ -90,8 +91,7 @@ def test_rivals_are_measured_where_somebody_asks_for_them(inside, tiny):
     shown = inside("evaluate", tiny, *few, "--rivals", names, "--details")
     assert f"{names}: caches of other engines, simulated" in " ".join(shown.stdout.split())
     names = "fp8,q4_0"
-    report = ok(inside("evaluate", "demo", *few, "--rivals", names, "--json"))
-    arms = report["arms"]
+    arms = ok(inside("evaluate", "demo", *few, "--rivals", names, "--json"))["arms"]
     assert list(arms) == [*BASELINES, "q4_0", "fp8"]
     # 512 tokens, of which 64 and 256 are exact.
     share = (512 - 64 - 256) / 512
@@ -129,6 +129,33 @@ def test_perplexity_is_that_of_the_model():
         logits = model(input_ids=ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[0, 320:-1], ids[0, 321:])
     assert report["exact"]["perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-5)
+
+
+def lost(losses: list[list[float]]) -> Losses:
+    sums = Losses()
+    for of_text in losses:
+        sums.add(torch.tensor([of_text]))
+    return sums
+
+
+def test_an_arm_beside_the_exact_model():
+    exact = lost([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    arm = lost([[1.0, 1.2, 1.4, 1.4], [2.0, 2.0, 2.6, 2.6]])
+    report = arm.measure_arm(exact).model_dump()
+    assert exact.measure_exact().text_tokens == [4, 4]
+    assert exact.measure_exact().text_losses == [1, 2]
+    assert report["perplexity"] == pytest.approx(math.exp(1.775))
+    assert report["perplexity_increase"] == pytest.approx(math.expm1(0.275))
+    # Texts lose 0.25 and 0.3: their mean is off by 0.025, and so is its logarithm.
+    error = report["standard_error"]["perplexity_increase"]
+    assert error == pytest.approx(math.exp(0.275) * 0.025, rel=1e-4)
+
+
+def test_longer_texts_weigh_more_and_one_text_has_no_standard_error():
+    exact, arm = lost([[1.0], [1.0, 1.0, 1.0]]), lost([[1.4], [1.0, 1.0, 1.0]])
+    assert arm.measure_arm(exact).perplexity_increase == pytest.approx(math.expm1(0.1))
+    report = lost([[1.0, 2.0]]).measure_arm(lost([[1.0, 1.0]]))
+    assert report.standard_error == {"perplexity_increase": None}
 
 
 def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
@@ -212,8 +239,7 @@ def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
         assert (changed.mean is None) == (first.mean is None) == (side == "value")
         assert changed.mean is None or changed.mean.equal(first.mean)
         assert not changed.transform.equal(first.transform)
-    bare = shutil.copytree(mine, tmp_path / "bare")
-    drop_statistics(bare)
+    drop_statistics(bare := shutil.copytree(mine, tmp_path / "bare"))
     names = [arm.name for arm in build_arms([Artifact.open(bare)], artifact.geometry)]
     assert ALL_ELSE not in names
 
@@ -229,7 +255,7 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
         recipe = QUICK.model_copy(update=changes)
         made[pooling] = calibrate(Job(str(model), recipe, tmp_path / pooling, device="cpu"))
     assert made["head"].rotations.per_head
-    options = dict(tasks=TaskSettings(()), device="cpu", baselines=(), pooled=True)
+    options = dict(tasks=NO_TASKS, device="cpu", baselines=(), pooled=True)
     folders = [artifact.folder for artifact in made.values()]
     arms = evaluate(Evaluation(str(model), folders, TEXT, **options))["arms"]
     own = ["head", "layer"]
