@@ -87,7 +87,7 @@ ENGINES = {
     ),
     "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),
     "sglang": Entry("sglang", format="sglang", means=("key",)),
-    "sglang-mla": Entry("sglang_latent", format="sglang", takes=LATENTS.sides, clip="none"),
+    "sglang-mla": Entry("sglang", format="sglang", takes=LATENTS.sides, clip="none"),
     "llama.cpp": Entry("llama_cpp", heads=False, clip="one", gguf=_FORKS, needs_base=True),
     "modelopt": Entry("modelopt", rotates=False, clip="none", windows=False, budget=True),
     "transformers": Entry(
