@@ -40,13 +40,12 @@ class Command(TyperCommand):
     """A command that shows the options of `_GROUPS` in groups, after all others."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, and then each group of options."""
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        groups |= {name: [] for name in _GROUPS}
+        """Write the arguments, then each group of options."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        groups |= {name: [] for name in ("Arguments", "Options", *_GROUPS)}
         for parameter in self.get_params(ctx):
-            group = _GROUP_OF.get(parameter.name, "Options")
-            if parameter.param_type_name == "argument":
-                group = "Arguments"
+            is_argument = parameter.param_type_name == "argument"
+            group = "Arguments" if is_argument else _GROUP_OF.get(parameter.name, "Options")
             if row := parameter.get_help_record(ctx):
                 groups[group].append(row)
         for name, rows in groups.items():
@@ -74,10 +73,9 @@ _JOURNEYS = (
 def journey_lines() -> list[str]:
     """The page of `rotationzoo` alone, in 80 columns."""
     width = max(len(command) for command, _ in _JOURNEYS)
-    lines = ["rotationzoo: rotations with which a KV cache can be stored in 2 bits", ""]
-    for command, purpose in _JOURNEYS:
-        lines.append(f"  rotationzoo {command:{width}}  {purpose}")
-    return [*lines, "", "All commands: rotationzoo --help"]
+    lines = [f"  rotationzoo {command:{width}}  {purpose}" for command, purpose in _JOURNEYS]
+    title = "rotationzoo: rotations for a KV cache that is stored in 2 bits"
+    return [title, "", *lines, "", "All commands: rotationzoo --help"]
 
 
 _NAMES = (
@@ -113,20 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _fail(error, words)
     try:
         sys.stdout.flush()
-    except OSError as error:  # which Python itself would tell again, as it ends
+    except OSError as error:  # which Python would report again as it exits
         code = code or int(isinstance(error, BrokenPipeError)) or _fail(error, [])
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
-class _Option(inspect.Parameter):
-    """A parameter whose default is Typer's description of the option."""
-
-    parse: Callable[[str], Any] | None = None
-    """Parses what was typed; None leaves it to Typer."""
-
-
-def _options_of(group: Callable[..., Any]) -> Iterator[_Option]:
+def _options_of(group: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     """The options of a command or a group: its parameters or fields that have a help text."""
     if isinstance(group, type) and is_dataclass(group):
         members = [(each.name, each.type, each) for each in fields(group)]
@@ -141,25 +132,24 @@ def _options_of(group: Callable[..., Any]) -> Iterator[_Option]:
             yield _option(name, kind, known.metadata, default)
 
 
-def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> _Option:
-    """The option of a field or a parameter. Flags are named, or Typer would add a `--no-...`."""
-    names, typed, is_argument = about["names"], about["kind"], about["argument"]
-    if default is False and not names:
+def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> inspect.Parameter:
+    """A parameter whose default is Typer's description of the option."""
+    names, typed, more = about["names"], about["kind"], about["more"]
+    if default is False and not names:  # or Typer would add a `--no-...`
         names = (f"--{name.replace('_', '-')}",)
-    parse = typed if inspect.isfunction(typed) else None
-    kind = str | None if parse else typed or kind
+    if inspect.isfunction(typed):
+        typed, more = str | None, {"parser": typed, "metavar": "TEXT", **more}
+    kind = typed or kind
     if default in (MISSING, inspect.Parameter.empty, ()):
         default = None if NoneType in get_args(kind) else ...
-    make = typer.Argument if is_argument else typer.Option
-    known = make(default, *names, help=about["help"], **about["more"])
-    option = _Option(name, _Option.KEYWORD_ONLY, default=known, annotation=kind)
-    option.parse = parse
-    return option
+    make = typer.Argument if about["argument"] else typer.Option
+    known = make(default, *names, help=about["help"], **more)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=known, annotation=kind)
 
 
 def _runnable(command: Callable[..., None]) -> Callable[..., None]:
-    """The command for Typer, with every option in its signature: its own, those of its groups, and
-    last those of `Output`. Ctrl-C raises `Interrupted`, before Typer turns it into an exit code."""
+    """The command for Typer, with every option in its signature: its own, then those of its groups,
+    `Output` last. Ctrl-C raises `Interrupted`, before Typer turns it into an exit code."""
     spread = [*_options_of(command)]
     parameters, single = inspect.signature(command).parameters, [each.name for each in spread]
     groups = {name: parameters[name].annotation for name in parameters if name not in single}
@@ -168,9 +158,6 @@ def _runnable(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        for each in spread:
-            if each.parse and values[each.name] is not None:
-                values[each.name] = each.parse(values[each.name])
         for name, group in groups.items():
             own = {each.name: values.pop(each.name) for each in _options_of(group)}
             values[name] = group(**own)
@@ -194,7 +181,7 @@ COMMANDS: dict[str, Callable[..., None]] = {}
 for _name in _NAMES.split():
     _module = importlib.import_module(f"rotationzoo.cli.{_name}{'_' * keyword.iskeyword(_name)}")
     COMMANDS[_name] = _runnable(getattr(_module, f"{_name}_command"))
-    # What `serve` does not know goes to vLLM.
+    # `serve` passes unknown options to vLLM.
     _settings = {"ignore_unknown_options": _name == "serve"}
     app.command(_name, cls=Command, context_settings=_settings)(COMMANDS[_name])
 
@@ -227,7 +214,7 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
 
 
 def _known_error(error: Exception) -> RotationZooError:
-    """The error in words for people."""
+    """The error as a sentence and a hint."""
     if isinstance(error, RotationZooError):
         return error
     if isinstance(error, typer.Abort):

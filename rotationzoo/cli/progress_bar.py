@@ -1,4 +1,4 @@
-"""Showing the progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`."""
+"""The progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`."""
 
 import sys
 import threading

@@ -15,8 +15,8 @@ from rotationzoo.settings import (
     EvaluationSettings,
     IndexPlace,
     Lengths,
-    Machine,
     OutputFolder,
+    RunSettings,
     Signing,
     Tasks,
     TextLength,
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
 
 def regenerate_command(
     signing: Signing,
-    machine: Machine,
+    run: RunSettings,
     out: Output,
     model: str | None = argument(
         "A hub id or a folder, as a recipe has it; none with --plan.", None
     ),
     plan: bool = flag("Only list what is due."),
     configs: Path = option("Folder of recipe files, or one.", default=Path("configs")),
-    revision: str | None = option("The model's revision."),
     output: OutputFolder = None,
     data: str = option("Text to evaluate on.", default="bundled"),
     tokens: int = option("Tokens to evaluate on.", min=1, default=16384),
@@ -95,8 +94,7 @@ def regenerate_command(
         recipe=str(recipe_file),
         output=follow_link(output),
         batch=batch,
-        revision=revision,
-        **machine.part(Machine),
+        **run.part(RunSettings),
     )
     judged = EvaluationSettings(
         model,
