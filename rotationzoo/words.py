@@ -60,11 +60,6 @@ def change(share: float | None, digits: int = 2, error: float | None = None) -> 
     return number(share, f"+.{digits}%", error)
 
 
-def perplexity(value: float | None) -> str:
-    """A perplexity, or a dash."""
-    return number(value, ".3f")
-
-
 def byte_count(size: float) -> str:
     """A number of bytes of memory, in the largest unit of which there is at least one."""
     for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):

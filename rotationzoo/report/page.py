@@ -4,7 +4,6 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from rotationzoo.report.tables import Request, stored_bits
 from rotationzoo.words import numbers, percent
 
 FOOTER = "Made from stored figures by rotationzoo"
-"""What tells our page from other files."""
+"""Marks a file as our page."""
 EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
@@ -54,15 +53,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms that a report shows."""
+    """The arms that a report shows: label and arm, the artifact's first, then the baselines.
+    `chosen`: the artifact's arm that the `decision` is on, which older versions did not make."""
 
     evaluation: Measured
     chosen: MeasuredArm | None
-    """The artifact's arm that the decision is on."""
     decision: Decision | None
-    """None if an older version measured."""
     shown: list[tuple[str, MeasuredArm]]
-    """Label and arm: the artifact's first, then the baselines."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,13 @@ class Report:
     arms: Arms | None
 
     def local_names(self) -> dict[str, str]:
-        """This machine's folder and model, by what commands call them."""
+        """This machine's folder and model, by their names in commands."""
         model, *_ = model_words(self.artifact)
         of_model = {self.artifact.manifest.model.id: model, "MODEL": model}
         return {**of_model, FOLDER: str(self.artifact.folder)}
 
     def html(self, is_local: bool = False) -> str:
-        """The page. One that `is_local` names this machine's folder and model."""
+        """The page, which names this machine's folder and model if it `is_local`."""
         manifest, files = self.artifact.manifest, self.artifact.manifest.files
         named = self.local_names() if is_local else {}
         commands = [replace_words(command, named) for command in self.verdict.commands]
@@ -89,7 +86,6 @@ class Report:
         rows = [[name, f"{files[name].size:,}", files[name].sha256] for name in names]
         return render_page(
             "report.html.jinja",
-            ("page.js",),
             report=replace(self, verdict=replace(self.verdict, commands=commands)),
             manifest=manifest,
             recipe=self.artifact.recipe,
@@ -103,9 +99,8 @@ class Report:
 def make_report(artifact: Artifact, context: int | None = None) -> Report:
     """A report from what an artifact stores. `context`: tokens of the request whose memory is
     shown, by default the model's positions if known. Raises `RotationZooError` for damage."""
-    arms, measured = None, artifact.measured
-    if measured is not None:
-        arms = label_arms(measured, artifact.identity)
+    measured = artifact.measured
+    arms = None if measured is None else label_arms(measured, artifact.identity)
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
     if arms is None:
@@ -156,7 +151,7 @@ def files_of_report(report: Report, is_local: bool = False) -> dict[str, bytes]:
 
 
 def _draw_answers(arms: Arms, request: Request) -> Figure | None:
-    """The share of answers that each cache keeps, over its memory; None if the exact model answered
+    """The share of answers that each cache keeps, over its memory; None if the exact model answers
     none."""
     measured = arms.evaluation
     exact, decision = measured.exact.all_tasks, arms.decision
@@ -183,23 +178,15 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
 # ---- pages
 
 
-def render_page(template: str, scripts: tuple[str, ...] = (), **values: Any) -> str:
+def render_page(template: str, **values: Any) -> str:
     """The HTML of a template in `report/templates` that extends `base.html.jinja`. Values are
-    escaped, unless they are `Markup`. The page's policy lets a browser run only the `scripts`,
-    files of this folder, and load nothing, so that even an unescaped name could do nothing."""
-    sources = [_read(name) for name in scripts]
-    digests = [hashlib.sha256(source.encode()).digest() for source in sources]
-    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    escaped, unless they are `Markup`. The page's policy lets a browser run only `page.js` and load
+    nothing, so that even an unescaped name could do nothing."""
+    here = Path(__file__)
+    style, script = (here.with_suffix(end).read_text("utf-8") for end in (".css", ".js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = template_environment(is_html=True).get_template(template)
     text: str = page.render(
-        style=Markup(_read("page.css")),
-        scripts=[Markup(source) for source in sources],
-        script_policy=Markup(" ".join(hashes) or "'none'"),
-        **values,
+        style=Markup(style), script=Markup(script), script_policy=f"sha256-{digest}", **values
     )
     return TURN.sub("\ufffd", text)
-
-
-@cache
-def _read(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")

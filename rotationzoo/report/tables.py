@@ -1,5 +1,5 @@
-"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured and what
-it does not show: the terminal, the card and the page show the same."""
+"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured: the same
+on the terminal, the card and the page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Table:
 
 
 def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
-    """The cost of every arm, by the name that the reader sees."""
+    """The cost of every arm, by the label that is shown."""
     rows = [[label] for label in arms]
     for row, arm in zip(rows, arms.values(), strict=True):
         for name, (_, format) in _COSTS.items():
@@ -83,8 +83,8 @@ def _score(score: Score, most: Score) -> str:
 
 
 def share_words(score: Score, most: float, digits: int = 0, error: float | None = None) -> str:
-    """The share answered. A 2-bit cache is not shown as better than the exact one, whose share is
-    `most`: it is so by chance."""
+    """The share answered. A 2-bit cache beats the exact one, whose share is `most`, only by chance,
+    and is not shown as better."""
     if score.share > most:
         return f"≥{percent(most, digits)}"
     return percent(score.share, digits, error)
@@ -94,7 +94,7 @@ ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens inc
 
 
 def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
-    """Sentences on arms whose names need an explanation, or that were asked less."""
+    """Sentences on arms whose names need an explanation, or that were asked fewer questions."""
     shown = list(arms)
     about = []
     asked = {arm.name: arm.all_tasks.questions for arm in shown if arm.all_tasks}
@@ -131,7 +131,7 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
 
 
 def describe_prefill(conditions: schema.Conditions) -> str:
-    """How an evaluation was prefilled, in words that continue a sentence."""
+    """How an evaluation was prefilled, as the end of a sentence."""
     if not conditions.prefill_chunk:
         return ""
     exact = "the sink and the recent tokens stay"
@@ -160,7 +160,7 @@ def describe_recall(measured: Measured) -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """A request of `context` tokens. `elements` are cached per token; a `share` of them was
+    """A request of `context` tokens. `elements` are cached per token, of which a `share` was
     quantized."""
 
     context: int
@@ -178,8 +178,8 @@ class Request:
         return cls(context, total, sum(stored) / total)
 
     def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:
-        """Bits per element of an arm's cache, from those at `CONTEXT` tokens. Arms that quantize
-        tokens in groups are off by at most one group."""
+        """Bits per element of an arm's cache, from those at `CONTEXT` tokens; off by at most one
+        group for arms that quantize tokens in groups."""
         exact = measured.window.sink + measured.window.recent
         if exact >= CONTEXT:
             return EXACT_BITS

@@ -16,7 +16,7 @@ from support.reports import make_artifact, summary
 from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.recipe.loading import PRESETS, override
-from rotationzoo.report.card import name_in_commands, render_card, reproduce_command
+from rotationzoo.report.card import render_card, reproduce_command
 
 
 def made(model, folder, **changes) -> Artifact:
@@ -202,6 +202,6 @@ def test_imported_files_have_no_command(manifest):
 @pytest.mark.hostile("markup")
 def test_a_models_name_runs_nothing_in_a_shell(manifest):
     model = manifest.model.model_copy(update={"id": "a/b; touch taken", "revision": "abc"})
-    assert name_in_commands(model) == "'a/b; touch taken'"
-    command = reproduce_command(manifest.model_copy(update={"model": model}))
-    assert shlex.split(command)[2] == model.id
+    named = manifest.model_copy(update={"model": model})
+    assert "rotationzoo evaluate 'a/b; touch taken' FOLDER" in render_card(named)
+    assert shlex.split(reproduce_command(named))[2] == model.id

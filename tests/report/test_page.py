@@ -28,7 +28,7 @@ def file(tmp_path, monkeypatch):
     folders = [*environment.loader.searchpath, str(templates)]
     monkeypatch.setattr(environment.loader, "searchpath", folders)
     path = tmp_path / "page.html"
-    path.write_text(page.render_page("test.html.jinja", ("page.js",), name=HOSTILE))
+    path.write_text(page.render_page("test.html.jinja", name=HOSTILE))
     return path
 
 
