@@ -1,4 +1,4 @@
-"""`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
+"""`rotationzoo calibrate`: compute the rotations of a model, or print what that takes."""
 
 import shlex
 import signal
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def calibrate_command(
     settings: CalibrationSettings,
     out: Output,
-    keep: float | None = option("Find the fewest bits that keep N percent of answers."),
+    keep: float | None = option("Find the fewest bits that keep N percent of the answers."),
     lengths: Lengths = None,
-    dry_run: bool = flag("Say what would be done; read no weights."),
+    dry_run: bool = flag("Show what would be done, without reading weights."),
 ) -> None:
     """Compute the rotations of a causal language model.
 
@@ -48,7 +48,7 @@ def calibrate_command(
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
     if lengths and keep is None:
-        raise UsageError("--lengths are of the questions for --keep", "add: --keep 90")
+        raise UsageError("--lengths is only for the questions of --keep", "add: --keep 90")
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.recipe.loading import load
 
@@ -60,7 +60,7 @@ def calibrate_command(
 
     job = calibration_job(replace(settings, output=follow_link(settings.output)))
     model, engine = str(settings.model), settings.engine
-    if engine and settings.recipe is None and job.recipe.name != RECIPES[0]:  # which needs no words
+    if engine and settings.recipe is None and job.recipe.name != RECIPES[0]:
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
@@ -69,7 +69,7 @@ def calibrate_command(
     if dry_run:
         show_plan(out, job)
         return
-    # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
+    # A finished artifact of the same job is left as it is, and its folder unchanged.
     before = _last_change(job.output)
     artifact = run_job(out, job)
     if keep is not None:
@@ -89,7 +89,7 @@ def _find_bits(
     keep: float,
     lengths: int | Sequence[int] | None,
 ) -> None:
-    """Find the fewest bits (or check the user's) that keep so many percent of the answers, and show
+    """Find the fewest bits (or check the user's) that keep this percentage of the answers, and show
     the command that serves them. Raises `RotationZooError` if none are shown to."""
     from rotationzoo.api import evaluation_job
     from rotationzoo.artifact.scores import plain_name
@@ -120,10 +120,9 @@ def _find_bits(
     next_steps.show_artifact(out, artifact, False, decision)
     folder, engine = str(artifact.folder), settings.engine or usual_engine(artifact.manifest)
     if decision.action == "serve":
-        use = ["export", folder, "--for", engine]
-        if command := ENGINES[engine].command:
-            use = [command, *words, "--rotations", folder]
-        out.suggest(*use)
+        command = ENGINES[engine].command
+        serve, write = [*words, "--rotations", folder], [folder, "--for", engine]
+        out.suggest(*([command, *serve] if command else ["export", *write]))
         return
     hint = f"serve it with fp8: {shlex.join(['vllm', 'serve', model])} --kv-cache-dtype fp8"
     if decision.action == "nothing":
@@ -145,7 +144,7 @@ def run_job(out: Output, job: "Job") -> "Artifact":
     """Run the job. Raises `Interrupted`, which says how to continue."""
     from rotationzoo.calibration.calibrate import calibrate
 
-    # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that the error says how to resume.
+    # Schedulers end jobs with SIGTERM. Like Ctrl-C, it should say how to resume.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with show_progress(out) as progress:
@@ -162,8 +161,8 @@ def run_job(out: Output, job: "Job") -> "Artifact":
 
 
 def show_plan(out: Output, job: "Job") -> None:
-    """Plan the job from the model's config, and print the plan. Raises `RotationZooError` for text
-    that cannot be used."""
+    """Plan the job from the model's config, and print the plan. Raises `RotationZooError` for
+    unusable text."""
     from rotationzoo.calibration.calibrate import read_text
     from rotationzoo.calibration.plan import plan
 
@@ -172,7 +171,7 @@ def show_plan(out: Output, job: "Job") -> None:
         try:
             text = read_text(known)
             further = [text.note] if text and text.note else []
-        except ModelUnavailable as error:  # its tokenizer, or the processor of its media
+        except ModelUnavailable as error:  # for its tokenizer, or the processor of its media
             further = [f"it cannot be calibrated yet: {error}"]
         known = replace(known, notes=(*known.notes, *further))
     data = _plan_json(known)
@@ -233,7 +232,7 @@ def _say_plan(known: "Plan", data: dict[str, Any]) -> None:
         say(f"{name} cannot be calibrated: {known.refusal}")
         return
     if known.geometry is None:
-        say(f"{name}: what its layers cache cannot be told without its weights")
+        say(f"{name}: its cache is unknown until its weights are read")
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
         if (cached := cached_rows(known.geometry)) is not HEADS:

@@ -22,7 +22,7 @@ def evaluate_command(
     out: Output,
     details: bool = flag("Also print all tables, with explanations."),
 ) -> None:
-    """Measure what rotations keep of a model in 2 bits, and whether to serve them.
+    """Measure what a model keeps with rotations in 2 bits, and decide whether to serve them.
 
     rotationzoo evaluate demo rotations/demo-transform
 
@@ -30,11 +30,10 @@ def evaluate_command(
     """
     artifacts = [Path(str(each)) for each in as_tuple(settings.artifacts)]
     check_is_model(settings.model, "evaluate")
-    if settings.save and not artifacts:
-        hint = "name a folder of rotations after the model, or print the report with --json"
-        raise UsageError("--save adds the report to artifacts, and none is given", hint)
-    if settings.keep is not None and not artifacts:
-        raise UsageError("--keep decides on rotations, and none are given", "name their folders")
+    for name, is_given in {"--save": settings.save, "--keep": settings.keep is not None}.items():
+        if is_given and not artifacts:
+            hint = "name their folder after the model, or print the report with --json"
+            raise UsageError(f"{name} is for rotations, and none are given", hint)
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
@@ -55,7 +54,7 @@ def check_kept(report: "Measured") -> None:
     if failed := [plain_name(each.arm) for each in decisions if each.action != "serve"]:
         raise RotationZooError(
             f"at least {100 * decisions[0].floor:g}% of the answers were to be kept, "
-            f"which is not shown of {', '.join(dict.fromkeys(failed))}",
+            f"which is not shown for {', '.join(dict.fromkeys(failed))}",
             hint="see the decision above",
         )
 
@@ -78,7 +77,7 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
 def suggest_next(
     out: Output, decisions: Sequence["Decision"], settings: EvaluationSettings
 ) -> None:
-    """Suggest what the decision on the first artifact calls for."""
+    """Suggest the command that the decision on the first artifact calls for."""
     from rotationzoo.report.card import decided_words
 
     model, simulated = named(settings.model, settings.revision), served(settings.engine)
@@ -90,9 +89,8 @@ def suggest_next(
     if decision.action == "ask" and more is not None:
         if decision.more_seconds is not None:
             out.tell(f"{more:,} new questions of each task{finish(decision.more_seconds)}")
-        seed = str((settings.seed or 0) + 1)  # of new questions
-        options = {"--minutes": "", "--questions": str(more), "--seed": seed}
-        out.suggest(*retyped(options))
+        seed = str((settings.seed or 0) + 1)  # for new questions
+        out.suggest(*retyped({"--minutes": "", "--questions": str(more), "--seed": seed}))
     elif words := decided_words(decision, model, str(artifacts[0]), simulated):
         out.suggest(*words)
     elif settings.save:
@@ -110,17 +108,13 @@ def _say_details(report: "Measured") -> None:
     format = f"format {report.format}{tables.describe_prefill(report)}"
     say(f"{report.model}, {text}, {format}; {exact}")
     for number, window in enumerate(report.windows):
-        if number:
-            say("")
-        say(_title(window))
+        say(*[""] * (number > 0), _title(window))
         for each in tables.evaluation_tables(report, window):
             table(each.title, each.columns, each.rows, apart=True)
-    say("")
-    say(*tables.describe_recall(report))
+    say("", *tables.describe_recall(report))
     say("±: standard error over texts, paired with the exact model")
     say(f"{tables.ABOUT_BITS}; bits here: at {report.text.length:,}")
-    say(*tables.describe_arms(report.window.arms.values()))
-    say("")
+    say(*tables.describe_arms(report.window.arms.values()), "")
 
 
 def _title(window: "Window") -> str:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def report_command(
     artifact: ArtifactFolder,
     out: Output,
-    output: Path | None = option("Where to write the page (into the rotations).", "--output", "-o"),
+    output: Path | None = option("Where to write the page (the rotations).", "--output", "-o"),
     save: bool = flag("Add the page to the rotations, and its chart to the card."),
-    context: int | None = option("Tokens whose memory is shown (the model's positions).", min=1),
+    context: int | None = option("Tokens of the cache sizes (the model's positions).", min=1),
 ) -> None:
-    """Write a page to decide by: whether to use an artifact, what it keeps, and what it saves.
+    """Write a page that says whether to use an artifact, what it keeps, and what it saves.
 
     It is one file, made from what evaluate --save and validate have stored.
 
@@ -34,11 +34,11 @@ def report_command(
     from rotationzoo.storage import files, folders
 
     folder, beside = artifact.resolve(), output
-    # A signed artifact is not changed, nor is the folder of the shell replaced.
+    # A signed artifact is not changed, and the shell's folder is not replaced.
     kept = os.path.lexists(folder / SIGNATURE) or Path.cwd().is_relative_to(folder)
     if output is None:
         save, beside = save or not kept, Path(REPORT) if kept else None
-    if beside and beside.resolve().is_relative_to(folder):  # which must not hold other files
+    if beside and beside.resolve().is_relative_to(folder):  # which may hold no other files
         beside = Path(os.path.relpath(folder.parent), beside.name)
     if beside and beside.is_file() and FOOTER.encode() not in files.read(beside, 1 << 24):
         hint = "choose another place with --output"

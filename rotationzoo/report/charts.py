@@ -20,8 +20,7 @@ Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
 _INK = "currentColor"  # of the page around it, so that one drawing fits light and dark
 _INKED = "labelColor", "titleColor", "domainColor", "tickColor", "gridColor"
-# Pixels; a drawing is as wide as a phone. They are fixed, because browsers may use another font than
-# Vega measures.
+# Pixels for the width of a phone. Fixed, because browsers may use another font than Vega measures.
 _PADDING = {"left": 38, "right": 174, "top": 10, "bottom": 36}
 _PLOT, _LEAST_HEIGHT = 120, 176
 _LABEL = _PLOT + 18  # where labels begin

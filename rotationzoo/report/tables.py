@@ -1,5 +1,5 @@
-"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured: the same
-on the terminal, the card and the page."""
+"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured, for the
+terminal, the card and the page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

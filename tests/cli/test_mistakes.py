@@ -32,7 +32,7 @@ MISTAKES = [
     ("calibrate demo --bits abc", 2, "Invalid value for '--bits': "),
     ("calibrate demo --keep 0", 2, "--keep is percent of the answers, from 1 to below 100"),
     ("evaluate demo {made} --keep 0.95", 2, "write it as: --keep 95"),
-    ("calibrate demo --lengths 512", 2, "--lengths are of the questions for --keep"),
+    ("calibrate demo --lengths 512", 2, "--lengths is only for the questions of --keep"),
     ("calibrate demo --max-memory cpu=1GiB", 2, "--max-memory needs a device map"),
     ("calibrate demo --device-map auto --max-memory cpu", 2, "has no amount"),
     ("calibrate demo --device-map foo", 2, "there is no device map 'foo'"),
