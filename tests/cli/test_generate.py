@@ -111,7 +111,7 @@ def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
     words = ["generate", "demo", "--prompt", PROMPT, *SMALL]
     error = only_error(inside(*words), 2)
     assert "there are no rotations of demo in the folder rotations" in error
-    assert error.endswith("Hint: make one with: rotationzoo calibrate demo\n")
+    assert error.endswith("Hint: make some with: rotationzoo calibrate demo\n")
     folder = inside.folder / "rotations"
     for name, source in (("old", made), ("new", made), ("of-another-model", artifact)):
         shutil.copytree(source, folder / name)
@@ -131,7 +131,7 @@ def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
         (b"", "is empty"),
         (b" \n", "is empty"),
         (b"\x7fELF\0\0", "is not text: it has zero bytes"),
-        ("naïve".encode("latin1"), "is no UTF-8 text: byte 2 is wrong"),
+        ("naïve".encode("latin1"), "is not UTF-8: byte 2 is wrong"),
     ],
     ids=["empty", "blank", "binary", "latin1"],
 )

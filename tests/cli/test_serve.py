@@ -58,7 +58,7 @@ def started(monkeypatch, vllm):
 
 def test_a_model_alone_is_served_with_what_is_here_or_made_now(inside, started, tmp_path):
     model = save_tiny(tmp_path / "model", num_hidden_layers=1)
-    assert "make one with: rotationzoo calibrate" in inside("serve", model, "--dry-run").stderr
+    assert "make some with: rotationzoo calibrate" in inside("serve", model, "--dry-run").stderr
     done = succeeded(inside("serve", model, "--port", "8123"))
     assert "Rotations: none here and none published; calibrating to rotations/" in done.stderr
     (folder,) = Path("rotations").iterdir()

@@ -158,7 +158,7 @@ def test_what_questions_will_take_is_rounded_up():
 def test_a_share_that_is_to_be_kept_needs_rotations(inside, tiny):
     shown = inside("evaluate", tiny, "--keep", 95)
     assert shown.returncode == 2
-    assert "--keep decides on rotations" in shown.stderr
+    assert "--keep is for rotations" in shown.stderr
 
 
 @pytest.mark.parametrize("action", ["serve", "ask", "refuse", "nothing"])
