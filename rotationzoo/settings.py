@@ -11,7 +11,7 @@ from rotationzoo.codec.options import Bits, CacheOptions, Engine, FormatName, Pr
 from rotationzoo.errors import UsageError
 from rotationzoo.progress import Progress
 from rotationzoo.recall.questions import TASKS
-from rotationzoo.settings_base import Settings, about, argument, flag, option
+from rotationzoo.settings_base import Settings, about, argument, as_tuple, flag, option
 
 if TYPE_CHECKING:
     import torch
@@ -238,6 +238,12 @@ class EvaluationSettings(TextSettings):
     batch: int = option("Texts per forward pass.", default=1, min=1)
     anyway: Anyway = False
     progress: Progress | None = None
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the artifacts."""
+        given = [getattr(each, "folder", each) for each in as_tuple(self.artifacts)]
+        return [Path(folder).expanduser() for folder in given]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli.next_steps import check_is_model, named, retyped, served, suggest_text
@@ -9,7 +8,7 @@ from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.settings import EvaluationSettings
-from rotationzoo.settings_base import as_tuple, flag
+from rotationzoo.settings_base import flag
 from rotationzoo.words import counted, finish
 
 if TYPE_CHECKING:
@@ -28,10 +27,9 @@ def evaluate_command(
 
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-transform --for vllm
     """
-    artifacts = [Path(str(each)) for each in as_tuple(settings.artifacts)]
     check_is_model(settings.model, "evaluate")
     for name, is_given in {"--save": settings.save, "--keep": settings.keep is not None}.items():
-        if is_given and not artifacts:
+        if is_given and not settings.folders:
             hint = "name their folder after the model, or print the report with --json"
             raise UsageError(f"{name} is for rotations, and none are given", hint)
     from rotationzoo.api import evaluation_job
@@ -81,22 +79,21 @@ def suggest_next(
     from rotationzoo.report.card import decided_words
 
     model, simulated = named(settings.model, settings.revision), served(settings.engine)
-    artifacts = [Path(str(each)) for each in as_tuple(settings.artifacts)]
-    if not artifacts:
+    if not settings.folders:
         out.suggest("calibrate", *model, *simulated)
         return
-    decision, more = decisions[0], decisions[0].more_questions
+    decision, more, folder = decisions[0], decisions[0].more_questions, settings.folders[0]
     if decision.action == "ask" and more is not None:
         if decision.more_seconds is not None:
             out.tell(f"{more:,} new questions of each task{finish(decision.more_seconds)}")
         seed = str((settings.seed or 0) + 1)  # for new questions
         out.suggest(*retyped({"--minutes": "", "--questions": str(more), "--seed": seed}))
-    elif words := decided_words(decision, model, str(artifacts[0]), simulated):
+    elif words := decided_words(decision, model, str(folder), simulated):
         out.suggest(*words)
     elif settings.save:
-        out.suggest("report", str(artifacts[0]))
+        out.suggest("report", str(folder))
     else:
-        suggest_text(out, artifacts[0], model, *simulated, "--compare")
+        suggest_text(out, folder, model, *simulated, "--compare")
 
 
 def _say_details(report: "Measured") -> None:

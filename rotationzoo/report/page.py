@@ -43,12 +43,12 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do with an artifact: the conclusion, why, a chart, and commands to copy."""
+    """What to do with an artifact: the conclusion, why, commands to copy, and a chart."""
 
     lead: str
     words: Sequence[str]
+    commands: Sequence[str]
     figure: Figure | None = None
-    commands: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -103,20 +103,18 @@ def make_report(artifact: Artifact, context: int | None = None) -> Report:
     arms = None if measured is None else label_arms(measured, artifact.identity)
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
+    commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     if arms is None:
         bits = stored_bits(artifact, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
-        verdict = Advice("Measure them first.", words)
-    else:
-        lead, reasons = "", list(arms.evaluation.window.verdict.words)
-        if arms.decision is not None and arms.decision.words:
-            lead, *reasons = arms.decision.words
-        if arms.chosen is not None:
-            bits = request.arm_bits(arms.chosen, arms.evaluation)
-            reasons.append(request.describe_saving(bits))
-        verdict = Advice(lead, reasons, _draw_answers(arms, request))
-    commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
-    return Report(artifact, replace(verdict, commands=commands), arms)
+        return Report(artifact, Advice("Measure them first.", words, commands), None)
+    lead, reasons = "", list(arms.evaluation.window.verdict.words)
+    if arms.decision is not None and arms.decision.words:
+        lead, *reasons = arms.decision.words
+    if arms.chosen is not None:
+        bits = request.arm_bits(arms.chosen, arms.evaluation)
+        reasons.append(request.describe_saving(bits))
+    return Report(artifact, Advice(lead, reasons, commands, _draw_answers(arms, request)), arms)
 
 
 def label_arms(evaluation: Measured, identity: str) -> Arms:
@@ -133,8 +131,8 @@ def label_arms(evaluation: Measured, identity: str) -> Arms:
         shown.append((name, arm))
     baselines = [arm for arm in arms.values() if arm.kind == "baseline"]
     shown += [(_WORDS.get(arm.name, arm.name), arm) for arm in baselines]
-    made = product(ours, evaluation.window.verdict.decisions)
-    decided = ((arm, decision) for arm, decision in made if decision.arm == arm.name)
+    pairs = product(ours, evaluation.window.verdict.decisions)
+    decided = ((arm, decision) for arm, decision in pairs if decision.arm == arm.name)
     chosen, decision = next(decided, (served_arm(arms, identity, evaluation.format), None))
     return Arms(evaluation, chosen, decision, shown)
 
