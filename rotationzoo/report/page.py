@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -77,15 +76,22 @@ class Report:
         return {**of_model, FOLDER: str(self.artifact.folder)}
 
     def html(self, is_local: bool = False) -> str:
-        """The page, which names this machine's folder and model if it `is_local`."""
+        """The page, which names this machine's folder and model if it `is_local`. Its policy lets a
+        browser run only `page.js` and load nothing: even an unescaped name could do nothing."""
         manifest, files = self.artifact.manifest, self.artifact.manifest.files
         named = self.local_names() if is_local else {}
         commands = [replace_words(command, named) for command in self.verdict.commands]
         made = reproduce_command(manifest)
         names = sorted(files.keys() - {ANSWERS, REPORT})  # which are made from the others
         rows = [[name, f"{files[name].size:,}", files[name].sha256] for name in names]
-        return render_page(
-            "report.html.jinja",
+        here = Path(__file__)
+        style, script = (here.with_suffix(end).read_text("utf-8") for end in (".css", ".js"))
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        page = template_environment(is_html=True).get_template("report.html.jinja")
+        text: str = page.render(
+            style=Markup(style),
+            script=Markup(script),
+            script_policy=f"sha256-{digest}",
             report=replace(self, verdict=replace(self.verdict, commands=commands)),
             manifest=manifest,
             recipe=self.artifact.recipe,
@@ -94,6 +100,7 @@ class Report:
             files=tables.Table("Files", ["file", "bytes", "sha256"], rows),
             made=FOOTER,
         )
+        return TURN.sub("\ufffd", text)
 
 
 def make_report(artifact: Artifact, context: int | None = None) -> Report:
@@ -171,20 +178,3 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     if any(point.percent.endswith("*") for point in points):
         title += "; *: of fewer questions"
     return Figure(title, points, unit)
-
-
-# ---- pages
-
-
-def render_page(template: str, **values: Any) -> str:
-    """The HTML of a template in `report/templates` that extends `base.html.jinja`. Values are
-    escaped, unless they are `Markup`. The page's policy lets a browser run only `page.js` and load
-    nothing, so that even an unescaped name could do nothing."""
-    here = Path(__file__)
-    style, script = (here.with_suffix(end).read_text("utf-8") for end in (".css", ".js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = template_environment(is_html=True).get_template(template)
-    text: str = page.render(
-        style=Markup(style), script=Markup(script), script_policy=f"sha256-{digest}", **values
-    )
-    return TURN.sub("\ufffd", text)
