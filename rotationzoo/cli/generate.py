@@ -122,7 +122,7 @@ def no_rotations(source: "Source") -> UsageError:
 
 
 def _say_generation(out: Output, report: dict[str, Any]) -> None:
-    exact, parted = report.get("exact_text"), report.get("parted_at")
+    exact, parted = report.get("exact_text", ""), report.get("parted_at")
     if parted is not None:
         start = parted["character"]
         say("", "The exact model writes:")
@@ -130,7 +130,7 @@ def _say_generation(out: Output, report: dict[str, Any]) -> None:
         same = f"{counted(start, 'character')} ({counted(parted['token'], 'token')})"
         both = f"here {_quote(report['text'], start)}, exact {_quote(exact, start)}"
         say("", f"The two diverge after {same}: {both}.")
-    elif exact is not None:
+    elif "exact_text" in report:
         say(f"The exact model writes the same {counted(report['exact_tokens'], 'token')}.")
     out.note(_summary(report))
 

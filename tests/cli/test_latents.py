@@ -10,19 +10,14 @@ from rotationzoo.vllm import plugin
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Two models, one with latents, and an artifact of each."""
+def names(tmp_path_factory):
+    """The folders of two models, one with latents, and of an artifact of each."""
     folder = tmp_path_factory.mktemp("latents")
     save_family("deepseek_v3", folder / "latent", kv_lora_rank=32)
     save_tiny(folder / "heads")
     options = dict(tokens=512, length=256, device="cpu")
     for name in ("latent", "heads"):
         calibrate(str(folder / name), output=folder / f"of-{name}", **options)
-    return folder
-
-
-@pytest.fixture
-def names(folder):
     return {path.name: str(path) for path in folder.iterdir()}
 
 
