@@ -69,9 +69,8 @@ def test_the_next_command_is_quoted_for_the_shell(inside, tiny):
     assert last_line(made) == f"Next: rotationzoo evaluate {tiny} 'my rotations' --save"
     options = ["--tokens", 256, "--length", 128, "--tasks", "none", "--windows", "0/16"]
     measured = inside("evaluate", tiny, "my rotations", *options, "--save")
-    assert last_line(measured) == "Next: rotationzoo report 'my rotations'"
-    shown = inside("inspect", "my rotations")
-    assert last_line(shown) == "Next: rotationzoo report 'my rotations'"
+    for result in (measured, inside("inspect", "my rotations")):
+        assert last_line(result) == "Next: rotationzoo report 'my rotations'"
 
 
 # ---- the demo

@@ -112,9 +112,7 @@ def test_scaling_of_rope_is_the_users_word(zoo, published, started, scaling):
     assert served_artifact(plain).recipe.rope_scaling is None
     assert served_artifact(scaled).recipe.rope_scaling == scaling
     told = option_of(scaled, "--hf-overrides")
-    assert (
-        f"{told['rope_parameters']['rope_type']}:{told['rope_parameters']['factor']:g}" == scaling
-    )
+    assert "{rope_type}:{factor:g}".format(**told["rope_parameters"]) == scaling
     # vLLM multiplies the positions of linear scaling itself.
     assert told.get("max_position_embeddings") == {"yarn:2": 1024}.get(scaling)
     # What lies in the folder by now is for a model without scaling.
