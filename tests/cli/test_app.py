@@ -34,11 +34,7 @@ for words in (
 FULL = "No space left on device\nHint: make room"
 
 
-WRITES = {
-    "list --index bundled": FULL,
-    "--version": FULL,
-    "inspect x --json": "x is not an artifact",
-}
+WRITERS = {"list --index bundled": FULL, "--version": FULL, "inspect x --json": "x is not an"}
 
 
 @pytest.mark.parametrize(("words", "says"), quick_first(WRITERS.items()))
