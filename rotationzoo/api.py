@@ -1,5 +1,4 @@
-"""The functions that the command line and Python callers share. The `..._job` functions complete
-the settings of a run."""
+"""What the command line and Python callers share. `..._job` completes the settings of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -208,8 +207,7 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
 
 
 def _as_engine(asked: EvaluationSettings, artifacts: list[Artifact]) -> EvaluationSettings:
-    """The settings that measure what an engine serves of the artifacts. Raises `UsageError` for an
-    engine whose codec cannot be simulated."""
+    """The settings that measure what an engine serves. Raises `UsageError` if none simulates it."""
     engine = find_engine(asked.engine or DEFAULT)
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     chosen: dict[str, Any] = {

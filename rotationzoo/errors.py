@@ -29,8 +29,7 @@ class ModelUnavailable(RotationZooError):
 
 
 class Unsound(RotationZooError):
-    """Numbers that no artifact may hold: not finite, not orthogonal, or contrary to the stored
-    statistics."""
+    """Numbers that no artifact may hold: not finite, not orthogonal, or unlike its statistics."""
 
 
 class HubError(RotationZooError):

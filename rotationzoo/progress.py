@@ -1,5 +1,4 @@
-"""The progress callback that jobs call, what it counts, and the bars for Python callers.
-`cli.progress_bar` draws those of the command line."""
+"""The progress callback that jobs call, what it counts, and the bars for Python callers."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,8 +86,7 @@ def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
 def tell_growth(
     measure: Callable[[], int], stage: str, total: int, progress: Progress
 ) -> Iterator[None]:
-    """While the block runs, and at its end, tell `progress` how many of the `total` bytes there are
-    by `measure`, because the hubs' clients report nothing."""
+    """While the block runs, tell `progress` the bytes that `measure` finds: hubs' clients do not."""
 
     def look() -> None:
         progress(stage, Bytes(min(measure(), total)), Bytes(total))

@@ -1,5 +1,4 @@
-"""The settings of `calibrate`, `evaluate` and `generate`. Each option is declared once, for Python
-callers and, if it has a help text, for the command line."""
+"""The settings of `calibrate`, `evaluate` and `generate`: each option is declared here, once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,8 +48,7 @@ def parse_window(text: str) -> tuple[int, int]:
 
 
 def parse_clip(text: str) -> tuple[float, float]:
-    """Parse `0.96/0.92` to the clip ratios of keys and of values, or one for both. Raises
-    `UsageError`."""
+    """Parse `0.96/0.92`, clip ratios of keys and values, or one for both. Raises `UsageError`."""
     try:
         ratios = [float(part) for part in text.split("/")]
     except ValueError:
@@ -139,8 +137,7 @@ class RunSettings(Settings):
 
     @property
     def torch_dtype(self) -> "torch.dtype | str":
-        """The type of the weights. `auto` is float32 if everything is on the CPU, and otherwise
-        the checkpoint's own type."""
+        """The type of the weights. `auto`: float32 on a CPU, or else the checkpoint's."""
         import torch
 
         if self.dtype != "auto":

@@ -1,5 +1,4 @@
-"""How an option is declared: once, in a frozen class of settings that Python callers and the
-command line share."""
+"""How an option is declared: once, in a class of settings for Python and the command line."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -39,8 +38,7 @@ def argument(help: str, default: Any = ..., **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options with their values; None means the default. Raises `UsageError` for a value that is
-    not one of the choices."""
+    """Options; None means the default. Raises `UsageError` for a value that is not a choice."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

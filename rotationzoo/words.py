@@ -1,5 +1,4 @@
-"""Words for people: numbers with their nouns, sizes, shares and times, and names that were probably
-meant."""
+"""Words for people: numbers with nouns, sizes, shares and times, and names that are similar."""
 
 import difflib
 import math

@@ -59,8 +59,7 @@ def remember(identity: str) -> None:
 
 
 def is_remembered(artifact: Artifact) -> bool:
-    """Whether this user made or pulled the rotations that are in the folder now; False if they
-    cannot be read."""
+    """Whether this user made or pulled the folder's rotations; False if they cannot be read."""
     with suppress(RotationZooError, OSError):
         return is_known(sha256(files.regular_file(artifact.folder, ROTATIONS)))
     return False
@@ -147,8 +146,7 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `RotationZooError` unless `folder` is missing, empty, or an artifact without any other
-    files."""
+    """Raise `RotationZooError` unless `folder` is missing, empty, or only holds an artifact."""
     folders.check_name(folder)
     problem = None
     if files.size_of(folder / MANIFEST) is not None:

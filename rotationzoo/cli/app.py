@@ -1,6 +1,4 @@
-"""The Typer app: the list of commands, the pages of `--help` and of `rotationzoo` alone, and how
-failures become messages and exit codes.
-"""
+"""The Typer app: the commands, their `--help`, and how failures become messages and exit codes."""
 
 import functools
 import importlib
@@ -200,8 +198,7 @@ def _common_options(
 
 
 def _fail(error: Exception, words: Sequence[str]) -> int:
-    """Print an error and its hint (with `ROTATIONZOO_DEBUG=1` after the traceback), and return the
-    exit code. `words`: the command line."""
+    """Print an error and its hint (with `ROTATIONZOO_DEBUG=1` its traceback); return its code."""
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         output.print_traceback(error)
     known = _known_error(error)

@@ -161,8 +161,7 @@ def run_job(out: Output, job: "Job") -> "Artifact":
 
 
 def show_plan(out: Output, job: "Job") -> None:
-    """Plan the job from the model's config, and print the plan. Raises `RotationZooError` for
-    unusable text."""
+    """Print the plan of a job. Raises `RotationZooError` for unusable text."""
     from rotationzoo.calibration.calibrate import read_text
     from rotationzoo.calibration.plan import plan
 

@@ -162,8 +162,7 @@ def _summary(report: dict[str, Any]) -> str:
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str | None:
-    """The prompt of these options, or what is piped into the command, or None. Raises `UsageError`
-    for two prompts, and for what is not text."""
+    """The prompt, or None. Raises `UsageError` for two prompts, and for what is not text."""
     if text is not None and file is not None:
         raise UsageError("--prompt and --file exclude each other", hint="leave out one of them")
     if text is not None:

@@ -33,8 +33,7 @@ def inspect_command(artifact: ArtifactFolder, out: Output) -> None:
 
 
 def summarize(artifact: "Artifact") -> list[dict[str, Any]]:
-    """What is stored for each cached layer, in order; latents are there as key and as value. Raises
-    `RotationZooError` for a damaged file."""
+    """What is stored for each cached layer: latents twice, as key and as value."""
     layers = []
     for layer in cached_layers(artifact.geometry):
         rotations = artifact.rotations[layer.index]
@@ -44,8 +43,7 @@ def summarize(artifact: "Artifact") -> list[dict[str, Any]]:
 
 
 def _describe(rotation: "Rotation") -> dict[str, Any]:
-    """One side of a layer. The error is the largest over KV heads; `bits` are the budget's for a
-    channel, None without a budget."""
+    """One side of a layer: the largest error of its KV heads, and the bits a channel, if known."""
     from rotationzoo.linalg.orthogonality import orthogonality_error
 
     widths = rotation.widths

@@ -58,8 +58,7 @@ def served(engine: str | None) -> list[str]:
 def show_artifact(
     out: Output, artifact: "Artifact", with_time: bool = True, decision: "Decision | None" = None
 ) -> None:
-    """Print a summary of an artifact, `with_time` if the calibration has just run, and the
-    `decision` on it if one was made."""
+    """Print a summary of an artifact, `with_time` of its calibration, and the `decision` on it."""
     manifest, folder = artifact.manifest, str(artifact.folder)
     tokens = manifest.calibration.tokens if manifest.calibration else 0
     data: dict[str, Any] = {
@@ -85,8 +84,7 @@ def show_artifact(
 
 
 def check_is_model(model: str, command: str, *option: str) -> None:
-    """Raise `UsageError` for an artifact in place of a model. It belongs after the model, as the
-    value of the `option` if there is one."""
+    """Raise `UsageError` for an artifact as the model; its hint names it after the `option`."""
     if not (Path(model) / "manifest.json").is_file():
         return
     from rotationzoo.artifact.store import Artifact
@@ -99,8 +97,7 @@ def check_is_model(model: str, command: str, *option: str) -> None:
 def suggest_step(
     out: Output, artifact: "Artifact", model: list[str] | None = None, engine: str | None = None
 ) -> None:
-    """Suggest the report if the artifact was evaluated, and otherwise an evaluation, for the engine
-    that the user named. `model`: as in `suggest_text`."""
+    """Suggest the report of an evaluated artifact, or else an evaluation for the engine."""
     from rotationzoo.model.source import model_words
 
     step = ["report", str(artifact.folder)]
@@ -111,7 +108,6 @@ def suggest_step(
 
 
 def suggest_text(out: Output, folder: Path, model: list[str], *more: str) -> None:
-    """Suggest `generate` with the rotations of a folder. `model`: the words that name it; `more`:
-    options."""
+    """Suggest `generate` with `more` options. `model`: the words that name it."""
     prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
     out.suggest("generate", *model, "--rotations", str(folder), *more, *prompt)

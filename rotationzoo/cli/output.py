@@ -1,5 +1,4 @@
-"""The only module that prints: data on stdout, everything else on stderr, without the logs and
-bars of other libraries.
+"""The only module that prints: data on stdout, everything else on stderr.
 
 Text for people goes through `visible`: names and messages come from hubs, files and other
 libraries, and a terminal would obey their control characters.
@@ -49,8 +48,7 @@ class Output:
         self.mode: Literal["human", "json", "quiet"] = "json" if json else quiet_mode
 
     def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
-        """Print the result by mode: `data` as JSON, `name` (one or more lines) if quiet, or what
-        `human` prints."""
+        """Print `data` as JSON, `name` (one or more lines) if quiet, or what `human` prints."""
         if self.mode == "json":
             _print_json(data)
         elif self.mode == "quiet":
@@ -92,8 +90,7 @@ def show_lines(*lines: str) -> None:
 
 
 def write_text(text: str) -> None:
-    """Print a piece of a model's text on stdout at once. On a terminal, control characters other
-    than line ends and tabs are escaped."""
+    """Print a piece of a model's text at once. On a terminal, control characters are escaped."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda control: _escape(control[0]), text)
     print(text, end="", flush=True)
@@ -106,9 +103,8 @@ def table(
     apart: bool = False,
     folded: Collection[str] = (),
 ) -> None:
-    """Print a table on stdout, with an empty line before it if `apart`. The first column and those
-    titled in `folded` are left-aligned. On a narrow terminal, the widest columns are folded, and no
-    cell is cut off."""
+    """Print a table, after an empty line if `apart`. The first column and those in `folded` are
+    left-aligned. On a narrow terminal, columns are folded, and no cell is cut off."""
     grid = Grid(box=None, pad_edge=False, show_edge=False)
     for heading in columns:
         is_text = heading == columns[0] or heading in folded
@@ -170,8 +166,7 @@ def _print(lines: Iterable[str], stream: TextIO) -> None:
 
 
 def _wrap(line: str, stream: TextIO) -> list[str]:
-    """Wrap a line between words to the width of the terminal. A command at its end gets a line to
-    itself, unwrapped, to be copied."""
+    """Wrap a line for a terminal. A command at its end gets a line to itself, unwrapped."""
     width = Console(file=stream).width
     if not stream.isatty() or len(line) <= width:  # files and programs get whole lines
         return [line]
@@ -208,8 +203,7 @@ SHELL: dict[str, str] = {}
 
 
 def hush_libraries() -> None:
-    """Silence the logs and bars of other libraries, including those imported later, and send
-    rotationzoo's own warnings to stderr."""
+    """Silence other libraries, even those imported later, and send our warnings to stderr."""
     from huggingface_hub.utils import disable_progress_bars
 
     SHELL.clear()

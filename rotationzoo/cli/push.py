@@ -26,8 +26,7 @@ _IN_CI = f"{_CI_JOB} signs what it publishes unless told otherwise, and that"
 
 
 def choose_signer(signing: Signing) -> "IndexSigner | None":
-    """The signer of the upload and the index, or None. Raises `UsageError` for a `--sign` that is
-    neither a word nor a file, and for `--adopt-index` without a signature."""
+    """The signer of the upload and the index, or None. Raises `UsageError` for a wrong `--sign`."""
     from rotationzoo.zoo.signed_index import IndexSigner
     from rotationzoo.zoo.signing import SigningTool, can_sign_in_ci
 
@@ -152,8 +151,7 @@ def check_use(artifact: "Artifact") -> None:
 def show_push_plan(
     out: Output, repo: str, files: list[dict[str, Any]], root_files: list[str]
 ) -> None:
-    """Print what would be uploaded: `files` as in `Upload.listing`, and the files at the root of
-    the repository, which every push writes."""
+    """Print what would be uploaded: the files of `Upload.listing`, and those of every push."""
     rows = []
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"

@@ -162,8 +162,7 @@ def _find_rotations(
 def _pull(
     out: Output, source: "Source", scaling: str | None, fits: Callable[[str | None], bool]
 ) -> "Artifact | None":
-    """The best published artifact for this model and scaling of RoPE, or None. Prints what was
-    pulled and who signed it. Raises `RotationZooError`."""
+    """The best published artifact for this model and scaling of RoPE, or None."""
     from rotationzoo.cli.progress_bar import show_progress
     from rotationzoo.zoo.hubs.protocol import HUB_NAMES
     from rotationzoo.zoo.lookup import choose_entry, find_index

@@ -1,5 +1,4 @@
-"""The model card, a README.md rendered from the manifest: how to use the artifact, what it keeps,
-what it is and where it comes from; and the commands that cards and pages name."""
+"""The model card, a README.md rendered from the manifest, and the commands that it names."""
 
 import re
 import shlex
@@ -83,8 +82,7 @@ def usual_engine(manifest: Manifest) -> str:
 def use_commands(
     manifest: Manifest, measured: Measured | None, decision: Decision | None
 ) -> list[str]:
-    """The commands that follow from the decision, if any, for an artifact in `FOLDER` and the
-    engine that was measured, or the usual one."""
+    """The commands after a decision, for an artifact in `FOLDER` and the measured engine."""
     name, engine = [manifest.model.id], measured and measured.engine
     named = engine or usual_engine(manifest)
     prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
@@ -155,8 +153,7 @@ _WORDS = counted, model_title, name_in_commands, number, numbers, sentence, shle
 
 
 def render_card(manifest: Manifest, repo: str | None = None) -> str:
-    """The README.md of an artifact, with YAML front matter for the hubs. `repo`: the repository
-    that its first command pulls from."""
+    """The README.md of an artifact. `repo`: where its first command pulls from."""
     recipe = Recipe.model_validate(manifest.recipe)
     layers = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
     title = f"2-bit KV cache rotations for {model_title(manifest.model)}"

@@ -1,5 +1,4 @@
-"""The chart of answers over memory, described with Altair and drawn as SVG for pages and as PNG for
-model cards."""
+"""The chart of answers over memory, made with Altair: SVG for pages, PNG for model cards."""
 
 import re
 import textwrap
@@ -99,8 +98,7 @@ class Point:
 
 
 def draw_answers(points: Sequence[Point], unit: str) -> Chart:
-    """A chart of the `points`, with labels on the right in the order of shares. `unit`: the title
-    of the memory axis."""
+    """A chart of the `points`, labeled on the right in the order of shares. `unit`: of memory."""
     import altair
 
     ranked = sorted(points, key=lambda point: (-point.share, -point.memory, not point.accent))

@@ -156,8 +156,7 @@ def files_of_report(report: Report, is_local: bool = False) -> dict[str, bytes]:
 
 
 def _draw_answers(arms: Arms, request: Request) -> Figure | None:
-    """The share of answers that each cache keeps, over its memory; None if the exact model answers
-    none."""
+    """The share of answers that each cache keeps, over its memory; None if there are no answers."""
     measured = arms.evaluation
     exact, decision = measured.exact.all_tasks, arms.decision
     if exact is None or not exact.answered:

@@ -1,5 +1,4 @@
-"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured, for the
-terminal, the card and the page."""
+"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +50,7 @@ def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
 
 
 def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:
-    """The answers of the exact model (first row) and of every arm, to all tasks together and to
-    each. No tables if no arm was asked."""
+    """The answers of the exact model and of every arm, to all tasks and to each, if asked."""
     models = [(label, arm.all_tasks, arm.tasks) for label, arm in arms.items()]
     asked = [(label, recall, scores) for label, recall, scores in models if recall is not None]
     if exact.all_tasks is None or not asked:
@@ -83,8 +81,7 @@ def _score(score: Score, most: Score) -> str:
 
 
 def share_words(score: Score, most: float, digits: int = 0, error: float | None = None) -> str:
-    """The share answered. A 2-bit cache beats the exact one, whose share is `most`, only by chance,
-    and is not shown as better."""
+    """The share answered; `≥` if it beats the `most` of the exact model, which is chance."""
     if score.share > most:
         return f"≥{percent(most, digits)}"
     return percent(score.share, digits, error)
@@ -160,8 +157,7 @@ def describe_recall(measured: Measured) -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """A request of `context` tokens. `elements` are cached per token, of which a `share` was
-    quantized."""
+    """A request of `context` tokens, each of `elements` of which a `share` was quantized."""
 
     context: int
     elements: int
