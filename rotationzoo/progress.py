@@ -86,7 +86,7 @@ def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
 def tell_growth(
     measure: Callable[[], int], stage: str, total: int, progress: Progress
 ) -> Iterator[None]:
-    """While the block runs, tell `progress` the bytes that `measure` finds: hubs' clients do not."""
+    """Tell `progress` the bytes that `measure` finds while the block runs: hubs' clients do not."""
 
     def look() -> None:
         progress(stage, Bytes(min(measure(), total)), Bytes(total))

@@ -37,9 +37,6 @@ def sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
 
 
-# ---- figures
-
-
 def number(value: float | None, format: str = ".4g", error: float | None = None) -> str:
     """A number with its standard error, if known, or a dash."""
     if value is None:

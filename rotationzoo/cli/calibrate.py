@@ -157,9 +157,6 @@ def run_job(out: Output, job: "Job") -> "Artifact":
         raise Interrupted("interrupted; what was done so far is saved", hint) from None
 
 
-# ---- the plan
-
-
 def show_plan(out: Output, job: "Job") -> None:
     """Print the plan of a job. Raises `RotationZooError` for unusable text."""
     from rotationzoo.calibration.calibrate import read_text

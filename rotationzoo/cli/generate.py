@@ -42,7 +42,7 @@ def generate_command(
 
     rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-transform --compare < long.txt
     """
-    if out.mode == "quiet" and settings.compare:
+    if out.quiet and settings.compare and not out.json:
         raise UsageError("--quiet prints one text, and --compare makes two", "--json prints both")
     text, new = _read_prompt(settings.prompt, file), settings.max_new_tokens
     model, rotations = settings.model, settings.rotations
@@ -67,11 +67,11 @@ def generate_command(
             raise no_rotations(source)
         job = replace(job, rotations=artifact)
     with TextScreen(out) as screen:
-        write = None if out.mode == "json" else screen.write
+        write = None if out.json else screen.write
         report = generate(job, screen.progress, write, lambda text: out.notes([text]))
     if is_demos_own:
         out.tell(f"the demo completes a line that its prompt has: {text.splitlines()[-1]}")
-    if out.mode != "quiet":  # which prints the text alone, and that was written
+    if out.json or not out.quiet:  # quiet prints the text alone, and that was written
         out.result(report, "", lambda: _say_generation(out, report))
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
@@ -107,7 +107,7 @@ def find_rotations(
         raise UsageError(f"{place} was neither calibrated nor pulled by you on this machine", hint)
     # `evaluate --save` rewrites manifests, and not these files.
     newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
-    if out.mode != "quiet":
+    if not out.quiet:
         others = f", the newest of {len(own)}" if len(own) > 1 else ""
         out.note(f"Rotations: {newest.folder}{others}")
     return newest
@@ -156,9 +156,6 @@ def _summary(report: dict[str, Any]) -> str:
     if report["prompt_tokens"] + report["tokens"] - 1 <= report["sink"] + report["recent"]:
         words += "; a context this short stays exact"
     return words if report["rotations"] else f"{words}; no rotation"
-
-
-# ---- the prompt
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str | None:

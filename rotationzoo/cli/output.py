@@ -15,8 +15,9 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.table import Table as Grid
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
-from rotationzoo.settings_base import option
+from rotationzoo.settings_base import Settings, flag
 from rotationzoo.words import sentence, shortened
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's long answer
@@ -36,22 +37,18 @@ _answered: ContextVar[bool] = ContextVar("answered", default=False)
 """Whether this command has printed its JSON object."""
 
 
-Json = Annotated[bool, option("Print one JSON object and nothing else.")]
-Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
-
-
-class Output:
+@dataclass(frozen=True, kw_only=True)
+class Output(Settings):
     """Prints the result and the notes of one command, for a person or for a program."""
 
-    def __init__(self, json: Json = False, quiet: Quiet = False):
-        quiet_mode: Literal["human", "quiet"] = "quiet" if quiet else "human"
-        self.mode: Literal["human", "json", "quiet"] = "json" if json else quiet_mode
+    json: bool = flag("Print one JSON object and nothing else.")
+    quiet: bool = flag("Only print the result, in short.", "--quiet", "-q")
 
     def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
         """Print `data` as JSON, `name` (one or more lines) if quiet, or what `human` prints."""
-        if self.mode == "json":
+        if self.json:
             _print_json(data)
-        elif self.mode == "quiet":
+        elif self.quiet:
             show_lines(*name.split("\n"))
         else:
             human()
@@ -62,14 +59,14 @@ class Output:
 
     def tell(self, text: str) -> None:
         """Print progress on stderr, unless quiet."""
-        if self.mode != "quiet":
+        if not self.quiet:
             self.note(sentence(text))
 
     def suggest(self, *words: str) -> None:
         """Print the command to run next, as the last line; `words` follow `rotationzoo`."""
         if Path.cwd() in map(Path.resolve, map(Path, words)):  # the folder would be replaced
             words = tuple(word for word in words if word != "--save")
-        if self.mode == "human":
+        if not (self.json or self.quiet):
             sys.stdout.flush()  # both streams may go to one file
             self.note(f"Next: {shlex.join(['rotationzoo', *words])}")
 

@@ -29,7 +29,7 @@ _PERIOD = 24 * 3600.0  # over which rich averages, because a step may take minut
 def show_progress(out: Output) -> Iterator[Progress]:
     """Yield the progress callback for a job. It writes to stderr and removes its bar at the end."""
     bar = StageBar(stderr_console())
-    if out.mode == "quiet":
+    if out.quiet:
         yield silent
     elif bar.console.is_terminal:
         with bar:

@@ -50,7 +50,7 @@ def verify_command(
     if refused and not isinstance(refused, Undecided):
         verification = replace(verification, problems=[str(refused)])
     _show_verification(out, opened, verification, finding, reading)
-    if out.mode == "quiet" and finding is not None:
+    if out.quiet and finding is not None:
         out.notes([finding.note])
     if refusal is not None:
         raise refusal

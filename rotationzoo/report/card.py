@@ -141,9 +141,6 @@ def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> Iter
         yield from ("--dtype", dtype)
 
 
-# ---- the card
-
-
 PAPER = "2605.17757"  # on arXiv: the method's
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
 TURN = re.compile("[\u202a-\u202e\u2066-\u2069]")  # bidi controls
@@ -216,9 +213,6 @@ def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
 
 def _count_questions(arm: ArmSummary | ExactSummary) -> int:
     return arm.all_tasks.questions if arm.all_tasks else 0
-
-
-# ---- what hubs read
 
 
 def _front_matter(manifest: Manifest) -> str:

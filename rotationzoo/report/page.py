@@ -152,9 +152,6 @@ def files_of_report(report: Report, is_local: bool = False) -> dict[str, bytes]:
     return added
 
 
-# ---- what rotations keep and cost
-
-
 def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     """The share of answers that each cache keeps, over its memory; None if there are no answers."""
     measured = arms.evaluation

@@ -152,9 +152,6 @@ def describe_recall(measured: Measured) -> list[str]:
     ]
 
 
-# ---- memory of a cache
-
-
 @dataclass(frozen=True)
 class Request:
     """A request of `context` tokens, each of `elements` of which a `share` was quantized."""

@@ -28,9 +28,6 @@ for words in (
     assert not imported & {"transformers", "accelerate", "datasets", "scipy"}
 
 
-# ---- what ends a command from outside
-
-
 FULL = "No space left on device\nHint: make room"
 
 
@@ -66,9 +63,6 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interrupti
     monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
     says = only_error(inside(*words.split()), 130)
     assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
-
-
-# ---- errors that nobody foresaw
 
 
 @pytest.mark.hostile("terminal")

@@ -36,9 +36,6 @@ def expected(made) -> str:
     return tokenizer.decode(ids[inputs["input_ids"].shape[1] :])
 
 
-# ---- what is printed
-
-
 def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     words = ["generate", "demo", "--rotations", made, *SMALL]
     shown = succeeded(command(*words, input=PROMPT + "\n"))
@@ -104,9 +101,6 @@ def test_a_terminal_gets_no_control_characters(terminal):
     assert screen.getvalue() == "größe\t👩‍👧\\x1b[2J\\u202e\n"
 
 
-# ---- which rotations, without --rotations
-
-
 def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
     words = ["generate", "demo", "--prompt", PROMPT, *SMALL]
     error = only_error(inside(*words), 2)
@@ -120,9 +114,6 @@ def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
     (folder / "damaged" / "manifest.json").write_text("{")
     first, *_ = without_stages(inside(*words).stderr)
     assert first == "Rotations: rotations/new, the newest of 2"
-
-
-# ---- mistakes
 
 
 @pytest.mark.parametrize(
@@ -154,9 +145,6 @@ def test_one_line_end_of_a_file_is_left_out(inside, monkeypatch):
         (inside.folder / "prompt").write_bytes(content)
         inside("generate", "demo", "--rotations", "none", "--file", "prompt")
     assert prompts == ["a", "a", "a", "a\n", "a"]
-
-
-# ---- how it ends
 
 
 @pytest.fixture

@@ -13,9 +13,6 @@ from rotationzoo.cli.app import main
 from rotationzoo.cli.output import Output, say, show_error, table, visible
 from rotationzoo.errors import RotationZooError
 
-# ---- control characters
-
-
 CONTROLS = "\x1b\x07\r\n\b\x7f\x9b\u202e\u2066\u200b\u2028\ufeff\udcff\x00"
 
 
@@ -80,9 +77,6 @@ def test_what_stdout_cannot_encode_is_escaped(monkeypatch, made, tmp_path):
         main(["verify", str(folder)])
     sys.stdout.flush()
     assert b"\\xe4 is sound" in sys.stdout.buffer.getvalue()
-
-
-# ---- lines and their ends
 
 
 @pytest.mark.parametrize(("width", "count"), [(40, 4), (80, 2), (160, 1)])

@@ -48,9 +48,6 @@ def test_a_terminal_shows_tokens_per_second_and_the_time_left(columns, terminal,
     assert "answering with" in shown
 
 
-# ---- in a log
-
-
 @pytest.fixture
 def log():
     """A log with a clock that is set by hand: `log(seconds, stage, done, total)` gives the lines

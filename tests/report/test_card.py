@@ -177,9 +177,6 @@ def test_the_command_of_a_run_on_gpus_names_how_it_ran(plain):
     )
 
 
-# ---- the command that makes an artifact again
-
-
 @pytest.fixture
 def manifest(tmp_path):
     return Artifact.open(make_artifact(tmp_path / "made")).manifest
