@@ -57,13 +57,11 @@ def calibrate(settings: CalibrationSettings) -> Artifact:
       what errors cost;
     * `data`: a data set id with its `subset`, `split` and `column`, a `.jsonl`, `.txt` or
       `.parquet` file, or `bundled`;
-    * `tokens`, `length`: tokens in total, and per row;
-    * `seed`: sets the order of the documents;
+    * `tokens`, `length`, `seed`: tokens in total and per row, and the order of the documents;
     * `images`, `audio`: columns of the data that hold them, for a model that reads them;
     * `rope_scaling`: scale RoPE to more positions than the config has, as `yarn:4`;
     * `restart`: discard an existing checkpoint and replace an existing artifact;
-    * `batch`: rows per forward pass;
-    * `revision`: the branch, tag or commit of a hub id;
+    * `batch`: rows per forward pass; `revision`: the branch, tag or commit of a hub id;
     * `device`, `dtype`: `auto`, `cpu` or `cuda`, and `auto`, `bfloat16` or `float32`;
     * `device_map`, `max_memory`: `auto` spreads the weights over devices, within limits such as
       `0=20GiB,cpu=64GiB`;
@@ -123,16 +121,12 @@ def evaluate(settings: EvaluationSettings) -> Evaluated:
     * `questions`: how many per task and length; `auto` asks until the decision is made;
     * `minutes`: stop after about this time. All questions that fit are asked before one decision;
       other arms and text that do not fit are left out, with a note;
-    * `keep`: percent of the exact model's answers that artifacts must keep to be served, by default
-      90;
-    * `fewest_bits`: find the fewest bits with which the one artifact, which has a budget, keeps as
-      much, and evaluate only these, without `baselines`. With `save`, they become an artifact next
-      to it;
-    * `baselines`: what to compare with: no rotation (`identity`), `hadamard`, a `random` rotation,
-      and `kivi`;
+    * `keep`: percent of the exact model's answers to keep, by default 90;
+    * `fewest_bits`: find the fewest bits that keep as much, for one artifact with a budget, and
+      evaluate only these, without `baselines`. With `save`, they become an artifact next to it;
+    * `baselines`: what to compare with: `identity` (no rotation), `hadamard`, `random` and `kivi`;
     * `rivals`: other engines' caches to compare with, such as `fp8` and `int4_per_token_head`;
-    * `windows`: pairs `(sink, recent)`: how many first and last tokens stay exact, by default the
-      recipe's pair;
+    * `windows`: pairs of how many first and last tokens stay exact, by default the recipe's pair;
     * `bits`: another budget of bits an element than the artifacts', which must have one;
     * `format`: the engine's 2-bit format, such as `sglang` or `vllm`;
     * `pooled`: measure each artifact with one rotation per layer, as `export --pooled` writes it;
@@ -165,9 +159,8 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
         notes = [describe_losses(asked.engine, opened)]
         asked = _as_engine(asked, opened)
     asked = asked.complete(baselines=BASELINES, tasks=TASKS)
-    tasks = TaskSettings(
-        as_tuple(asked.tasks), as_tuple(asked.lengths), asked.questions, minutes=asked.minutes
-    )
+    names, lengths = as_tuple(asked.tasks), as_tuple(asked.lengths)
+    tasks = TaskSettings(names, lengths, asked.questions, minutes=asked.minutes)
     text = {"length": _LENGTH, "tokens": _TOKENS, **asked.text}
     if asked.tokens is None and isinstance(tasks.questions, int) and tasks.names:
         half = tasks.most_tokens(text["length"]) // 2  # of what the prompts have

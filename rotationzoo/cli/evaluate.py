@@ -12,7 +12,7 @@ from rotationzoo.settings_base import flag
 from rotationzoo.words import counted, finish
 
 if TYPE_CHECKING:
-    from rotationzoo.artifact.measured import Measured, Window
+    from rotationzoo.artifact.measured import Measured
     from rotationzoo.artifact.scores import Decision
 
 
@@ -66,7 +66,7 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
             _say_details(report)
         for window in report.windows:
             if len(report.windows) > 1:
-                say(f"With {_title(window)}:")
+                say(f"With sink {window.sink}, recent {window.recent}:")
             say(*window.verdict.words)
 
     out.result(report.report(), "\n".join(report.window.arms), human)
@@ -105,14 +105,10 @@ def _say_details(report: "Measured") -> None:
     format = f"format {report.format}{tables.describe_prefill(report)}"
     say(f"{report.model}, {text}, {format}; {exact}")
     for number, window in enumerate(report.windows):
-        say(*[""] * (number > 0), _title(window))
+        say(*[""] * (number > 0), f"sink {window.sink}, recent {window.recent}")
         for each in tables.evaluation_tables(report, window):
             table(each.title, each.columns, each.rows, apart=True)
     say("", *tables.describe_recall(report))
     say("±: standard error over texts, paired with the exact model")
     say(f"{tables.ABOUT_BITS}; bits here: at {report.text.length:,}")
     say(*tables.describe_arms(report.window.arms.values()), "")
-
-
-def _title(window: "Window") -> str:
-    return f"sink {window.sink}, recent {window.recent}"

@@ -39,7 +39,7 @@ def verify_command(
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     verification = verify(opened, model, revision)
     finding, refusal = None, None
-    if verification.ok or verification.only_misfits:  # damage says enough of a signature
+    if verification.ok or verification.only_misfits:  # damage is enough to report
         try:
             finding = check_artifact(opened, demand)
         except RotationZooError as error:
