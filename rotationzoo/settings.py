@@ -155,7 +155,7 @@ class TextSettings(RunSettings):
     subset: str | None = option("The data set's configuration.")
     split: str | None = option("The data set's split (train).")
     column: str | None = option("Column of the text or of the chat messages.")
-    tokens: int | None = option("Tokens in all (32768).", min=1)
+    tokens: int | None = option("Tokens in total (32768).", min=1)
     length: int | None = option("Tokens per row (8192).", min=2)
     seed: int | None = option("Order of the documents (0).")
 
@@ -207,7 +207,7 @@ class EvaluationSettings(TextSettings):
     )
     save: bool = flag("Add evaluation.json to the rotations.")
     data: str | None = option("Data set id, .jsonl, .txt or .parquet (held-out text).")
-    tokens: int | None = option("Tokens in all (16384, or fewer with few questions).", min=1)
+    tokens: int | None = option("Tokens in total (16384, fewer for few questions).", min=1)
     length: TextLength = None
     tasks: Tasks = None
     lengths: Lengths = None
@@ -215,7 +215,7 @@ class EvaluationSettings(TextSettings):
         "Per task and length; auto: until decided.", default="auto", kind=parse_questions
     )
     minutes: float | None = option("Stop after about this time.", min=0.1)
-    keep: float | None = option("Percent to keep (90); else exit 1.")
+    keep: float | None = option("Percent of answers to keep (90), or exit 1.")
     fewest_bits: bool = False
     windows: tuple[int, int] | Sequence[tuple[int, int]] | None = option(
         "Exact sink/recent tokens: 64/256,128/1024.", kind=parse_windows

@@ -122,12 +122,12 @@ def _options_of(group: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     else:
         parameters = inspect.signature(group).parameters.values()
         members = [(each.name, each.annotation, each.default) for each in parameters]
-    for name, kind, known in members:
-        default = known.default if isinstance(known, Field) else known
+    for name, kind, declared in members:
+        default = declared.default if isinstance(declared, Field) else declared
         if get_origin(kind) is Annotated:
-            kind, known = get_args(kind)
-        if isinstance(known, Field) and known.metadata:
-            yield _option(name, kind, known.metadata, default)
+            kind, declared = get_args(kind)
+        if isinstance(declared, Field) and declared.metadata:
+            yield _option(name, kind, declared.metadata, default)
 
 
 def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> inspect.Parameter:
@@ -141,8 +141,8 @@ def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> ins
     if default in (MISSING, inspect.Parameter.empty, ()):
         default = None if NoneType in get_args(kind) else ...
     make = typer.Argument if about["argument"] else typer.Option
-    known = make(default, *names, help=about["help"], **more)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=known, annotation=kind)
+    shown = make(default, *names, help=about["help"], **more)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=kind)
 
 
 def _runnable(command: Callable[..., None]) -> Callable[..., None]:
@@ -201,16 +201,16 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
     """Print an error and its hint (with `ROTATIONZOO_DEBUG=1` its traceback); return its code."""
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         output.print_traceback(error)
-    known = _known_error(error)
-    if isinstance(known, Interrupted) and known.hint is None:
-        known.hint = f"run it again with: {shlex.join(['rotationzoo', *words])}"
-    if str(known):
+    failure = _as_failure(error)
+    if isinstance(failure, Interrupted) and failure.hint is None:
+        failure.hint = f"run it again with: {shlex.join(['rotationzoo', *words])}"
+    if str(failure):
         # The words are searched because parsing the options may be what failed.
-        output.show_error(known, as_json="--json" in words)
-    return known.exit_code
+        output.show_error(failure, as_json="--json" in words)
+    return failure.exit_code
 
 
-def _known_error(error: Exception) -> RotationZooError:
+def _as_failure(error: Exception) -> RotationZooError:
     """The error as a sentence and a hint."""
     if isinstance(error, RotationZooError):
         return error
@@ -226,10 +226,8 @@ def _known_error(error: Exception) -> RotationZooError:
     if "home directory" in first:  # what `Path.expanduser` raises
         hint = "write the whole path"
         return RotationZooError("a path begins with ~ and a user without a home directory", hint)
-    return RotationZooError(
-        name if first == name else f"{name}: {first}",
-        hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",
-    )
+    message = name if first == name else f"{name}: {first}"
+    return RotationZooError(message, "for the traceback, run again with ROTATIONZOO_DEBUG=1")
 
 
 def _usage_error(error: Any) -> UsageError:

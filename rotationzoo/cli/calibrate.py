@@ -162,28 +162,28 @@ def show_plan(out: Output, job: "Job") -> None:
     from rotationzoo.calibration.calibrate import read_text
     from rotationzoo.calibration.plan import plan
 
-    known = plan(job)
-    if known.refusal is None:
+    planned = plan(job)
+    if planned.refusal is None:
         try:
-            text = read_text(known)
+            text = read_text(planned)
             further = [text.note] if text and text.note else []
         except ModelUnavailable as error:  # for its tokenizer, or the processor of its media
             further = [f"it cannot be calibrated yet: {error}"]
-        known = replace(known, notes=(*known.notes, *further))
-    data = _plan_json(known)
-    out.notes(known.notes)
-    out.result(data, str(known.job.output), lambda: _say_plan(known, data))
-    if known.refusal is None:
-        fits = known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None
+        planned = replace(planned, notes=(*planned.notes, *further))
+    data = _plan_json(planned)
+    out.notes(planned.notes)
+    out.result(data, str(planned.job.output), lambda: _say_plan(planned, data))
+    if planned.refusal is None:
+        fits = planned.peak_memory_bytes <= planned.memory_bytes or job.device_map is not None
         # With a device map, weights that do not fit stay on disk.
         out.suggest(*typed_words("--dry-run"), *([] if fits else ["--device-map", "auto"]))
 
 
-def _plan_json(known: "Plan") -> dict[str, Any]:
+def _plan_json(planned: "Plan") -> dict[str, Any]:
     from rotationzoo.codec.size import BudgetSizes, bits_per_element, codec_bits
     from rotationzoo.codec.windows import CacheLayout
 
-    recipe, cached = known.job.recipe, cached_layers(known.geometry or [])
+    recipe, cached = planned.job.recipe, cached_layers(planned.geometry or [])
     bits: dict[str, float | None] = dict.fromkeys(FORMATS)
     if cached:
         layouts = {name: CacheLayout.of_recipe(recipe, each) for name, each in FORMATS.items()}
@@ -192,8 +192,8 @@ def _plan_json(known: "Plan") -> dict[str, Any]:
             exact = CacheLayout.of_recipe(recipe, SEGMENTS)
             bits = {BUDGETED: codec_bits(cached, BudgetSizes(recipe.budget), exact), **bits}
     return {
-        "model": known.source.name,
-        "revision": known.source.revision,
+        "model": planned.source.name,
+        "revision": planned.source.revision,
         "recipe": recipe.name,
         "layers": len(cached),
         "kv_heads": _common(cached, "kv_heads"),
@@ -201,16 +201,16 @@ def _plan_json(known: "Plan") -> dict[str, Any]:
         "value_head_dim": _common(cached, "value_dim"),
         "tokens": recipe.data.tokens if recipe.needs_statistics else 0,
         "length": recipe.data.length,
-        "batch": known.job.batch,
-        "weights_bytes": known.weights_bytes,
-        "peak_memory_bytes": known.peak_memory_bytes,
-        "memory_bytes": known.memory_bytes,
-        "artifact_bytes": known.artifact_bytes,
+        "batch": planned.job.batch,
+        "weights_bytes": planned.weights_bytes,
+        "peak_memory_bytes": planned.peak_memory_bytes,
+        "memory_bytes": planned.memory_bytes,
+        "artifact_bytes": planned.artifact_bytes,
         "bits_per_element": bits,
-        "refusal": known.refusal and str(known.refusal),
-        "notes": list(known.notes),
-        "output": str(known.job.output),
-        "geometry": geometry_json(known.geometry or []),
+        "refusal": planned.refusal and str(planned.refusal),
+        "notes": list(planned.notes),
+        "output": str(planned.job.output),
+        "geometry": geometry_json(planned.geometry or []),
     }
 
 
@@ -220,24 +220,24 @@ def _common(layers: Geometry, field: str) -> int | list[int]:
     return values[0] if len(set(values)) == 1 else values
 
 
-def _say_plan(known: "Plan", data: dict[str, Any]) -> None:
+def _say_plan(planned: "Plan", data: dict[str, Any]) -> None:
     from rotationzoo.codec.size import CONTEXT
 
-    name, job = known.source.name, known.job
-    if known.refusal:
-        say(f"{name} cannot be calibrated: {known.refusal}")
+    name, job = planned.source.name, planned.job
+    if planned.refusal:
+        say(f"{name} cannot be calibrated: {planned.refusal}")
         return
-    if known.geometry is None:
+    if planned.geometry is None:
         say(f"{name}: its cache is unknown until its weights are read")
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
-        if (cached := cached_rows(known.geometry)) is not HEADS:
+        if (cached := cached_rows(planned.geometry)) is not HEADS:
             heads = f"{cached.words} of {data['head_dim']} elements"
         say(f"{name}: {counted(data['layers'], 'layer')} with a cache, {heads}")
-    weights, artifact = size_words(known.weights_bytes), size_words(known.artifact_bytes)
+    weights, artifact = size_words(planned.weights_bytes), size_words(planned.artifact_bytes)
     say(f"Weights {weights}, artifact {artifact}, {counted(data['tokens'], 'token')}")
-    peak, present = size_words(known.peak_memory_bytes), size_words(known.memory_bytes)
-    shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
+    peak, present = size_words(planned.peak_memory_bytes), size_words(planned.memory_bytes)
+    shortage = ", which is not enough" if planned.peak_memory_bytes > planned.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
     if data["layers"]:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]

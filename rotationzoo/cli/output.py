@@ -183,8 +183,8 @@ def _print_json(data: dict[str, Any]) -> None:
 
     _answered.set(True)
     # JSON cannot express NaN and infinity, which become null.
-    known = to_jsonable_python(data, inf_nan_mode="null")
-    print(json.dumps(known, indent=2, allow_nan=False))
+    plain = to_jsonable_python(data, inf_nan_mode="null")
+    print(json.dumps(plain, indent=2, allow_nan=False))
 
 
 _LOUD = ("accelerate", "huggingface_hub", "bitsandbytes", "sigstore", "tuf", "vllm")

@@ -94,10 +94,10 @@ def serve_command(
     words += ["--revision", revision] if revision else []
     scaling = settle_rope_scaling(scaling, [artifact], source)
     text = load_config(source, scaling).get_text_config(decoder=True)
-    told = {"rope_parameters": text.rope_parameters} if scaling else {}
+    overrides = {"rope_parameters": text.rope_parameters} if scaling else {}
     if str(scaling_of(text)).startswith("yarn:"):  # vLLM takes the positions that are stated
-        told["max_position_embeddings"] = position_count(text)
-    words += ["--hf-overrides", dumps(told)] if told else []
+        overrides["max_position_embeddings"] = position_count(text)
+    words += ["--hf-overrides", dumps(overrides)] if overrides else []
     named = {KEY: asked.model_dump(exclude_none=True)}
     words += ["--additional-config", dumps(named)]
     notes = [] if missing else claim(read_command(words, handed_on))

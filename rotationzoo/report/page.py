@@ -34,7 +34,7 @@ EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
     "hadamard": "Hadamard, one by one",
-    ALL_ELSE: "Hadamard, else alike",
+    ALL_ELSE: "Hadamard, else equal",
     "random": "random, one by one",
     "kivi": "KIVI",
 }

@@ -41,7 +41,11 @@ def run_snippet() -> tuple[str, dict]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"center_values": True}, {"pooling": "layer", "center_keys": False}],
+    [
+        {},
+        {"center_values": True},
+        {"pooling": "layer", "center_keys": False, "center_values": True},
+    ],
     ids=["keys centered", "both centered", "pooled"],
 )
 def test_the_snippet_leaves_attention_as_it_is(tiny, tmp_path, monkeypatch, changes):
