@@ -20,12 +20,7 @@ from rotationzoo.generation.generate import generate as run_generation
 from rotationzoo.progress import Bars
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import loading
-from rotationzoo.settings import (
-    CalibrationSettings,
-    EvaluationSettings,
-    GenerationSettings,
-    RunSettings,
-)
+from rotationzoo.settings import CalibrationSettings, EvaluationSettings, GenerationSettings
 from rotationzoo.settings_base import as_tuple, takes
 from rotationzoo.storage.folders import default_output
 
@@ -102,7 +97,7 @@ def calibration_job(asked: CalibrationSettings) -> Job:
         engine=asked.engine or DEFAULT,
         restart=asked.restart,
         fit_length=fit_length,
-        **asked.part(RunSettings),
+        **asked.run_options,
     )
 
 
@@ -195,7 +190,7 @@ def evaluation_job(asked: EvaluationSettings) -> Evaluation:
         record=True,
         fit_length=asked.length is None,
         keep=100 * FLOOR if asked.keep is None else asked.keep,
-        **asked.part(RunSettings),
+        **asked.run_options,
     )
 
 

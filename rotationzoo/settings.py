@@ -1,7 +1,7 @@
 """The settings of `calibrate`, `evaluate` and `generate`: each option is declared here, once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -127,6 +127,11 @@ class RunSettings(Settings):
     max_memory: str | None = option("Limits of that map: 0=20GiB,cpu=60GiB.")
     revision: Revision = None
     dtype: Literal["auto", "bfloat16", "float32"] = option("auto: the model's own.", default="auto")
+
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """These options alone, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(RunSettings)}
 
     @property
     def torch_device(self) -> str:

@@ -49,10 +49,6 @@ class Settings:
                 problem = f"there is no {each.name} {value!r}{nearest(str(value), choices)}"
                 raise UsageError(problem, hint=f"give one of {', '.join(choices)}")
 
-    def part(self, base: type) -> dict[str, Any]:
-        """The values of the options that a `base` of this class has, by name."""
-        return {each.name: getattr(self, each.name) for each in fields(base)}
-
     def complete(self, **defaults: Any) -> Self:
         """The same, with these values for options that were not given."""
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}

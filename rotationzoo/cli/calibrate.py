@@ -15,13 +15,7 @@ from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import BUDGETED, FORMATS, SEGMENTS
 from rotationzoo.errors import Interrupted, ModelUnavailable, RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json
-from rotationzoo.settings import (
-    RECIPES,
-    CalibrationSettings,
-    EvaluationSettings,
-    Lengths,
-    RunSettings,
-)
+from rotationzoo.settings import RECIPES, CalibrationSettings, EvaluationSettings, Lengths
 from rotationzoo.settings_base import flag, option
 from rotationzoo.sides import HEADS
 from rotationzoo.storage.folders import follow_link
@@ -108,7 +102,7 @@ def _find_bits(
         baselines=(),
         engine=settings.engine,
         rope_scaling=settings.rope_scaling,
-        **settings.part(RunSettings),
+        **settings.run_options,
     )
     job = evaluation_job(asked)
     with show_progress(out) as progress:

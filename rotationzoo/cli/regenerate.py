@@ -93,7 +93,7 @@ def regenerate_command(
         recipe=str(recipe_file),
         output=follow_link(output),
         batch=batch,
-        **run.part(RunSettings),
+        **run.run_options,
     )
     judged = EvaluationSettings(
         model,

@@ -143,7 +143,7 @@ def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> Iter
 
 PAPER = "2605.17757"  # on arXiv: the method's
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
-TURN = re.compile("[\u202a-\u202e\u2066-\u2069]")  # bidi controls
+_TURN = re.compile("[\u202a-\u202e\u2066-\u2069]")  # bidi controls
 _LIBRARIES = ("torch", "transformers", "python")
 _WORDS = counted, model_title, name_in_commands, number, numbers, sentence, shlex.quote, tensor_name
 """The functions that templates call."""
@@ -153,28 +153,25 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     """The README.md of an artifact. `repo`: where its first command pulls from."""
     recipe = Recipe.model_validate(manifest.recipe)
     layers = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
-    title = f"2-bit KV cache rotations for {model_title(manifest.model)}"
     sizes = {}
     for name, format in int2.FORMATS.items():
         bits = bits_per_element(layers, CacheLayout.of_recipe(recipe, format))
         sizes[name] = {"metadata": format.metadata, "bits": bits, "smaller": EXACT_BITS / bits}
     versions = manifest.versions.model_dump()
     libraries = [f"{name} {versions[name]}" for name in _LIBRARIES if name in versions]
-    card = template_environment().get_template("card.md.jinja")
-    text: str = card.render(
+    return render(
+        "card.md.jinja",
         **_evaluation_values(manifest),
         manifest=manifest,
         recipe=recipe,
         repo=repo,
         layers=layers,
-        title=title,
         front_matter=_front_matter(manifest),
         command=reproduce_command(manifest),
         paper=PAPER,
         sizes=sizes,
         libraries=", ".join(libraries),
     )
-    return TURN.sub("\ufffd", text)
 
 
 def recipe_lines(recipe: Recipe) -> str:
@@ -182,9 +179,14 @@ def recipe_lines(recipe: Recipe) -> str:
     return yaml.safe_dump({"extends": "oscar", **recipe.model_dump()}, sort_keys=False).strip()
 
 
+def render(template: str, **values: Any) -> str:
+    """The text of a template: Markdown, or HTML, which escapes everything but `Markup`."""
+    text: str = _environment("html" in template).get_template(template).render(**values)
+    return _TURN.sub("\ufffd", text)
+
+
 @cache
-def template_environment(is_html: bool = False) -> Environment:
-    """The templates of this package: Markdown, or HTML, which escapes everything but `Markup`."""
+def _environment(is_html: bool) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,

@@ -16,14 +16,7 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.source import model_words
 from rotationzoo.report import tables
-from rotationzoo.report.card import (
-    FOLDER,
-    TURN,
-    replace_words,
-    reproduce_command,
-    template_environment,
-    use_commands,
-)
+from rotationzoo.report.card import FOLDER, render, replace_words, reproduce_command, use_commands
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.tables import Request, stored_bits
 from rotationzoo.words import numbers, percent
@@ -87,8 +80,8 @@ class Report:
         here = Path(__file__)
         style, script = (here.with_suffix(end).read_text("utf-8") for end in (".css", ".js"))
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        page = template_environment(is_html=True).get_template("report.html.jinja")
-        text: str = page.render(
+        return render(
+            "report.html.jinja",
             style=Markup(style),
             script=Markup(script),
             script_policy=f"sha256-{digest}",
@@ -100,7 +93,6 @@ class Report:
             files=tables.Table("Files", ["file", "bytes", "sha256"], rows),
             made=FOOTER,
         )
-        return TURN.sub("\ufffd", text)
 
 
 def make_report(artifact: Artifact, context: int | None = None) -> Report:
