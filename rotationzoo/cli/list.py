@@ -19,7 +19,7 @@ def list_command(
     out: Output,
     model: str | None = argument("Only models with this in their name.", None),
     recipe: str | None = option("Only this recipe."),
-    from_: HubName = option("Whose index.", "--from", default=DEFAULT_HUB),
+    from_: HubName = option("The hub whose index is read.", "--from", default=DEFAULT_HUB),
     index: IndexPlace = None,
     repo: ZooRepo = None,
 ) -> None:

@@ -15,7 +15,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.progress import Progress, silent
-from rotationzoo.report.card import render_card, template_environment
+from rotationzoo.report.card import render, render_card
 from rotationzoo.report.page import files_of_report, make_report
 from rotationzoo.report.tables import stored_bits
 from rotationzoo.storage import files as storage
@@ -247,8 +247,8 @@ def _push_to_hub(
 
 def _render_root_files(repo: str, content: index.Index) -> dict[str, bytes]:
     """Path -> content of the index, the card, and the file that Hugging Face counts."""
-    card = template_environment().get_template("zoo.md.jinja")
     models = sorted({entry.model for entry in content.entries})
     shown = {"index_name": index.NAME, "entries": content.entries, "models": models}
-    contents = content.text(), card.render(repo=repo, **shown), '{"library_name": "rotationzoo"}\n'
+    card = render("zoo.md.jinja", repo=repo, **shown)
+    contents = content.text(), card, '{"library_name": "rotationzoo"}\n'
     return {name: text.encode() for name, text in zip(index.ROOT_FILES, contents, strict=True)}

@@ -20,7 +20,6 @@ from rotationzoo.linalg.paired import paired_difference, sign_flip
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe import loading as recipes
-from rotationzoo.settings import RunSettings
 from rotationzoo.words import change, counted, percent
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
@@ -143,7 +142,7 @@ def regenerate(
     folders = [each.folder for each in (artifact, published) if each is not None]
     # The published rotations were made for the weights of an earlier revision.
     evaluation = replace(evaluation, artifacts=folders, save_to=folders[:1], anyway=True)
-    asked = replace(evaluation, model=job.model, **job.part(RunSettings))
+    asked = replace(evaluation, model=job.model, **job.run_options)
     report = evaluate(asked, progress)
     verdict: dict[str, Any] = {
         "artifact": str(artifact.folder),

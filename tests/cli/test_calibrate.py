@@ -107,8 +107,6 @@ def test_the_fewest_bits_that_keep_enough_are_found_and_served(inside, induction
     assert "nothing shows that 99.9% of the answers are kept" in refused.stderr
 
 
-# ---- interrupted
-
 WORDS = ["--quick", "--tokens", "4096", "--length", "512", "--batch", "1", "--output"]
 
 
