@@ -272,9 +272,9 @@ def test_the_folder_that_one_is_in_is_not_replaced(folder, monkeypatch):
     """The shell would be left in a folder that is gone."""
     monkeypatch.chdir(folder)
     for path in (folder, folder.parent):
-        with pytest.raises(UsageError, match="holds the current folder"):
+        with pytest.raises(UsageError, match="contains the current folder"):
             folders.check_name(path)
-    with pytest.raises(UsageError, match="holds the current folder"):
+    with pytest.raises(UsageError, match="contains the current folder"):
         check_writable(Artifact.open(Path(".")))
 
 

@@ -26,7 +26,7 @@ def test_a_token_that_was_checked_is_kept_out_wherever_it_came_from():
     assert tokens.check_token("  a-third-hubs-token\n", "A_VARIABLE") == "a-third-hubs-token"
     assert tokens.redact("not a-third-hubs-token here") == "not [token] here"
     with pytest.raises(
-        RotationZooError, match="the token in A_VARIABLE holds an invalid character"
+        RotationZooError, match="the token in A_VARIABLE contains an invalid character"
     ) as error:
         tokens.check_token("two words-of-a-token", "A_VARIABLE")
     assert "two" not in str(error.value)

@@ -84,7 +84,7 @@ def test_bases_that_do_not_fit(made, tmp_path):
         assert not (tmp_path / "new").exists()
     (tmp_path / "none.gguf").write_bytes(b"GGUF or not")
     said = refused(exported, "llama.cpp", artifact, tmp_path, base=tmp_path / "none.gguf")
-    assert "is no GGUF file" in said
+    assert "is not a valid GGUF file" in said
     with pytest.raises(RotationZooError, match="from the model's own file") as failure:
         exported("llama.cpp", artifact, tmp_path, base=None)
     assert "--base" in failure.value.hint
