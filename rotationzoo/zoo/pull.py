@@ -1,4 +1,4 @@
-"""Pulling published rotations into a local folder: every hash is checked, and a failed pull leaves
+"""Pulls published rotations to a local folder. Every hash is checked, and a failed pull leaves
 nothing behind. OSCAR's authors publish pairs of `.pt` files without hashes."""
 
 import logging
@@ -28,25 +28,22 @@ from rotationzoo.zoo.signed_index import check_index
 
 _WAY_OUT = "choose another place with --local-dir"
 _NO_DEMAND = signatures.Demand()
-MAX_BYTES = 4 << 30
-"""The most bytes to download for an entry whose sizes the hub alone claims."""
+MAX_BYTES = 4 << 30  # to download for an entry whose sizes come only from the hub
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """A published rotation on this machine."""
+    """A published rotation on this machine. `files`: name -> sha256. OSCAR's own files have no
+    artifact and no signature."""
 
     path: Path
     entry: Entry
     copy: Copy
     revision: str | None
     files: dict[str, str]
-    """Name -> sha256 of the file on disk."""
     notes: list[str] = field(default_factory=list)
     artifact: Artifact | None = None
-    """The opened artifact. None for OSCAR's own files."""
     signature: signatures.Finding | None = None
-    """None for OSCAR's own files."""
 
 
 def pull(
@@ -62,21 +59,21 @@ def pull(
     require_signature: bool = False,
     trust_config: str | Path | None = None,
 ) -> Artifact:
-    """Fetch published rotations, check every hash, and log what is known of the signature.
+    """Fetch published rotations, check every hash, and log the result of the signature check.
 
     * `model`: such as `Qwen/Qwen3-8B`;
-    * `recipe`: only rotations of this recipe; those for scaled RoPE are the last choice without it;
-    * `revision`: the model revision that the rotations must be made for; by default the newest;
+    * `recipe`: only rotations of this recipe; without it, scaled RoPE is the last choice;
+    * `revision`: the model revision that the rotations were made for; by default the newest;
     * `repo`: the repository of a zoo, as `owner/name`, or a folder; by default ours;
     * `hub`: the hub to fetch from, such as `huggingface`; by default any of them;
     * `folder`: where to put the files; by default the cache of huggingface_hub;
-    * `signers`: who must have signed them: identities, or files of public keys (`.pem`);
-    * `issuer`: who vouches for the identities; not needed for workflows of GitHub;
-    * `require_signature`: refuse what is not signed, the index of the repository included;
-    * `trust_config`: a file with the keys of another Sigstore than the public one.
+    * `signers`: accepted signers: identities, or files of public keys (`.pem`);
+    * `issuer`: the issuer of the identities; not needed for workflows of GitHub;
+    * `require_signature`: refuse unsigned rotations, and an unsigned index of the repository;
+    * `trust_config`: a file with the keys of a Sigstore other than the public one.
 
-    Raises `RotationZooError` where no rotations match, for files that differ from what the index
-    lists, and for a signature that is wrong or not as asked.
+    Raises `RotationZooError` if no rotations match, for files that differ from the index, and for a
+    signature that is wrong or not accepted.
     """
     asked = Signatures(
         signers=signers,
@@ -114,7 +111,7 @@ def _pull_oscar(entry: Entry, copy: Copy, local_dir: Path | None, progress: Prog
         _check_hashes(entry, copy, hashes)
         for name in entry.files:
             check_matrices(read_pt(folder / name))
-    note = "no hash was published for these files: their commit alone says which they are"
+    note = "no hash was published for these files: only their commit identifies them"
     return Pulled(target, entry, copy, revision, hashes, [note])
 
 
@@ -122,28 +119,28 @@ def _check_hashes(entry: Entry, copy: Copy, hashes: Mapping[str, str]) -> None:
     """Raise `RotationZooError` if a file differs from the sha256 in the index."""
     for name, file in entry.files.items():
         if file.sha256 not in (None, hashes[name]):
-            problem = f"{name} of {copy.repo} is not the file that the index lists"
+            problem = f"{name} of {copy.repo} is not the file in the index: its sha256 differs"
             hint = "run the command again; if that does not help, tell the owners of the repository"
-            raise RotationZooError(f"{problem}: its sha256 differs", hint)
+            raise RotationZooError(problem, hint)
 
 
 def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
     """Name -> size in bytes, from the index or else from the hub. Raises `HubError` if the hub does
-    not list a file, or if the total exceeds `MAX_BYTES`."""
+    not list a file, and for more than `MAX_BYTES`."""
     listed = open_hub(copy.hub).list_files(copy.repo, revision)
     sizes = {}
     for name, file in entry.files.items():
         path = copy.path_of(name)
         if path not in listed:
-            problem = f"{copy.repo} at {revision} has no {path}"
-            raise HubError(problem, SPELLING_HINT, missing=True)
+            absent = f"{copy.repo} at {revision} has no {path}"
+            raise HubError(absent, SPELLING_HINT, missing=True)
         sizes[name] = listed[path] if file.size is None else file.size
     total = sum(sizes.values())
-    # The sizes come from the hub, which may claim anything, even a negative number.
+    # A hub may claim any size, even a negative number.
     if total > MAX_BYTES or min(sizes.values()) < 0:
-        problem = f"{copy.repo} lists {total:,} bytes for {copy.path}"
-        hint = "look at the repository, and fetch the files yourself if they are what you want"
-        raise HubError(f"{problem}, more than rotations of a model take", hint)
+        problem = f"{copy.repo} lists {total:,} bytes for {copy.path}, too much for rotations"
+        hint = "look at the repository, and fetch the files yourself if you want them"
+        raise HubError(problem, hint)
     return sizes
 
 
@@ -155,12 +152,12 @@ def pull_first(
     progress: Progress = silent,
     demand: signatures.Demand = _NO_DEMAND,
 ) -> Pulled:
-    """Pull the first of an entry's copies that exists: download it unless it is here already, check
+    """Pull the first of an entry's copies that exists: download it unless it is already here, check
     it, and move it to `local_dir` or into the cache.
 
-    The next copy is tried only if one is missing: a hub that fails is not replaced by another.
-    Raises `RotationZooError` and leaves nothing behind if a hash differs, or the artifact is not
-    sound, of another model, or not signed as `demand` asks.
+    The next copy is tried only if one is missing: another hub does not replace one that fails.
+    Raises `RotationZooError` and leaves nothing behind if a hash differs, or if the artifact is not
+    sound, is for another model, or is not signed as `demand` requires.
     """
     *first, last = map(loaded.locate, copies)
     for copy in first:
@@ -180,24 +177,22 @@ def _pull_copy(
     progress: Progress,
     demand: signatures.Demand,
 ) -> Pulled:
-    revision = loaded.revision_of(copy)
-    what = f"{copy.path} of {copy.repo}"
+    revision, what = loaded.revision_of(copy), f"{copy.path} of {copy.repo}"
     # Before anything is downloaded.
     expected = demand.expected(entry.signer, loaded.hub is None, what)
     if entry.format == "oscar":
         if expected:
-            hint = "make rotations of your own with: rotationzoo calibrate " + entry.model
-            raise RotationZooError(
-                f"{what} has no signature, because its authors publish none", hint
-            )
+            problem = f"{what} has no signature, because its authors publish none"
+            hint = f"make your own rotations with: rotationzoo calibrate {entry.model}"
+            raise RotationZooError(problem, hint)
         return _pull_oscar(entry, copy, local_dir, progress)
     target = local_dir or _cache_folder(copy, revision)
     hashes = _hash_files(target, entry.files)
     if hashes is not None:
         artifact = Artifact.open(target, hashes)
         if unlisted := unlisted_files(artifact):
-            hint = "move it elsewhere and run the same command again"
-            raise RotationZooError(f"{target} holds more than was pulled: {unlisted[0]}", hint)
+            problem = f"{target} has files that were not pulled: {unlisted[0]}"
+            raise RotationZooError(problem, "move it elsewhere and run the same command again")
         finding = _check(loaded, entry, artifact, what, demand)
         remember(artifact.identity)
         here = ["it was already here"]
@@ -214,7 +209,7 @@ def _pull_copy(
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
         finding = _check(loaded, entry, artifact, what, demand)
     remember(artifact.identity)
-    moved = replace(artifact, folder=target)  # with everything that was read of it
+    moved = replace(artifact, folder=target)
     return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
 
 
@@ -224,14 +219,14 @@ def _check(
     """Check the model and the signature of an artifact whose files were just hashed."""
     check_entry(entry, artifact, what)
     listed = {name: artifact.folder / name for name in entry.files}
-    # A signature that the index does not list does not count.
+    # A signature that is not in the index does not count.
     signature = signatures.read_signature(artifact.folder) if SIGNATURE in listed else None
     signed = signatures.Signed(what, listed, signature, entry.signer, loaded.hub is None)
     return signatures.check_signature(signed, demand)
 
 
 def _cache_folder(copy: Copy, revision: str | None) -> Path:
-    """The default folder for pulled files, in huggingface_hub's cache of assets."""
+    """The default folder for pulled files, in the asset cache of huggingface_hub."""
     from huggingface_hub import cached_assets_path
 
     place = cached_assets_path("rotationzoo", namespace=copy.hub, subfolder=copy.repo)
@@ -241,13 +236,11 @@ def _cache_folder(copy: Copy, revision: str | None) -> Path:
 def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | None:
     """Name -> sha256 of the listed files in a folder; None if one is missing or differs."""
     hashes: dict[str, str] = {}
-    # A killed process may have left the folder set aside under another name.
     folders.recover(folder)
     for name, file in listed.items():
         with suppress(RotationZooError):
             path = storage.regular_file(folder, name)
-            # Comparing sizes first is cheaper than hashing.
-            if storage.size_of(path) == file.size:
+            if storage.size_of(path) == file.size:  # much quicker to compare than hashes
                 hashes[name] = storage.sha256(path)
         if name not in hashes or hashes[name] != file.sha256:
             return None
@@ -257,7 +250,7 @@ def _hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | No
 def _check_target(target: Path, entry: Entry) -> None:
     """Raise `RotationZooError` if the target holds files that `pull` did not put there."""
     folders.check_name(target)
-    names = {path.name for path in target.glob("*")}  # none if it is no folder
+    names = {path.name for path in target.glob("*")}  # none if it is not a folder
     is_pulled = MANIFEST in names and names <= {*PARTS, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
         raise RotationZooError(f"{target} exists and holds other files", hint=_WAY_OUT)
@@ -267,8 +260,8 @@ def _check_target(target: Path, entry: Entry) -> None:
 def _downloaded(
     copy: Copy, revision: str, sizes: Mapping[str, int], target: Path, progress: Progress
 ) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Fetch the files of a copy into a new folder, for the block to check, and then move it to
-    `target`; `sizes` are in bytes, by name. Yields the folder and name -> sha256. Raises
+    """Fetch the files of a copy to a new folder, let the block check them, then move the folder to
+    `target`. `sizes`: name -> bytes. Yields the folder and name -> sha256. Raises
     `RotationZooError` if the disk is too small."""
     with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         needed = sum(sizes.values())
@@ -278,7 +271,7 @@ def _downloaded(
         stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
         with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
             open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
-        # The hubs' clients leave files of their own next to the downloads.
+        # The hubs' clients leave other files next to the downloads.
         clean.mkdir()
         for name in sizes:
             storage.regular_file(raw, copy.path_of(name)).rename(storage.child(clean, name))

@@ -158,7 +158,7 @@ def test_a_flipped_bit_that_no_check_of_values_finds(inside, small, folder):
 
 def test_the_folder_of_artifacts_is_named_instead_of_one(inside, folder):
     says = refused(inside("verify", folder.parent))
-    assert f"Hint: name one of those in it, such as {folder}" in says
+    assert f"Hint: name one of the artifacts in it, such as {folder}" in says
 
 
 @pytest.mark.hostile("malformed")

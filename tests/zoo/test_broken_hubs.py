@@ -141,7 +141,7 @@ def test_sizes_are_added_up_before_anything_is_fetched(zoo, listed):
 def test_what_nobody_gave_a_size_has_one_in_the_listing(zoo, tmp_path, monkeypatch):
     publish_oscar_pair(zoo, tmp_path)
     monkeypatch.setattr("rotationzoo.zoo.pull.MAX_BYTES", 1000)
-    assert "more than rotations of a model take" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
+    assert "too much for rotations" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
     assert not [line for line in zoo.hf.requests if "/resolve/" in line and ".pt" in line]
 
 

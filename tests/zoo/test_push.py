@@ -115,7 +115,7 @@ def test_a_pull_request_can_be_pulled_before_it_is_merged(zoo, made, tmp_path):
 def test_one_hub_takes_it_and_the_other_does_not(zoo, made):
     zoo.ms.faults.append(Fault("POST", "/commit/", 403, 99))
     text = refused(zoo.run("push", made, ZOO, "--to", "both", "--sign", "none"), code=3)
-    assert "huggingface took it and modelscope did not" in text
+    assert "huggingface accepted it and modelscope did not" in text
     assert f"rotationzoo push {made} --sign none {ZOO} --to modelscope\n" in text
     zoo.ms.faults.clear()
     ok(zoo.run("push", made, ZOO, "--to", "modelscope", "--json"))

@@ -197,7 +197,7 @@ def test_a_local_model_is_listed_under_its_own_name_which_has_no_owner(zoo, made
 def test_two_local_models_do_not_share_a_name_in_a_zoo(zoo, made, tmp_path):
     ok(zoo.run("push", renamed(made, tmp_path / "mine", id="/a/my-model"), ZOO, "--json"))
     theirs = renamed(made, tmp_path / "theirs", id="/b/My-Model", config_sha256="1" * 64)
-    assert "lists another model as my-model already" in refused(zoo.run("push", theirs, ZOO))
+    assert "already lists another model as my-model" in refused(zoo.run("push", theirs, ZOO))
 
 
 LISTED = {

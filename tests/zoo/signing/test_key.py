@@ -129,7 +129,7 @@ def test_a_push_does_not_sign_what_somebody_else_has_listed(zoo, made, keys):
     zoo.hf.commit(ZOO, {index.NAME: theirs})
     text = refused(zoo.run(*words, keys.ours))
     assert "is for other files: zoo_index.json differs" in text
-    assert "look at what it lists (1), and to sign that too, add: --adopt-index" in text
+    assert "review its 1 artifact, and to sign the index with all of them, add: --adopt" in text
     zoo.hf.commit(ZOO, {}, delete=[SIGNATURE])
     assert "has no signature" in refused(zoo.run(*words, keys.ours))
     ok(zoo.run(*words, keys.ours, "--adopt-index"))
