@@ -218,30 +218,26 @@ def tensor_problems(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list
 
 def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
     """One sentence for each kind of missing, unknown or misshapen tensor."""
-    problems = sentences(_misfits(shapes, layout))
+    found: list[Problem] = []
+    for name, shape in layout.shapes.items():
+        layer, _, words = _describe(name)
+        if name in shapes:
+            if shapes[name] != shape:
+                found.append((f"{words} of another shape or type than the model's", layer))
+        elif layout.optional is None or not name.endswith(layout.optional):
+            found.append((f"{words} missing", layer))
+    problems = sentences(found)
     if extra := sorted(shapes.keys() - layout.shapes.keys()):
         names = ", ".join(name[:80] for name in extra[:_SHOWN])
         problems.append(f"tensors that belong to no layer: {names}")
     return problems
 
 
-def _misfits(shapes: Shapes, layout: Layout) -> Iterator[Problem]:
-    for name, shape in layout.shapes.items():
-        layer, kind, field = split_name(name)
-        words = _words(kind, field)
-        if name in shapes:
-            if shapes[name] != shape:
-                yield f"{words} of another shape or type than the model's", layer
-        elif layout.optional is None or not name.endswith(layout.optional):
-            yield f"{words} missing", layer
-
-
 def _value_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
     """Tensors that are not finite, means too large for the codec, and counts that are not positive.
     Names and shapes must be those of a layout."""
     for name, tensor in tensors.items():
-        layer, kind, field = split_name(name)
-        words = _words(kind, field)
+        layer, field, words = _describe(name)
         if not torch.isfinite(tensor).all():
             yield f"{words} not finite", layer
         elif field == "mean" and tensor.abs().max() > LARGEST:
@@ -255,9 +251,9 @@ def orthogonality_problems(
 ) -> Iterator[Problem]:
     """Rotations that are not orthogonal. Names must be those of a layout."""
     for name, tensor in tensors.items():
-        layer, kind, field = split_name(name)
+        layer, field, words = _describe(name)
         if field == "rotation" and not is_orthogonal(tensor, imported):
-            yield f"{_words(kind, field)} not orthogonal", layer
+            yield f"{words} not orthogonal", layer
 
 
 def sentences(problems: Iterable[Problem]) -> list[str]:
@@ -272,6 +268,7 @@ def sentences(problems: Iterable[Problem]) -> list[str]:
     return lines
 
 
-def _words(kind: str, field: str) -> str:
-    """Turns `key` and `second_moment` into `key second moment`."""
-    return f"{kind} {field.replace('_', ' ')}"
+def _describe(name: str) -> tuple[int, str, str]:
+    """The layer and the field of a tensor, and words such as `key second moment`."""
+    layer, kind, field = split_name(name)
+    return layer, field, f"{kind} {field.replace('_', ' ')}"

@@ -200,9 +200,7 @@ def _validate(kind: type[BaseModel], content: Any, strict: bool = True) -> BaseM
     try:
         return kind.model_validate(content, strict=strict)
     except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, problem["loc"]))[:80]
-        raise ValueError(f"{where}: {problem['msg']}") from error
+        raise ValueError(strict_json.first_problem(error)) from error
 
 
 def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.artifact.layout import (
-    orthogonality_problems,
-    read_tensors,
-    rotation_layout,
-    rotations_from,
-    sentences,
-    statistics_from,
-    statistics_layout,
-)
+from rotationzoo.artifact import layout
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, Manifest, parse_manifest
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
@@ -43,8 +35,6 @@ COPY_IT = "copy the artifact to another disk"  # where nothing can be added to i
 # A folder with any other file is not replaced, whatever its manifest says. Older releases wrote the
 # last name.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED, "feedback.cu"}
-
-
 Examined = tuple[dict[str, torch.Tensor], list[str]]
 """The tensors and problems of a file."""
 
@@ -97,14 +87,14 @@ class Artifact:
     def rotations(self) -> Rotations:
         """The rotations by layer. Raises `RotationZooError` if they do not fit the recipe and the
         geometry, are not orthogonal, or do not have the manifest's sha256."""
-        return rotations_from(self._sound_tensors(ROTATIONS))
+        return layout.rotations_from(self._sound_tensors(ROTATIONS))
 
     @cached_property
     def statistics(self) -> Averages | None:
         """The averages by layer and kind, or None if there are none. Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
-        return statistics_from(self._sound_tensors(STATISTICS))
+        return layout.statistics_from(self._sound_tensors(STATISTICS))
 
     @cached_property
     def measured(self) -> "Measured | None":
@@ -125,13 +115,13 @@ class Artifact:
     def examine(self, name: str) -> Examined:
         """The tensors and problems of a file, from `read_tensors`."""
         if name not in self._examined:
-            layout = statistics_layout(self.recipe, self.geometry)
+            required = layout.statistics_layout(self.recipe, self.geometry)
             if name == ROTATIONS:
                 imported = self.manifest.imported is not None
-                layout = rotation_layout(self.recipe, self.geometry, imported)
+                required = layout.rotation_layout(self.recipe, self.geometry, imported)
 
             def read() -> Examined:
-                examined = read_tensors(files.regular_file(self.folder, name), layout)
+                examined = layout.read_tensors(files.regular_file(self.folder, name), required)
                 self._check_same(name)
                 return examined
 
@@ -165,7 +155,8 @@ class Artifact:
         tensors, problems = self.examine(name)
         # Not in `examine`: `verify` itself says by how much they are not orthogonal.
         if name == ROTATIONS and not problems:
-            problems = sentences(orthogonality_problems(tensors, bool(self.manifest.imported)))
+            bent = layout.orthogonality_problems(tensors, bool(self.manifest.imported))
+            problems = layout.sentences(bent)
         if problems := problems or self._damage(name):
             hint = f"see all problems with: rotationzoo verify {shlex.quote(str(self.folder))}"
             raise RotationZooError(f"{self.folder / name} is damaged: {problems[0]}", hint)

@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -141,17 +140,15 @@ def follow_link(folder: str | Path | None) -> Path | None:
 def check_writable(folder: Path) -> None:
     """Check that a folder can be made here, and leave nothing behind. Raises `RotationZooError` for
     a disk error, and as `locked`."""
-    with disk_errors(folder):
-        if folder.parent.exists():
-            with temporary_sibling(folder):
-                pass
-        else:  # under a random name, which no other job uses
-            tempfile.TemporaryDirectory(dir=existing_parent(folder)).cleanup()
+    with disk_errors(folder), temporary_sibling(folder):
+        pass
 
 
 def check_room(folder: Path, needed: int, way_out: str = WAY_OUT) -> None:
     """Raise `RotationZooError` if the disk of a folder has less than `needed` bytes free."""
-    free = shutil.disk_usage(existing_parent(folder)).free
+    place = folder.absolute()
+    existing = next(each for each in (place, *place.parents) if each.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         has = f"the disk of {folder} has {free / 1e6:,.0f} MB free"
         problem = f"{has} and {needed / 1e6:,.0f} MB are needed"
@@ -163,12 +160,6 @@ def state_folder() -> Path:
     `~/.local/state`. Raises `RuntimeError` for a user without a home."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "rotationzoo"
-
-
-def existing_parent(path: Path) -> Path:
-    """The nearest of this folder and its parents that exists."""
-    path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def default_output(model: str, suffix: str) -> Path:
@@ -273,9 +264,6 @@ def _try(lock: Path) -> int | None:
             return handle
     except (BlockingIOError, FileNotFoundError):
         pass
-    except BaseException:
-        os.close(handle)
-        raise
     os.close(handle)
     return None
 

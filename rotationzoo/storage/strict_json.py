@@ -62,10 +62,14 @@ def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
     try:
         return TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part)[:80] for part in problem["loc"]) or "the whole"
-        what = problem["msg"].removeprefix("Value error, ")
-        raise RotationZooError(f"{origin} is damaged: {where}: {what}", hint=hint) from error
+        raise RotationZooError(f"{origin} is damaged: {first_problem(error)}", hint) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where content is wrong, and how."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part)[:80] for part in problem["loc"]) or "the whole"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def check_schema(content: Any, known: int, origin: str, problem: str, hint: str) -> None:

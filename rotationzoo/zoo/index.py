@@ -18,7 +18,6 @@ from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.strict_json import Sha256
 from rotationzoo.words import UNKNOWN, percent
 from rotationzoo.zoo.hubs.protocol import HubName, PlaceName, is_folder
-from rotationzoo.zoo.signer import Signer
 
 SCHEMA = 1
 NAME = "zoo_index.json"
@@ -27,6 +26,9 @@ ROOT_FILES = NAME, "README.md", "config.json"
 WHEEL_COPY = Path(__file__).parents[1] / "data" / NAME
 REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
 RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
+GITHUB_ACTIONS = "https://token.actions.githubusercontent.com"
+_Text = Annotated[str, Field(min_length=1, max_length=500)]
+_Pem = Annotated[str, Field(pattern="^-----BEGIN PUBLIC KEY-----\n", max_length=1000)]
 Place = Annotated[str, AfterValidator(files.plain)]
 """A relative path inside a folder, checked because it becomes a path on this machine."""
 
@@ -34,6 +36,39 @@ Place = Annotated[str, AfterValidator(files.plain)]
 class _Frozen(BaseModel):
     # Unknown keys are refused: every version must understand what is downloaded and trusted.
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Signer(_Frozen):
+    """A signer: `identity` and `issuer` as in a Sigstore certificate, or an elliptic-curve public
+    key in PEM. The identity of a workflow names its repository, its file, and the branch or tag."""
+
+    identity: _Text | None = None
+    issuer: _Text | None = None
+    public_key: _Pem | None = None
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> "Signer":
+        named = {self.identity is not None, self.issuer is not None, self.public_key is None}
+        if len(named) > 1:
+            raise ValueError("a signer is an identity and its issuer, or a public key")
+        return self
+
+    @property
+    def key_sha256(self) -> str | None:
+        """The sha256 of the public key in PEM, which identifies the key in a signature."""
+        return self.public_key and files.digest(self.public_key.encode())
+
+    def __str__(self) -> str:
+        if self.key_sha256 is not None:
+            return describe_key(self.key_sha256)
+        if self.issuer == GITHUB_ACTIONS:  # the identity is clearly a GitHub workflow
+            return str(self.identity)
+        return f"{self.identity} (of {self.issuer})"
+
+
+def describe_key(sha256: str) -> str:
+    """A key in words, from the sha256 of its PEM."""
+    return f"the key {sha256[:16]}"
 
 
 class _Growing(BaseModel):

@@ -107,21 +107,11 @@ def _pull_oscar(entry: Entry, copy: Copy, local_dir: Path | None, progress: Prog
     if local_dir is not None:
         _check_target(target, entry)
     sizes = _find_sizes(entry, copy, revision)
-    with _downloaded(copy, revision, sizes, target, progress) as (folder, hashes):
-        _check_hashes(entry, copy, hashes)
+    with _downloaded(entry, copy, revision, sizes, target, progress) as (folder, hashes):
         for name in entry.files:
             check_matrices(read_pt(folder / name))
     note = "no hash was published for these files: only their commit identifies them"
     return Pulled(target, entry, copy, revision, hashes, [note])
-
-
-def _check_hashes(entry: Entry, copy: Copy, hashes: Mapping[str, str]) -> None:
-    """Raise `RotationZooError` if a file differs from the sha256 in the index."""
-    for name, file in entry.files.items():
-        if file.sha256 not in (None, hashes[name]):
-            problem = f"{name} of {copy.repo} is not the file in the index: its sha256 differs"
-            hint = "run the command again; if that does not help, tell the owners of the repository"
-            raise RotationZooError(problem, hint)
 
 
 def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
@@ -200,8 +190,7 @@ def _pull_copy(
     _check_target(target, entry)
     revision = revision or open_hub(copy.hub).resolve(copy.repo)
     sizes = {name: file.size or 0 for name, file in entry.files.items()}
-    with _downloaded(copy, revision, sizes, target, progress) as (folder, hashes):
-        _check_hashes(entry, copy, hashes)
+    with _downloaded(entry, copy, revision, sizes, target, progress) as (folder, hashes):
         progress("checking", 0, 0)
         artifact = Artifact.open(folder, hashes)
         checked = verify(artifact)
@@ -258,11 +247,16 @@ def _check_target(target: Path, entry: Entry) -> None:
 
 @contextmanager
 def _downloaded(
-    copy: Copy, revision: str, sizes: Mapping[str, int], target: Path, progress: Progress
+    entry: Entry,
+    copy: Copy,
+    revision: str,
+    sizes: Mapping[str, int],
+    target: Path,
+    progress: Progress,
 ) -> Iterator[tuple[Path, dict[str, str]]]:
     """Fetch the files of a copy to a new folder, let the block check them, then move the folder to
     `target`. `sizes`: name -> bytes. Yields the folder and name -> sha256. Raises
-    `RotationZooError` if the disk is too small."""
+    `RotationZooError` if a hash differs, or the disk is too small."""
     with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         needed = sum(sizes.values())
         folders.check_room(work.parent, needed, _WAY_OUT)
@@ -275,5 +269,11 @@ def _downloaded(
         clean.mkdir()
         for name in sizes:
             storage.regular_file(raw, copy.path_of(name)).rename(storage.child(clean, name))
-        yield clean, {name: storage.sha256(clean / name) for name in sizes}
+        hashes = {name: storage.sha256(clean / name) for name in sizes}
+        for name, file in entry.files.items():
+            if file.sha256 not in (None, hashes[name]):
+                problem = f"{name} of {copy.repo} is not the file in the index: its sha256 differs"
+                hint = "run the command again; if that does not help, tell the repository's owners"
+                raise RotationZooError(problem, hint)
+        yield clean, hashes
         folders.install(clean, target)

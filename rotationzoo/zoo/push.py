@@ -24,8 +24,7 @@ from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo import signing as signatures
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HUBS, Publication, Published, open_hub
 from rotationzoo.zoo.ownership import check_unclaimed, describe, listed_name, not_published
-from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
-from rotationzoo.zoo.signer import Signer
+from rotationzoo.zoo.signed_index import IndexSigner, read_own_index
 from rotationzoo.zoo.signing import SigningTool
 
 _ATTEMPTS = 4  # each after a commit by somebody else
@@ -49,7 +48,7 @@ class Upload:
         """The same upload with a new signature. Raises `RotationZooError`."""
         return self._with_signature(*tool.sign(self.files, self.path.split("/")[1]))
 
-    def _with_signature(self, signature: bytes, signer: Signer | None) -> "Upload":
+    def _with_signature(self, signature: bytes, signer: index.Signer | None) -> "Upload":
         files = {**self.entry.files, SIGNATURE: _describe_file(signature)}
         changes = {"files": dict(sorted(files.items())), "signer": signer}
         entry = self.entry.model_copy(update=changes)
@@ -63,7 +62,8 @@ class Upload:
             return self
         installed = signatures.is_installed()
         claimed = signatures.claimed_signer(signature, str(folder)) if installed else None
-        return self._with_signature(signature, claimed if isinstance(claimed, Signer) else None)
+        signer = claimed if isinstance(claimed, index.Signer) else None
+        return self._with_signature(signature, signer)
 
     def listing(self, signs: bool = False) -> list[dict[str, Any]]:
         """Path, size and sha256 of each file, for `--dry-run`; None for the signature if `signs`
@@ -180,22 +180,19 @@ def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
         signer.check(before)
 
 
-def extend_index_file(path: Path, entry: index.Entry) -> None:
-    """Add an entry to an index file, which is made if necessary."""
-    path = path.resolve()
-    # With a lock, so that simultaneous commands do not lose entries.
-    with folders.locked(folders.sibling(path, "lock"), f"writing {path}"):
-        before = index.read(path) if path.exists() else index.Index()
-        folders.replace_file(path, before.extended(entry).text().encode())
-
-
-def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) -> index.Entry:
-    """The entry of a published artifact with fixed revisions, for another index."""
+def extend_index_file(
+    path: Path, upload: Upload, repo: str, published: Mapping[str, Published]
+) -> None:
+    """Add a published artifact, with fixed revisions, to an index file, which may be new."""
     copies = [
         index.Copy(hub=hub_name, repo=repo, path=upload.path, revision=place.revision)
         for hub_name, place in published.items()
     ]
-    return upload.entry.model_copy(update={"copies": copies})
+    entry, path = upload.entry.model_copy(update={"copies": copies}), path.resolve()
+    # With a lock, so that simultaneous commands do not lose entries.
+    with folders.locked(folders.sibling(path, "lock"), f"writing {path}"):
+        before = index.read(path) if path.exists() else index.Index()
+        folders.replace_file(path, before.extended(entry).text().encode())
 
 
 def _push_to_hub(
@@ -212,10 +209,12 @@ def _push_to_hub(
         check_unclaimed(before.content, entry, repo)
         files = {f"{path}/{name}": content for name, content in upload.files.items()}
         content = before.content.extended(entry)
-        if signer is None:
-            check_unsigned_push(before)
-        else:
+        if signer is not None:
             content, files[signed_index.NAME] = signer.sign(before, content)
+        elif before.signature is not None:
+            problem = f"the index of {repo} is signed, and this push would break the signature"
+            hint = "sign it again: --sign key.pem, or in CI: --sign keyless"
+            raise RotationZooError(problem, hint)
         files |= _render_root_files(named, content)
         try:
             publication = Publication(repo, files, message, before.revision, tag, to.create_pr)

@@ -84,13 +84,6 @@ def root_names(signed: bool) -> list[str]:
     return [*ROOT_FILES, NAME] if signed else list(ROOT_FILES)
 
 
-def check_unsigned_push(before: LoadedIndex) -> None:
-    """Raise `RotationZooError` if the index is signed, which an unsigned push would break."""
-    if before.signature is not None:
-        problem = f"the index of {before.repo} is signed, and this push would break the signature"
-        raise RotationZooError(problem, "sign it again: --sign key.pem, or in CI: --sign keyless")
-
-
 def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     """Check that the signature of an index from a zoo repository is for that repository and for the
     newest index. None for other indexes, and if the user demands nothing.

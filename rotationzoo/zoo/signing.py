@@ -30,9 +30,9 @@ from rotationzoo.settings_base import as_tuple
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.folders import link
 from rotationzoo.storage.strict_json import Sha256, Strict
-from rotationzoo.zoo.signer import Signer, describe_key, parse_signer, read_key
+from rotationzoo.zoo.index import GITHUB_ACTIONS, Signer, describe_key
 
-LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
+_LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
 INSTALL = "pip install 'model-signing>=1.1' 'pyopenssl>=25.3'"
 OWNERS_HINT = "do not use it; ask its owners what happened"
 _HINT = "fetch it again; if that does not help, tell the owners of the repository"
@@ -42,7 +42,51 @@ UNSIGNED = CARD, SIGNATURE
 # The library's messages for a certificate that was not valid at the time: all problems with
 # certificates have one error type.
 _OUT_OF_TIME = re.compile("not valid at validation time|has expired|not yet valid")
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
+_KEY_BYTES = 10_000  # the largest allowed key, P-521, has 300 in PEM
 _ISSUER = "1.3.6.1.4.1.57264.1.1"  # in a certificate of Sigstore, from Fulcio's oid-info.md
+
+
+def parse_signer(text: str, issuer: str | None) -> Signer:
+    """The signer in `--signer`: the file of a public key, or an identity. Raises `UsageError` if
+    the identity needs an `issuer`, and as `read_key`."""
+    if text.endswith((".pem", ".pub")):
+        return read_key(Path(text).expanduser())
+    if issuer is None and text.startswith("https://github.com/"):  # the identity of a workflow
+        issuer = GITHUB_ACTIONS
+    if issuer is None:
+        hint = "add the issuer of that identity, such as: --issuer https://accounts.google.com"
+        raise UsageError(f"{text} is an identity without an issuer", hint)
+    return Signer(identity=text, issuer=issuer)
+
+
+def read_key(path: Path, private: bool = False) -> Signer:
+    """The signer with the key in a PEM file, public or `private`. Raises `RotationZooError` for
+    other files."""
+    data = files.read(path.resolve(), _KEY_BYTES)
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    # The hint does not name this file: openssl would overwrite it, and it may be the other key.
+    kind, hint = "public", "make one of a private key: openssl ec -in key.pem -pubout -out new.pem"
+    if private:
+        kind = "private"
+        hint = "make one with: openssl ecparam -genkey -name prime256v1 -noout -out new.pem"
+    try:
+        if private:
+            key: Any = serialization.load_pem_private_key(data, None).public_key()
+        else:
+            key = serialization.load_pem_public_key(data)
+    except TypeError as error:
+        problem = f"{path} is encrypted, and encrypted keys are not supported"
+        hint = f"decrypt it into a new file: openssl ec -in {path} -out plain.pem"
+        raise RotationZooError(problem, hint) from error
+    except ValueError as error:
+        raise RotationZooError(f"{path} holds no {kind} key in PEM", hint) from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
+        raise RotationZooError(f"{path} is not a key of P-256, P-384 or P-521", hint)
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return Signer(public_key=key.public_bytes(serialization.Encoding.PEM, form).decode())
 
 
 @dataclass(frozen=True)
@@ -135,9 +179,6 @@ def claimed_signer(data: bytes, what: str) -> Signer | str:
     or the sha256 of a key. Raises `RotationZooError` for a damaged file, and for a certificate
     without exactly one identity and issuer."""
     origin = f"the signature of {what}"
-    if len(data) > LIMIT:
-        problem = f"{origin} has {len(data):,} bytes, and no signature has more than {LIMIT:,}"
-        raise RotationZooError(problem, _HINT)
     maker = strict_json.validate(_Maker, strict_json.parse(data, origin, _HINT), origin, _HINT)
     if maker.certificate is None and maker.key_sha256 is not None:
         return maker.key_sha256
@@ -278,7 +319,7 @@ def gathered(named: Mapping[str, Path | bytes], name: str = "files") -> Iterator
 def read_signature(folder: Path) -> bytes | None:
     """The signature in an artifact's folder, or None. Raises `RotationZooError`."""
     path = folder / SIGNATURE
-    return None if files.size_of(path) is None else files.read(path, LIMIT)
+    return None if files.size_of(path) is None else files.read(path, _LIMIT)
 
 
 def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
@@ -320,8 +361,17 @@ class SigningTool:
         if self.key is not None:
             config.use_elliptic_key_signer(private_key=self.key)
         else:
-            # A new token for each signature: tokens expire within minutes.
-            config.use_sigstore_signer(identity_token=_find_token(), trust_config=self.trust_config)
+            from sigstore.oidc import detect_credential
+
+            # A new token for each signature: tokens expire within minutes. At a terminal without
+            # one, a person can log in.
+            token = detect_credential()
+            if token is None and not sys.stdin.isatty():
+                problem = "there is no identity to sign with: this is not a CI job that has one"
+                hint = "give the job `permissions: id-token: write`, or sign with: --sign key.pem"
+                raise RotationZooError(problem, hint)
+            token = check_token(token, "the identity of this job")  # so that it is redacted
+            config.use_sigstore_signer(identity_token=token, trust_config=self.trust_config)
         with gathered(files, name) as folder:
             target = folder.with_name(SIGNATURE)
             config.sign(folder, target)
@@ -330,16 +380,3 @@ class SigningTool:
             self.signer = claimed
         assert self.signer is not None
         return data, self.signer
-
-
-def _find_token() -> str | None:
-    """The identity token of this CI job; None at a terminal, where a person can log in. Otherwise
-    raises `RotationZooError`."""
-    from sigstore.oidc import detect_credential
-
-    token = detect_credential()
-    if token is None and not sys.stdin.isatty():
-        problem = "there is no identity to sign with: this is not a CI job that has one"
-        hint = "give the job `permissions: id-token: write`, or sign with: --sign key.pem"
-        raise RotationZooError(problem, hint)
-    return check_token(token, "the identity of this job")  # so that it is redacted

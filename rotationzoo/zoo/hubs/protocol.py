@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from rotationzoo.errors import HubError
+from rotationzoo.network.limits import ANSWER_BYTES
 
 T = TypeVar("T")
 _ATTEMPTS = 4
@@ -91,9 +92,6 @@ class Hub(ABC):
 
     def read(self, repo: str, revision: str | None, path: str) -> bytes | None:
         """The content of a file of at most `ANSWER_BYTES`; None if the revision has none."""
-        # Not at the top: `--help` reads the table below, and must not wait for safetensors.
-        from rotationzoo.network.limits import ANSWER_BYTES
-
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 self.fetch(repo, revision, {path: ANSWER_BYTES}, Path(scratch))
