@@ -1,5 +1,4 @@
-"""Makes a recipe's rotations from second moments: compositions of the eigenbasis, and the basis of
-transform coding."""
+"""Makes a recipe's rotations, and the basis of transform coding, from second moments."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +30,7 @@ _CLOSE = 1e-4
 
 
 def add_transforms(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
-    """Add the basis of transform coding if the recipe has it. Raises `RotationZooError` without
-    statistics."""
+    """Add a recipe's basis of transform coding. Raises `RotationZooError` without statistics."""
     if not recipe.transform:
         return rotations
     if statistics is None:
@@ -67,8 +65,7 @@ def _decorrelate_side(
 def transform_problems(
     rotations: Rotations, statistics: Moments | None, recipe: Recipe
 ) -> Iterator[Problem]:
-    """Transforms that do not follow from the statistics. The tensors must be finite and have the
-    required shapes."""
+    """Transforms that do not follow from the statistics. Shapes and values must be valid."""
     if not recipe.transform or statistics is None:
         return
     for layer, side, rotation in rotations.each():

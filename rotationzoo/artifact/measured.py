@@ -136,8 +136,7 @@ class Tasks(Figures):
 
 
 class Conditions(Figures):
-    """How an evaluation was run. `engine`: as the user named it. `positions`: the number that the
-    model was made for."""
+    """How an evaluation was run. `positions`: how many the model was made for."""
 
     text: Text
     tokens: Count

@@ -1,5 +1,4 @@
-"""Reductions: the parts of an artifact that are left out or pooled because its engine cannot use
-them."""
+"""Reductions: parts of an artifact that are left out or pooled, because an engine takes less."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -17,8 +17,7 @@ ALL_ELSE: Final = "hadamard+transform"
 DataFree = Literal["identity", "hadamard", "hadamard+transform"]
 """The data-free rotations in decisions."""
 Action = Literal["serve", "refuse", "ask", "nothing"]
-"""Serve the artifact, do not serve it, ask more questions, or nothing: the exact model can do no
-task."""
+"""Serve the artifact or not, ask more, or nothing: the exact model cannot do any task."""
 FLOOR = 0.9
 """The share of the answers that must be kept by default."""
 
@@ -56,15 +55,13 @@ class LengthScore(Score):
 
 
 class Recall(Score):
-    """The score on one task, or on all. The standard errors of the share and of the log probability
-    are over prompts."""
+    """The score on one task, or on all, with the standard errors of both figures over prompts."""
 
     standard_error: Errors
 
 
 class TaskRecall(Recall):
-    """The score on one task. `correct`: a digit for each question, in the order of prompts: 1 if it
-    was answered."""
+    """The score on one task. `correct`: 1 or 0 for each question, in the order of prompts."""
 
     correct: Annotated[str, Field(max_length=100_000)]
     by_length: Sequence[LengthScore]
@@ -86,8 +83,7 @@ class ExactTaskRecall(TaskRecall):
 
 
 def kept_share(exact: Mapping[str, ExactTaskRecall], arm: Mapping[str, TaskRecall]) -> float | None:
-    """The share of the exact model's right answers that an arm also gives, among the questions for
-    both; None if there are none."""
+    """The share of the exact model's right answers that an arm also gives; None without any."""
     pairs: list[tuple[str, str]] = []
     for task in arm.keys() & exact.keys():
         able = [length for length in exact[task].by_length if length.can_do]

@@ -1,5 +1,4 @@
-"""The HTTP client of huggingface_hub, with limits on time and size. It sends the token only to the
-right host."""
+"""The HTTP client of huggingface_hub, with limits, and with the token only for its endpoint."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping

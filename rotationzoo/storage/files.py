@@ -49,8 +49,7 @@ def child(folder: Path, name: str) -> Path:
 
 
 def size_of(path: Path) -> int | None:
-    """The size of a regular file in bytes, or None if there is nothing. Raises `RotationZooError`
-    for anything else, such as a link."""
+    """The size of a regular file in bytes, or None. Raises `RotationZooError` for a link, say."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -79,8 +78,7 @@ def regular_file(folder: Path, name: str) -> Path:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes. Raises `RotationZooError` for anything else,
-    without reading it."""
+    """Read a regular file of at most `limit` bytes. Raises `RotationZooError` for others."""
     if (size := size_of(path) or 0) > limit:
         most = f"no such file has more than {limit:,}"
         raise RotationZooError(f"{path} has {size:,} bytes, and {most}")
@@ -107,8 +105,7 @@ def sha256(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a model's file, or {} if there is none. The file may be a link, as in the
-    hub's cache."""
+    """The JSON object in a model's file or behind a link, as in the hub's cache; {} for none."""
     limit = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
     try:
         content = json.loads(read(Path(os.path.realpath(path)), limit))
@@ -125,8 +122,7 @@ def remedy(error: BaseException | None) -> str | None:
 
 @contextmanager
 def disk_errors(path: Path, way_out: str = WAY_OUT) -> Iterator[None]:
-    """Turn a disk error into one sentence. Its hint is a remedy, or the `way_out`: how to choose
-    another place."""
+    """Turn a disk error into one sentence. `way_out`: how to choose another place."""
     from safetensors import SafetensorError  # not at the top, so that `--help` is quick
 
     try:
@@ -138,8 +134,7 @@ def disk_errors(path: Path, way_out: str = WAY_OUT) -> Iterator[None]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise `RotationZooError` unless `path` is a regular file that this user may read. A pipe or a
-    device could block forever."""
+    """Raise `RotationZooError` unless `path` is a regular file, which cannot block forever."""
     if not path.exists():
         raise RotationZooError(f"there is no file {path}", hint="check the path")
     if not path.is_file():

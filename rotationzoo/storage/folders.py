@@ -29,8 +29,7 @@ Result = TypeVar("Result")
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file under a name that only this process uses. A file or a link of that name is
-    removed first. Raises `OSError`."""
+    """Write a new file. A file or a link of that name is removed first. Raises `OSError`."""
     path.unlink(missing_ok=True)
     # O_EXCL refuses a file or a link that was put there meanwhile.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -91,8 +90,7 @@ def install(work: Path, folder: Path) -> None:
 
 
 def carry_over(folder: Path, work: Path, without: set[str]) -> None:
-    """Hard-link or copy everything in `folder` but the names in `without` to `work`. Symbolic links
-    stay links. Raises `OSError`."""
+    """Hard-link or copy the content of `folder`, with links as links. Raises `OSError`."""
     shutil.copymode(folder, work)
     for path in folder.iterdir():
         if path.name in without:
@@ -138,8 +136,7 @@ def follow_link(folder: str | Path | None) -> Path | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder can be made here, and leave nothing behind. Raises `RotationZooError` for
-    a disk error, and as `locked`."""
+    """Raise `RotationZooError` unless a folder can be made here, and leave nothing behind."""
     with disk_errors(folder), temporary_sibling(folder):
         pass
 
@@ -196,8 +193,7 @@ def _state(folder: Path) -> tuple[int, int, int] | None:
 
 
 def recover(folder: Path) -> None:
-    """Put back the old folder if a killed process left only that. Raises `RotationZooError` for a
-    disk error, and as `locked`."""
+    """`put_back` under the lock. Raises `RotationZooError` for a disk error, and as `locked`."""
     named = folder.name not in ("", "..")
     if named and not os.path.lexists(folder) and sibling(folder, "old").is_dir():
         with disk_errors(folder), locked(sibling(folder, "lock"), f"writing {folder}"):
@@ -250,8 +246,7 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
 
 
 def _try(lock: Path) -> int | None:
-    """The open lock file, or None while another process holds it, or if its last holder has just
-    removed it."""
+    """The open lock file, or None if another process holds it, or has just removed it."""
     try:
         handle = _open(lock)
     except OSError as error:

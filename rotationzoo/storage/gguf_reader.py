@@ -81,8 +81,7 @@ class Reader(gguf.GGUFReader):
 
 
 def open_gguf(path: Path, lists: bool = True) -> Reader:
-    """Open a file without reading tensors. Raises `RotationZooError` unless it is a complete GGUF
-    file."""
+    """Open a file without reading tensors. Raises `RotationZooError` for an invalid one."""
     check_regular(path)
     try:
         with np.errstate(all="raise"):  # of offsets
@@ -97,8 +96,7 @@ def open_gguf(path: Path, lists: bool = True) -> Reader:
 
 
 def write_header(reader: Reader, path: Path) -> None:
-    """Write a file with the reader's metadata and empty tensors of the same names, from which
-    transformers makes a config."""
+    """Write a file with the same metadata and empty tensors, for transformers to make a config."""
     fields = [each for each in reader.fields.values() if not each.name.startswith("GGUF.")]
     content = [b"GGUF", pack("<IQQ", 3, len(reader.tensors), len(fields))]
     content += [part.tobytes() for field in fields for part in field.parts]

@@ -1,5 +1,4 @@
-"""JSON and YAML from other people: read within limits. JSON is validated, so that later code gets
-only the types that it expects."""
+"""JSON and YAML from other people: read within limits, and the types of JSON validated."""
 
 import json
 import math
@@ -51,14 +50,12 @@ def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
 
 
 def read(path: Path, hint: str = _HINT) -> Any:
-    """The content of a JSON file. Raises as `parse`, and `RotationZooError` for anything but a
-    regular file of at most 16 MiB."""
+    """The content of a regular JSON file of at most 16 MiB. Raises as `parse`."""
     return parse(files.read(path, LIMIT), str(path), hint)
 
 
 def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
-    """Validate content against a type. Raises `RotationZooError`, which says what is wrong, and
-    where in `origin`."""
+    """Validate content against a type. Raises `RotationZooError`, naming `origin` and place."""
     try:
         return TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:

@@ -173,8 +173,7 @@ class Entry(_Growing):
 
     @property
     def identity(self) -> str:
-        """Tells the entries of a model apart: the sha256 of the rotations, or the repository and
-        folder of files without hashes."""
+        """The sha256 of the rotations, or the repository and folder of files without hashes."""
         if self.format == "rotationzoo":
             return self.files[ROTATIONS].sha256 or ""
         return f"{self.copies[0].repo}/{self.copies[0].path}"
@@ -267,8 +266,7 @@ def kept_words(entry: Entry, entries: Iterable[Entry]) -> str:
 
 
 def parse(text: str | bytes, origin: str) -> Index:
-    """Parse and validate an index. Raises `RotationZooError`, naming `origin`, for anything else,
-    and for another schema."""
+    """Parse an index. Raises `RotationZooError` for anything else and for another schema."""
     hint = "tell its owners, or name another one with --index"
     content = strict_json.parse(text, origin, hint)
     strict_json.check_schema(content, SCHEMA, origin, f"{origin} is not an index", hint)

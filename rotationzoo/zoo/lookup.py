@@ -145,8 +145,7 @@ def _best_for(engine: str | None, entries: list[Entry]) -> tuple[Entry | None, s
 def _of_scaling(
     entries: list[Entry], asked: str | None, model: str
 ) -> tuple[list[Entry], list[str]]:
-    """The entries for a scaling of RoPE, and the scalings of the others. By default, entries with
-    scaling are the last choice."""
+    """The entries for a scaling of RoPE, by default for none, and the scalings of the others."""
     scalings = list(dict.fromkeys(entry.rope_scaling for entry in entries if entry.rope_scaling))
     if asked is None:
         plain = [entry for entry in entries if entry.rope_scaling is None]

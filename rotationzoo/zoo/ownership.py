@@ -89,8 +89,7 @@ def check_model(artifact: Artifact) -> None:
 
 
 def check_unclaimed(content: Index, entry: Entry, repo: str) -> None:
-    """Raise `RotationZooError` if a zoo already lists another local model with this name, which has
-    no owner."""
+    """Raise `RotationZooError` if a zoo lists another local model, which has the same name."""
     for listed in content.entries if "/" not in entry.model else ():
         is_same_name = listed.model.lower() == entry.model.lower()
         if is_same_name and listed.config_sha256 != entry.config_sha256:

@@ -33,8 +33,7 @@ MAX_BYTES = 4 << 30  # to download for an entry whose sizes come only from the h
 
 @dataclass(frozen=True)
 class Pulled:
-    """A published rotation on this machine. `files`: name -> sha256. OSCAR's own files have no
-    artifact and no signature."""
+    """Pulled rotations. `files`: name -> sha256. OSCAR's have no artifact and no signature."""
 
     path: Path
     entry: Entry
@@ -92,33 +91,19 @@ def pull(
         level = logging.INFO if pulled.signature.state == "signed" else logging.WARNING
         logging.getLogger("rotationzoo").log(level, "%s", pulled.signature.note)
     if pulled.artifact is None:
-        raise RotationZooError(
-            f"rotations of {entry.model} in {pulled.copy.repo} are not an artifact: {pulled.path}",
-            hint=f"make one of them: rotationzoo import {pulled.path} --model {entry.model}",
-        )
+        problem = f"the rotations of {entry.model} in {pulled.path} are not an artifact"
+        hint = f"make one of them: rotationzoo import {pulled.path} --model {entry.model}"
+        raise RotationZooError(problem, hint)
     return pulled.artifact
 
 
 def _pull_oscar(entry: Entry, copy: Copy, local_dir: Path | None, progress: Progress) -> Pulled:
-    """Download the files of an entry without hashes, every time. Raises `RotationZooError` if they
-    do not hold rotations."""
+    """Download files without hashes. Raises `RotationZooError` unless they hold rotations."""
     revision = copy.revision or open_hub(copy.hub).resolve(copy.repo)
     target = local_dir or _cache_folder(copy, revision)
     if local_dir is not None:
         _check_target(target, entry)
-    sizes = _find_sizes(entry, copy, revision)
-    with _downloaded(entry, copy, revision, sizes, target, progress) as (folder, hashes):
-        for name in entry.files:
-            check_matrices(read_pt(folder / name))
-    note = "no hash was published for these files: only their commit identifies them"
-    return Pulled(target, entry, copy, revision, hashes, [note])
-
-
-def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
-    """Name -> size in bytes, from the index or else from the hub. Raises `HubError` if the hub does
-    not list a file, and for more than `MAX_BYTES`."""
-    listed = open_hub(copy.hub).list_files(copy.repo, revision)
-    sizes = {}
+    listed, sizes = open_hub(copy.hub).list_files(copy.repo, revision), dict[str, int]()
     for name, file in entry.files.items():
         path = copy.path_of(name)
         if path not in listed:
@@ -131,7 +116,11 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
         problem = f"{copy.repo} lists {total:,} bytes for {copy.path}, too much for rotations"
         hint = "look at the repository, and fetch the files yourself if you want them"
         raise HubError(problem, hint)
-    return sizes
+    with _downloaded(entry, copy, revision, sizes, target, progress) as (folder, hashes):
+        for name in entry.files:
+            check_matrices(read_pt(folder / name))
+    note = "no hash was published for these files: only their commit identifies them"
+    return Pulled(target, entry, copy, revision, hashes, [note])
 
 
 def pull_first(

@@ -55,8 +55,7 @@ class Upload:
         return replace(self, files={**self.files, SIGNATURE: signature}, entry=entry)
 
     def with_earlier_signature(self, folder: Path) -> "Upload":
-        """The same upload, with the signature in the artifact's folder if the manifest is the one
-        that was signed."""
+        """The same upload, with the signature in the artifact's folder if it is still valid."""
         signature = signatures.read_signature(folder)
         if signature is None or self.files[MANIFEST] != (folder / MANIFEST).read_bytes():
             return self
@@ -66,8 +65,7 @@ class Upload:
         return self._with_signature(signature, signer)
 
     def listing(self, signs: bool = False) -> list[dict[str, Any]]:
-        """Path, size and sha256 of each file, for `--dry-run`; None for the signature if `signs`
-        says that it will be made."""
+        """Path, size and sha256 of each file; None for a signature that `signs` will add."""
         files = {**self.entry.files, SIGNATURE: index.File()} if signs else self.entry.files
         listed = sorted(files.items())
         return [{"path": f"{self.path}/{name}", **file.model_dump()} for name, file in listed]

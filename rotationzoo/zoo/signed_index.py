@@ -42,8 +42,7 @@ class IndexSigner:
     adopt: bool = False
 
     def sign(self, before: LoadedIndex, content: Index) -> tuple[Index, bytes]:
-        """The extended index, `content`, with a new statement, and its signature. Raises as
-        `check`."""
+        """The extended index with a new statement, and its signature. Raises as `check`."""
         # Before signing: a public log keeps keyless signatures forever.
         self.check(before)
         # At least the time in milliseconds, so that it rises even if the last statement was lost.

@@ -61,8 +61,7 @@ def parse_signer(text: str, issuer: str | None) -> Signer:
 
 
 def read_key(path: Path, private: bool = False) -> Signer:
-    """The signer with the key in a PEM file, public or `private`. Raises `RotationZooError` for
-    other files."""
+    """The signer with the key in a PEM file. Raises `RotationZooError` for other files."""
     data = files.read(path.resolve(), _KEY_BYTES)
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -161,8 +160,7 @@ class Finding:
 
 
 class _Maker(Strict):
-    """The signer in a signature file: a certificate, in DER and base64, or the sha256 of a public
-    key in PEM."""
+    """A signer: a certificate, in DER and base64, or the sha256 of a public key in PEM."""
 
     certificate: Annotated[
         str | None,
@@ -301,8 +299,7 @@ def _verify(signed: Signed, signature: bytes, signer: Signer, verifier: Any) -> 
 
 @contextmanager
 def gathered(named: Mapping[str, Path | bytes], name: str = "files") -> Iterator[Path]:
-    """Yield a temporary folder called `name` of files (name -> file or content), without those that
-    are not signed. Raises `OSError`."""
+    """Yield a temporary folder of the files (name -> file or content) that are signed."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, name)
         folder.mkdir()

@@ -64,9 +64,6 @@ def test_an_answer_that_is_none_is_one_sentence(zoo, pointed, place, what):
     assert nothing_left(zoo)
 
 
-# ---- more bytes than were announced
-
-
 @pytest.fixture
 def refused_with(zoo, listed, pointed):
     """The error of a command on a hub with a false answer for one file of an artifact, and the
@@ -141,9 +138,6 @@ def test_what_nobody_gave_a_size_has_one_in_the_listing(zoo, tmp_path, monkeypat
     monkeypatch.setattr("rotationzoo.zoo.pull.MAX_BYTES", 1000)
     assert "too much for rotations" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
     assert not [line for line in zoo.hf.requests if "/resolve/" in line and ".pt" in line]
-
-
-# ---- a network that is not there
 
 
 @pytest.fixture(scope="module")

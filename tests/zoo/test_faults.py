@@ -80,9 +80,6 @@ def test_pull_says_what_lasts_and_leaves_nothing(zoo, made, tmp_path, place, pat
     ok(zoo.run("pull", "demo", "--index", listed, "--json"))
 
 
-# ---- in processes of their own
-
-
 @pytest.fixture
 def environment(command, zoo, tmp_path) -> dict[str, str]:
     """The environment of a process that uses these hubs."""

@@ -96,9 +96,6 @@ def test_a_traceback_that_was_asked_for_has_no_token_either(zoo, made, monkeypat
     assert SECRET not in text
 
 
-# ---- other hosts
-
-
 @pytest.fixture
 def listener():
     """Another host, which records its requests."""

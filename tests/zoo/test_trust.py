@@ -12,8 +12,6 @@ from support.published import ZOO, nothing_left, ok, refused
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.zoo import index
 
-# ---- another hub
-
 
 @pytest.fixture
 def squatted(zoo, made):
@@ -92,9 +90,6 @@ def test_the_list_that_came_along_is_read_where_there_is_no_default_zoo(zoo):
     assert "--index bundled" in refused(zoo.run("list"))
 
 
-# ---- somebody else's pull request
-
-
 def test_a_pull_request_of_ones_own_is_gone_on_with(zoo, made):
     zoo.hf.create(ZOO)
     first = ok(zoo.run("push", made, ZOO, "--create-pr", "--json"))["hubs"]["huggingface"]
@@ -139,9 +134,6 @@ def test_a_commit_of_a_stranger_on_ones_own_pull_request_is_not_built_on(zoo, ma
     zoo.hf.repositories[ZOO].commits[added].author = "stranger"
     sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--json"))["hubs"]["huggingface"]
     assert sent["url"].endswith("/discussions/2")
-
-
-# ---- another model
 
 
 def renamed(made: Path, folder: Path, **changes) -> Path:

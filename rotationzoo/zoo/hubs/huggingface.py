@@ -114,8 +114,7 @@ class HuggingFace(Hub):
                 self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
-        """Download a file of at most `size` bytes, by plain HTTP: the client's own download has no
-        limits."""
+        """Download a file by plain HTTP: the client's own download has no limits."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -196,8 +195,7 @@ class HuggingFace(Hub):
 
     @contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
-        """Turn failures inside the block into a `RotationZooError`. The token is sent only to the
-        endpoint."""
+        """Turn failures into a `RotationZooError`, and send the token only to the endpoint."""
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
         where = f"{repo} on Hugging Face"

@@ -109,7 +109,7 @@ def read_chunks(response: requests.Response) -> Iterator[bytes]:
 
 @contextmanager
 def _asking(repo: str) -> Iterator[None]:
-    """Turn failures inside the block into a `RotationZooError`, and hide the client's output."""
+    """Turn failures into a `RotationZooError`, and hide the client's output."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -210,8 +210,7 @@ class ModelScope(Hub):
             limits.save_chunks(read_chunks(response), folder / path, size, what)
 
     def publish(self, publication: Publication) -> Published:
-        """Commit to `master`, then add the tag that marks the files as complete. `create_pr` has no
-        effect."""
+        """Commit, then add the tag for complete files. `create_pr` has no effect."""
         from modelscope_hub.errors import AlreadyExistsError
 
         repo, tag = publication.repo, publication.tag

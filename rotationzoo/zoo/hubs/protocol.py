@@ -24,18 +24,16 @@ SPELLING_HINT = "check the spelling of the repository and the revision"
 
 @dataclass(frozen=True)
 class Publication:
-    """Files to publish to a repository in one step."""
+    """Files to publish in one step: path in the repository -> local file, or content. `parent`: the
+    head that they build on, None without a repository. `tag`: for a hub that pins by tags.
+    `create_pr`: whether to open a pull request, on a hub that has them."""
 
     repo: str
     files: Mapping[str, Path | bytes]
-    """Path in the repository -> local file, or content."""
     message: str
     parent: str | None
-    """The head that the files build on; None without a repository."""
     tag: str
-    """Marks the published files, on a hub that pins by tags."""
     create_pr: bool
-    """Whether to open a pull request, on a hub that has them."""
 
 
 @dataclass(frozen=True)

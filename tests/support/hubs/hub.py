@@ -163,8 +163,6 @@ class Hub:
         self.faults: list[Fault] = []
         self.lock = threading.RLock()
 
-    # Called by tests.
-
     def create(self, name: str) -> str:
         with self.lock:
             repository = self.repositories[name] = Repository(name)
@@ -200,8 +198,6 @@ class Hub:
 
     def commits(self, name: str) -> int:
         return len(self.repositories[name].commits)
-
-    # Called by routes.
 
     def is_large(self, path: str, size: int, start: bytes) -> bool:
         raise NotImplementedError
@@ -240,8 +236,6 @@ class Hub:
     def fetch(self, call: Call, sha256: str) -> Answer:
         tags = {"ETag": f'"{sha256}"', "X-Linked-ETag": f'"{sha256}"'}
         return Answer(200, self.storage[sha256], tags)
-
-    # From a call to its answer.
 
     def credential(self, call: Call) -> str | None:
         """The token of a call."""

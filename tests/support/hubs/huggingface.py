@@ -69,8 +69,6 @@ class HuggingFaceHub(Hub):
             headers["X-Error-Code"] = str(refusal.code)
         return as_json({"error": refusal.message}, refusal.status, headers)
 
-    # Account and repositories
-
     @route("GET", "/api/whoami-v2", access="write")
     def whoami(self, call: Call) -> Answer:
         return as_json({"type": "user", "name": "tester", "orgs": []})
@@ -94,8 +92,6 @@ class HuggingFaceHub(Hub):
         files, blobs = self.listing(repository.commits[revision].files), "blobs" in call.query
         siblings = [as_sibling(path, blob, blobs) for path, blob in files.items()]
         return as_json({"id": repository.name, "sha": revision, "siblings": siblings})
-
-    # Files and refs
 
     @route("GET", "/api/{repository}/commits/{revision}")
     def history(self, call: Call, repository: Repository, revision: str) -> Answer:
@@ -127,8 +123,6 @@ class HuggingFaceHub(Hub):
         headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-ETag": f'"{blob.sha256}"'}
         return Answer(302, b"", {**headers, **self.stored_at(path, blob.sha256)})
 
-    # Pull requests
-
     def open_pull(self, repository: Repository, title: str, base: str) -> PullRequest:
         pull = PullRequest(len(repository.pulls) + 1, title, base)
         repository.pulls.append(pull)
@@ -155,8 +149,6 @@ class HuggingFaceHub(Hub):
             if status in ("all", state) and call.option("type") != "discussion" and wanted:
                 rows.append(as_discussion(repository, pull))
         return as_json({"discussions": rows, "count": len(rows), "start": 0})
-
-    # Uploads: what to send how, the large files, and one commit
 
     @route("POST", "/api/{repository}/preupload/{revision}", access="write")
     def preupload(self, call: Call, repository: Repository, revision: str) -> Answer:

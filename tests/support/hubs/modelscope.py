@@ -47,8 +47,6 @@ class ModelScopeHub(Hub):
         }
         return as_json(body, refusal.status, refusal.headers)
 
-    # Account and repositories
-
     @route("POST", "/api/v1/models", access="write")
     def new_repository(self, call: Call) -> Answer:
         wanted = call.json()
@@ -81,8 +79,6 @@ class ModelScopeHub(Hub):
         repository.refs[ref] = self.resolve(repository, call.json()["Ref"])
         return wrapped({})
 
-    # Uploads: the large files, then one commit
-
     @route("POST", "/api/v1/repos/models/{repository}/info/lfs/objects/batch", access="write")
     def negotiate(self, call: Call, repository: Repository) -> Answer:
         answers = []
@@ -104,8 +100,6 @@ class ModelScopeHub(Hub):
             else:
                 files[action["path"]] = Blob(base64.b64decode(action["content"]), False)
         return wrapped({"CommitId": repository.add(ref, parent, files, wanted["commit_message"])})
-
-    # Downloads
 
     def revision(self, call: Call, repository: Repository) -> str:
         return self.resolve(repository, call.option("Revision", self.branch))
