@@ -29,23 +29,6 @@ EXACT = 1e-12
 _CLOSE = 1e-4
 
 
-def add_transforms(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
-    """Add a recipe's basis of transform coding. Raises `RotationZooError` without statistics."""
-    if not recipe.transform:
-        return rotations
-    if statistics is None:
-        raise RotationZooError(f"transform coding, as in {recipe.name}, needs statistics")
-
-    def add_transform(layer: int, side: str, rotation: Rotation) -> Rotation:
-        made, _ = _decorrelate_side(statistics[layer], recipe, side, rotation)
-        forward, deviations = (each.float() for each in (made.forward, made.deviations))
-        return replace(
-            rotation, transform=forward.contiguous(), deviations=deviations, costs=made.costs
-        )
-
-    return rotations.replace(add_transform)
-
-
 def _decorrelate_side(
     moments: LayerMoments, recipe: Recipe, side: str, rotation: Rotation
 ) -> tuple[Transform, torch.Tensor]:
@@ -94,7 +77,7 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Ro
     for layer in cached_layers(geometry):
         rotations = {side: _fit_side(statistics, recipe, layer, side) for side in layer.sides}
         layers[layer.index] = LayerRotations.of_sides(rotations)
-    return add_transforms(Rotations(layers), statistics, recipe)
+    return Rotations(layers)
 
 
 def target_moment(moments: LayerMoments, recipe: Recipe, side: str) -> torch.Tensor:
@@ -109,7 +92,7 @@ def sum_moments(moments: LayerMoments, kinds: Sequence[str]) -> torch.Tensor:
 
 
 def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> Rotation:
-    """The rotation of one side of a layer, with its eigenvalues, clip ratios and mean."""
+    """The rotation of one side of a layer, with all that the recipe adds to it."""
     eigenvalues, matrix = _compose_side(statistics, recipe, layer, side)
     error = orthogonality.orthogonality_error(matrix)
     if not error <= EXACT:  # not `error > EXACT`, which is False for NaN
@@ -119,7 +102,15 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
     if recipe.centers(side):
         assert statistics is not None
         mean = statistics[layer.index][side].mean.float().cpu().contiguous()
-    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous(), mean)
+    matrix, eigenvalues = matrix.float().contiguous(), eigenvalues.float().contiguous()
+    rotation = Rotation(matrix, clip, eigenvalues, mean)
+    if not recipe.transform:
+        return rotation
+    if statistics is None:
+        raise RotationZooError(f"transform coding, as in {recipe.name}, needs statistics")
+    made, _ = _decorrelate_side(statistics[layer.index], recipe, side, rotation)
+    forward, deviations = made.forward.float().contiguous(), made.deviations.float()
+    return replace(rotation, transform=forward, deviations=deviations, costs=made.costs)
 
 
 def _compose_side(

@@ -160,13 +160,6 @@ class Manifest(Strict):
         dims = {layer.rope_dim for layer in self.geometry}
         return HEADS if dims == {None} else LATENTS
 
-    @field_validator("imported")
-    @classmethod
-    def _missing_or_whole(cls, value: Imported | None) -> Imported:
-        if value is None:
-            raise ValueError("null, which is neither missing nor complete")
-        return value
-
     @field_validator("geometry")
     @classmethod
     def _layers_once(cls, layers: list[Layer]) -> list[Layer]:

@@ -88,7 +88,8 @@ class Claim:
     def from_manifest(cls, content: Mapping[str, Any]) -> "Claim":
         """The claim of a manifest's content. Raises `RotationZooError` if it is damaged."""
         recipe = from_dict(content["recipe"], "the manifest's recipe")
-        return cls(recipe, geometry_from_json(content["geometry"]), "imported" in content)
+        imported = content.get("imported") is not None
+        return cls(recipe, geometry_from_json(content["geometry"]), imported)
 
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Tensors that are missing, superfluous, misshapen or not finite."""

@@ -88,10 +88,6 @@ class Copy(_Frozen):
     path: Place
     revision: Place | None = None
 
-    def path_of(self, name: str) -> str:
-        """The path of a file in the repository."""
-        return f"{self.path}/{name}"
-
 
 class File(_Frozen):
     """The size in bytes and the sha256 of a file; None if they were not published."""

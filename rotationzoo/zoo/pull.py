@@ -105,7 +105,7 @@ def _pull_oscar(entry: Entry, copy: Copy, local_dir: Path | None, progress: Prog
         _check_target(target, entry)
     listed, sizes = open_hub(copy.hub).list_files(copy.repo, revision), dict[str, int]()
     for name, file in entry.files.items():
-        path = copy.path_of(name)
+        path = f"{copy.path}/{name}"
         if path not in listed:
             absent = f"{copy.repo} at {revision} has no {path}"
             raise HubError(absent, SPELLING_HINT, missing=True)
@@ -250,17 +250,18 @@ def _downloaded(
         needed = sum(sizes.values())
         folders.check_room(work.parent, needed, _WAY_OUT)
         raw, clean = work / "download", work / "files"
-        paths = {copy.path_of(name): size for name, size in sizes.items()}
+        paths = {f"{copy.path}/{name}": size for name, size in sizes.items()}
         stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
         with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
             open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
         # The hubs' clients leave other files next to the downloads.
         clean.mkdir()
         for name in sizes:
-            storage.regular_file(raw, copy.path_of(name)).rename(storage.child(clean, name))
+            file = storage.regular_file(raw, f"{copy.path}/{name}")
+            file.rename(storage.child(clean, name))
         hashes = {name: storage.sha256(clean / name) for name in sizes}
-        for name, file in entry.files.items():
-            if file.sha256 not in (None, hashes[name]):
+        for name, hash in hashes.items():
+            if entry.files[name].sha256 not in (None, hash):
                 problem = f"{name} of {copy.repo} is not the file in the index: its sha256 differs"
                 hint = "run the command again; if that does not help, tell the repository's owners"
                 raise RotationZooError(problem, hint)

@@ -250,7 +250,7 @@ WRONG: dict[str, tuple] = {
     ),
     "files": (None, [], {}, {"rotations.safetensors": 3}),
     "files.rotations.safetensors": ({}, None, GONE),
-    "imported": (None, {}, {"calibration": []}),
+    "imported": ({}, {"calibration": []}),
 }
 
 
