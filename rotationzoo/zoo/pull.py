@@ -20,7 +20,7 @@ from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.writer import remember
 from rotationzoo.zoo import signing as signatures
-from rotationzoo.zoo.hubs.protocol import HUBS, SPELLING_HINT, chosen_hubs, open_hub
+from rotationzoo.zoo.hubs.protocol import HUBS, chosen_hubs, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry, find_index
 from rotationzoo.zoo.ownership import check_entry
@@ -28,7 +28,7 @@ from rotationzoo.zoo.signed_index import check_index
 
 _WAY_OUT = "choose another place with --local-dir"
 _NO_DEMAND = signatures.Demand()
-MAX_BYTES = 4 << 30  # to download for an entry whose sizes come only from the hub
+MAX_BYTES = 1 << 30  # of a file whose size is not in the index
 
 
 @dataclass(frozen=True)
@@ -103,20 +103,7 @@ def _pull_oscar(entry: Entry, copy: Copy, local_dir: Path | None, progress: Prog
     target = local_dir or _cache_folder(copy, revision)
     if local_dir is not None:
         _check_target(target, entry)
-    listed, sizes = open_hub(copy.hub).list_files(copy.repo, revision), dict[str, int]()
-    for name, file in entry.files.items():
-        path = f"{copy.path}/{name}"
-        if path not in listed:
-            absent = f"{copy.repo} at {revision} has no {path}"
-            raise HubError(absent, SPELLING_HINT, missing=True)
-        sizes[name] = listed[path] if file.size is None else file.size
-    total = sum(sizes.values())
-    # A hub may claim any size, even a negative number.
-    if total > MAX_BYTES or min(sizes.values()) < 0:
-        problem = f"{copy.repo} lists {total:,} bytes for {copy.path}, too much for rotations"
-        hint = "look at the repository, and fetch the files yourself if you want them"
-        raise HubError(problem, hint)
-    with _downloaded(entry, copy, revision, sizes, target, progress) as (folder, hashes):
+    with _downloaded(entry, copy, revision, target, progress) as (folder, hashes):
         for name in entry.files:
             check_matrices(read_pt(folder / name))
     note = "no hash was published for these files: only their commit identifies them"
@@ -178,8 +165,7 @@ def _pull_copy(
         return Pulled(target, entry, copy, revision, hashes, here, artifact, finding)
     _check_target(target, entry)
     revision = revision or open_hub(copy.hub).resolve(copy.repo)
-    sizes = {name: file.size or 0 for name, file in entry.files.items()}
-    with _downloaded(entry, copy, revision, sizes, target, progress) as (folder, hashes):
+    with _downloaded(entry, copy, revision, target, progress) as (folder, hashes):
         progress("checking", 0, 0)
         artifact = Artifact.open(folder, hashes)
         checked = verify(artifact)
@@ -236,34 +222,26 @@ def _check_target(target: Path, entry: Entry) -> None:
 
 @contextmanager
 def _downloaded(
-    entry: Entry,
-    copy: Copy,
-    revision: str,
-    sizes: Mapping[str, int],
-    target: Path,
-    progress: Progress,
+    entry: Entry, copy: Copy, revision: str, target: Path, progress: Progress
 ) -> Iterator[tuple[Path, dict[str, str]]]:
     """Fetch the files of a copy to a new folder, let the block check them, then move the folder to
-    `target`. `sizes`: name -> bytes. Yields the folder and name -> sha256. Raises
-    `RotationZooError` if a hash differs, or the disk is too small."""
+    `target`. Yields the folder and name -> sha256. Raises `RotationZooError` if a hash differs, or
+    the disk is too small."""
+    paths = dict[str, int]()
+    for name, file in entry.files.items():
+        paths[f"{copy.path}/{name}"] = MAX_BYTES if file.size is None else file.size
+    needed = sum(file.size or 0 for file in entry.files.values())
     with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
-        needed = sum(sizes.values())
         folders.check_room(work.parent, needed, _WAY_OUT)
-        raw, clean = work / "download", work / "files"
-        paths = {f"{copy.path}/{name}": size for name, size in sizes.items()}
         stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-        with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
-            open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
-        # The hubs' clients leave other files next to the downloads.
-        clean.mkdir()
-        for name in sizes:
-            file = storage.regular_file(raw, f"{copy.path}/{name}")
-            file.rename(storage.child(clean, name))
-        hashes = {name: storage.sha256(clean / name) for name in sizes}
+        with tell_growth(lambda: size_of_all(work.rglob("*")), stage, needed, progress):
+            open_hub(copy.hub).fetch(copy.repo, revision, paths, work)
+        folder = storage.child(work, copy.path)
+        hashes = {name: storage.sha256(folder / name) for name in entry.files}
         for name, hash in hashes.items():
             if entry.files[name].sha256 not in (None, hash):
                 problem = f"{name} of {copy.repo} is not the file in the index: its sha256 differs"
                 hint = "run the command again; if that does not help, tell the repository's owners"
                 raise RotationZooError(problem, hint)
-        yield clean, hashes
-        folders.install(clean, target)
+        yield folder, hashes
+        folders.install(folder, target)

@@ -133,11 +133,11 @@ def test_sizes_are_added_up_before_anything_is_fetched(zoo, listed):
 
 
 @pytest.mark.hostile("size")
-def test_what_nobody_gave_a_size_has_one_in_the_listing(zoo, tmp_path, monkeypatch):
+def test_a_file_without_a_size_in_the_index_has_a_limit(zoo, tmp_path, monkeypatch):
     publish_oscar_pair(zoo, tmp_path)
     monkeypatch.setattr("rotationzoo.zoo.pull.MAX_BYTES", 1000)
-    assert "too much for rotations" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
-    assert not [line for line in zoo.hf.requests if "/resolve/" in line and ".pt" in line]
+    assert "sent more than 1,000 bytes" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
+    assert nothing_left(zoo)
 
 
 @pytest.fixture(scope="module")

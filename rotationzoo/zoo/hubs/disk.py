@@ -21,11 +21,6 @@ class Disk(Hub):
     def resolve(self, repo: str) -> str:
         return files.digest(files.read(_find(repo, NAME), ANSWER_BYTES))[:12]
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
-        root = Path(repo).expanduser()
-        found = (path for path in root.rglob("*") if path.is_file())
-        return {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
-
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:

@@ -90,21 +90,12 @@ class HuggingFace(Hub):
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
         """The commit of a revision, and path -> hash of each of its files."""
         with self._errors(repo, revision):
-            sha, files = self._info(repo, revision)
+            # The client's own listing would retry each page for half a minute when the hub fails.
+            info = self.retry(self.api.model_info, repo, revision=revision, files_metadata=True)
             hashes = {}
-            for file in files:
+            for file in info.siblings or []:
                 hashes[file.rfilename] = file.lfs.sha256 if file.lfs else file.blob_id or ""
-            return _check_commit(sha, repo), hashes
-
-    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
-        with self._errors(repo, revision):
-            return {file.rfilename: int(file.size) for file in self._info(repo, revision)[1]}
-
-    def _info(self, repo: str, revision: str | None) -> tuple[Any, list[Any]]:
-        """The commit and its files, in one answer. The client's own listing would retry each page
-        for half a minute when the hub fails."""
-        info = self.retry(self.api.model_info, repo, revision=revision, files_metadata=True)
-        return info.sha, info.siblings or []
+            return _check_commit(info.sha, repo), hashes
 
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path

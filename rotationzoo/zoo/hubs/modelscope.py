@@ -183,14 +183,6 @@ class ModelScope(Hub):
             self.retry(self.api.get_repo, repo, "model")
         return _BRANCH
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
-        with _asking(repo):
-            return {file.path: int(file.size) for file in self._list(repo, revision or _BRANCH)}
-
-    def _list(self, repo: str, revision: str) -> list[Any]:
-        rows = self.retry(self.api.list_repo_files, repo, "model", revision=revision)
-        return [row for row in rows if row.type != "tree"]
-
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
@@ -219,7 +211,8 @@ class ModelScope(Hub):
             with suppress(AlreadyExistsError):
                 options = {"visibility": "public", "license": "apache-2.0"}
                 self.retry(self.api.create_repo, repo, "model", **options)
-            known, changed = {row.path: row.sha256 for row in self._list(repo, _BRANCH)}, False
+            listed = self.retry(self.api.list_repo_files, repo, "model", revision=_BRANCH)
+            known, changed = {row.path: row.sha256 for row in listed}, False
             # The client uploads only folders, so copy the files into one.
             for path, content in publication.files.items():
                 target = Path(scratch) / path

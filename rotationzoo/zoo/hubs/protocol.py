@@ -58,10 +58,6 @@ class Hub(ABC):
         """The newest revision, to read from."""
 
     @abstractmethod
-    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
-        """Path -> size in bytes of every file at a revision, as the hub reports it."""
-
-    @abstractmethod
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
