@@ -199,7 +199,8 @@ def check(
 ) -> Verification:
     """Check tensors against a manifest's content. Raises `RotationZooError` if that is damaged."""
     recipe = from_dict(content["recipe"], "the manifest's recipe")
-    claim = Claim(recipe, geometry_from_json(content["geometry"]), "imported" in content)
+    imported = content.get("imported") is not None
+    claim = Claim(recipe, geometry_from_json(content["geometry"]), imported)
     if recipe.composition != GIVEN:
         check_recipe(recipe, claim.geometry)
     checked = ["geometry", "finiteness"]

@@ -98,7 +98,7 @@ def push_command(
     """
     from rotationzoo.artifact.store import ANSWERS, Artifact
     from rotationzoo.report.charts import NOT_DRAWN, is_installed
-    from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, prepare_upload
+    from rotationzoo.zoo.push import Destination, extend_index_file, prepare_upload
     from rotationzoo.zoo.signed_index import root_names
 
     signer, anew = choose_signer(signing), signing.sign is not None
@@ -120,7 +120,7 @@ def push_command(
     destination = Destination(repo, chosen_hubs(to, repo), create_pr)
     upload, places = publish(out, opened, upload, destination, signer, signing)
     if index is not None:
-        extend_index_file(index, pinned_entry(upload, repo, places))
+        extend_index_file(index, upload, repo, places)
     data: dict[str, Any] = {"repo": repo, "path": upload.path, "hubs": {}}
     lines = []
     for name, place in places.items():

@@ -180,7 +180,7 @@ def test_too_little_to_tell_is_an_outcome_of_its_own(inside, recorded):
     [
         ({"models": {"data": [{"id": "a", "owned_by": "llamacpp"}]}}, "is not vLLM"),
         ({"models": {"data": []}}, "is damaged: data: "),
-        ({"models": b"<html>"}, "no JSON that can be read"),
+        ({"models": b"<html>"}, "not valid JSON"),
         ({"status": 401}, f"wants another key than there is in {KEY}"),
         ({"status": 307, "models": b"elsewhere"}, "answers with status 307: elsewhere"),
         ({}, "gives no log probabilities"),

@@ -121,4 +121,4 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(
 def test_an_export_is_no_artifact_and_is_called_by_its_name(inside, made):
     assert inside("export", made, "--to", "sglang", "--pooled", "-o", "exported").returncode == 0
     says = only_error(inside("verify", "exported"))
-    assert "exported holds files for an engine, which export wrote, and is not an artifact" in says
+    assert "exported holds exported files for an engine, and is not an artifact" in says

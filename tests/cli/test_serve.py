@@ -138,7 +138,7 @@ def test_the_best_for_vllm_is_pulled_and_its_signature_is_said(zoo, published, s
     published("--recipe", "random", kept=0.9)
     published("--recipe", "hadamard", kept=0.8)
     said = " ".join(succeeded(zoo.run("serve", MODEL)).stderr.split())
-    assert "which keeps most answers for vllm: random 90%" in said
+    assert "which keeps the most answers for vllm: random 90%" in said
     assert f", from {lookup.ZOO} on huggingface" in said
     assert "is not signed: nothing shows who made it" in said
     (words,) = started

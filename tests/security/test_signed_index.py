@@ -115,7 +115,7 @@ def test_an_older_state_is_not_signed_again(zoo, push):
     serve(zoo.hf, older)
     text = refused(zoo.run(*push))
     assert "is an older one" in text
-    assert "a new signature would vouch for all that it lists" in text
+    assert "a new signature would vouch for all of its entries" in text
     assert zoo.hf.files(ZOO) == older
     ok(zoo.run(*push, "--adopt-index"))
 
@@ -128,10 +128,10 @@ def test_a_signature_ends(zoo, signed, words, later):
     ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
     later(181)
     text = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
-    assert f"the signature of the index of {ZOO} ended on {last}" in text
+    assert f"the signature of the index of {ZOO} expired on {last}" in text
     assert "push with --sign and --adopt-index" in text
     unrequired = zoo.run("pull", "demo", "--repo", ZOO, *words[:2], "--json")
-    assert f"ended on {last}" in unrequired.stderr
+    assert f"expired on {last}" in unrequired.stderr
     ok(unrequired)
 
 
@@ -141,7 +141,7 @@ def test_what_has_ended_is_not_signed_again_unseen(zoo, push, words, later):
     ok(zoo.run(*push))
     later(181)
     text = refused(zoo.run(*push))
-    assert "ended on" in text
+    assert "expired on" in text
     assert "--adopt-index" in text
     ok(zoo.run(*push, "--adopt-index"))
     ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))

@@ -87,7 +87,8 @@ def test_bases_that_do_not_fit(made, tmp_path):
         refused(exported, "llama.cpp", artifact, tmp_path / "new" / "place", base=base)
         assert not (tmp_path / "new").exists()
     base.write_bytes(b"GGUF or not")
-    assert "is no GGUF file" in refused(exported, "llama.cpp", artifact, tmp_path, base=base)
+    said = refused(exported, "llama.cpp", artifact, tmp_path, base=base)
+    assert "is not a valid GGUF file" in said
     with pytest.raises(RotationZooError, match="from the model's own file") as failure:
         exported("llama.cpp", artifact, tmp_path, base=None)
     assert "--base" in failure.value.hint
@@ -138,7 +139,7 @@ ASKS_TOO_MUCH = {
 @pytest.mark.parametrize("name", ASKS_TOO_MUCH)
 def test_a_gguf_that_asks_for_more_than_it_has(tmp_path, name):
     (tmp_path / "x.gguf").write_bytes(ASKS_TOO_MUCH[name] + bytes(512))
-    assert "is no GGUF file" in refused(open_gguf, tmp_path / "x.gguf")
+    assert "is not a valid GGUF file" in refused(open_gguf, tmp_path / "x.gguf")
 
 
 @pytest.mark.hostile("malformed")
@@ -181,5 +182,5 @@ def test_a_base_that_was_cut_off(tmp_path, made, cut):
     artifact = made(head_dim=32)
     base = base_for(artifact, tmp_path)
     base.write_bytes(base.read_bytes()[:-cut])
-    assert "was cut off" in refused(exported, "llama.cpp", artifact, tmp_path / "x", base=base)
+    assert "is truncated" in refused(exported, "llama.cpp", artifact, tmp_path / "x", base=base)
     assert not (tmp_path / "x" / "out").exists()
