@@ -48,7 +48,7 @@ class Entry:
     gguf: tuple[str, ...] = ()
     """The architectures of GGUF files that it loads with rotations; `*` is any."""
     needs_base: bool = False
-    """Whether the export copies a model file that the user must give, which `pull` cannot."""
+    """Whether the export copies a model file that the user gives; `pull` cannot ask for it."""
 
     @property
     def uncentered(self) -> tuple[str, ...]:
@@ -136,4 +136,4 @@ def choose_format(engine: str, has_budget: bool = False) -> str:
     if entry.format:
         return BUDGETED if has_budget and entry.budget else entry.format
     hint = "measure on that engine; for another format, leave out --for: --format sglang"
-    raise UsageError(f"{engine} rounds to its own codebook, which is not simulated here", hint)
+    raise UsageError(f"{engine} rounds to a codebook of its own, which is not simulated here", hint)

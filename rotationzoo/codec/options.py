@@ -44,7 +44,7 @@ def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(Settings):
-    """The options of `RotatedCache`; None is open. Raises `UsageError` for invalid numbers."""
+    """The options of `RotatedCache`, None if open. Raises `UsageError` for invalid numbers."""
 
     engine: Engine = None
     format: FormatName = None
