@@ -6,14 +6,14 @@ from rotationzoo.errors import UsageError
 from rotationzoo.sides import EVERY_SIDE
 
 LEAST, MOST = 1.0, 4.0
-"""The bounds of each number, which is an average over rows of 0 to 8 bits and a scale."""
+"""The bounds of each number, an average over rows whose channels have 0 to 8 bits."""
 _HINT = "write it as: --bits 2.5, or --key-bits 3 --value-bits 2.5"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`bits` of keys and values together, or `key_bits` and `value_bits`; none of them if all rows
-    have the same bits. Raises `UsageError` for other combinations, and out of bounds."""
+    """`bits` for keys and values together, or `key_bits` and `value_bits`, or none of them if all
+    rows have the same bits. Raises `UsageError` for other combinations, and out of bounds."""
 
     bits: float | None = None
     key_bits: float | None = None
@@ -35,8 +35,7 @@ class Budget:
     @property
     def shares(self) -> list[tuple[tuple[str, ...], float]]:
         """The sides that share a number of bits, and that number."""
-        apart = [(("key",), self.key_bits), (("value",), self.value_bits)]
-        shares = [(EVERY_SIDE, self.bits), *apart]
+        shares = (EVERY_SIDE, self.bits), (("key",), self.key_bits), (("value",), self.value_bits)
         return [(sides, bits) for sides, bits in shares if bits is not None]
 
 

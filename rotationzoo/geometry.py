@@ -13,7 +13,7 @@ from rotationzoo.sides import HEADS, LATENTS, CachedRows, rows_of
 @dataclass(frozen=True)
 class Layer:
     """The attention of one layer. `owner` is the layer whose cache it reads: itself or an earlier
-    one. A layer that caches latents has one KV head, whose key and value are both the latent."""
+    one. A layer with latents has one KV head, whose key and value are both the latent."""
 
     index: int
     owner: int
@@ -22,27 +22,25 @@ class Layer:
     key_dim: int
     value_dim: int
     shift_invariant: bool | None = None
-    """Whether subtracting a mean from all keys leaves attention unchanged. None if this was not
-    tried: for files imported without a model, and for sides that keep their mean."""
+    """Whether attention stays the same if a mean is subtracted from all keys. None if this was not
+    tested: for files imported without a model, and for sides that keep their mean."""
     rope_dim: int | None = None
     """Elements of the RoPE key that is cached next to a latent. None without latents."""
 
     @property
     def cached(self) -> CachedRows:
-        """What it caches."""
         return HEADS if self.rope_dim is None else LATENTS
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """What is rotated."""
         return self.cached.sides
 
     @property
     def dims(self) -> dict[str, int]:
         """The dimensions of a head's queries, attention outputs, and sides."""
-        key, value = self.key_dim, self.value_dim
-        stored = zip(self.sides, (key, value), strict=False)  # of one side, both are equal
-        return {"query": key, "output": value, **dict(stored)}
+        dims = self.key_dim, self.value_dim
+        stored = zip(self.sides, dims, strict=False)  # both are equal for a single side
+        return {"query": self.key_dim, "output": self.value_dim, **dict(stored)}
 
     @property
     def exact_elements(self) -> int:
@@ -65,12 +63,12 @@ Geometry = list[Layer]
 
 
 def cached_layers(geometry: Geometry) -> Geometry:
-    """The layers that store their own keys and values, and therefore get a rotation."""
+    """The layers that store their own keys and values, and so get a rotation."""
     return [layer for layer in geometry if layer.owner == layer.index]
 
 
 def cached_rows(geometry: Geometry) -> CachedRows:
-    """What a model caches, by all of its layers."""
+    """What a model caches."""
     return rows_of({side for layer in geometry for side in layer.sides})
 
 
@@ -80,13 +78,12 @@ def shifted_layers(geometry: Geometry) -> list[int]:
 
 
 def shift_reason(layers: Sequence[int]) -> str:
-    """Why keys may not be stored without their mean, by the layers that a shift changes."""
+    """Why keys must keep their mean, from the `shifted_layers`."""
     where = f"layer {layers[0]}"
     if len(layers) > 1:
         where = f"{len(layers)} layers, {layers[0]} the first"
-    return (
-        f"attention depends on what all keys share, as with learned sinks or a soft cap ({where})"
-    )
+    reason = "attention depends on what all keys share, as with learned sinks or a soft cap"
+    return f"{reason} ({where})"
 
 
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:
@@ -115,8 +112,7 @@ _SMALLEST = 4  # channels: the codes of a byte, and what the kernels take
 
 
 def check_group_size(group_size: int | None, dims: Collection[int]) -> None:
-    """Raise `RotationZooError`, with the sizes that work, unless groups of channels divide all of
-    these head dimensions. None stands for the whole head."""
+    """Raise `RotationZooError`, with sizes that work, unless groups divide these dimensions."""
     if group_size is None or all(dim % group_size == 0 for dim in dims):
         return
     common = math.gcd(*dims)
@@ -135,11 +131,11 @@ def head_dims(geometry: Geometry) -> set[int]:
 
 
 def full_attention_layers(config: Any) -> set[int] | None:
-    """The layers with full attention and a cache if a transformers config gives others a sliding
-    window; None if no layer has one."""
+    """The layers with full attention and a cache, if the config gives others a sliding window; None
+    if no layer has one."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
-    if kinds is None:  # all layers are alike
+    if kinds is None:  # all layers are the same
         return None if getattr(text, "sliding_window", None) is None else set()
     # `reference_sliding_attention` reads all of a prompt, and forgets only new tokens.
     if not {"sliding_attention", "hybrid_sliding"}.intersection(kinds):
@@ -149,8 +145,8 @@ def full_attention_layers(config: Any) -> set[int] | None:
 
 
 def shares_blocks(config: Any) -> bool:
-    """Whether the model has layers to which vLLM gives blocks of the same bytes as to those with
-    full attention: with a sliding window, or states of linear attention, Mamba or a convolution."""
+    """Whether the model has layers for which vLLM pads blocks to the same bytes as for full
+    attention: with a sliding window, or states of linear attention, Mamba or a convolution."""
     states = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     return full_attention_layers(config) is not None or not states.isdisjoint(kinds)

@@ -16,13 +16,12 @@ SIDES = HEADS.sides
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix`, and
-    are clipped before they get the nearest codes. Or they become the channels of transform coding,
-    `(x - mean) @ transform`."""
+    """The rotation of one side of one layer. Rows `x` become `(x - mean) @ matrix`, are clipped,
+    and get the nearest codes. With transform coding, `(x - mean) @ transform` are the channels."""
 
     matrix: torch.Tensor
-    """`[H, D, D]` float32, with H = 1 if all KV heads share it. In float64, as tests use it, rows
-    are rotated in float64, too, so that results do not depend on the order of sums."""
+    """`[H, D, D]` float32, with H = 1 if all KV heads share it. In tests it is float64, and rows
+    are rotated in float64, so that results do not depend on the order of sums."""
     clip: torch.Tensor
     """Clip ratios `[KV heads]`, float64. A ratio of 1 turns clipping off."""
     eigenvalues: torch.Tensor | None = None
@@ -31,19 +30,18 @@ class Rotation:
     """Mean row `[KV heads, D]`, subtracted before the rotation. None if not centered."""
     transform: torch.Tensor | None = None
     """The matrix `[KV heads, D, D]`, float32, that turns centered rows into the channels of
-    transform coding, the strongest first (`linalg.transform_coding`). It is not orthogonal. None
-    without transform coding, as for the next three."""
+    transform coding, the strongest first (`linalg.transform_coding`). It is not orthogonal. This
+    and the next three are None without transform coding."""
     deviations: torch.Tensor | None = None
-    """Of these channels, float32 `[KV heads, D]`."""
+    """Standard deviations of these channels, float32 `[KV heads, D]`."""
     costs: torch.Tensor | None = None
-    """What each of them costs without bits, in nats a token, float64 `[KV heads, D]`."""
+    """The cost of each channel without bits, in nats per token, float64 `[KV heads, D]`."""
     widths: torch.Tensor | None = None
-    """Their bits, the same for each `SEGMENT` channels, int64 `[KV heads, D / SEGMENT]`."""
+    """The bits of each segment of channels, int64 `[KV heads, D / SEGMENT]`."""
 
     @property
     def steps(self) -> torch.Tensor:
-        """The steps of the channels of transform coding, `[KV heads, D]`; 0 for those without
-        bits."""
+        """The steps of the channels, `[KV heads, D]`; 0 for channels without bits."""
         assert self.widths is not None
         assert self.deviations is not None
         steps = torch.tensor(STEPS)[self.widths.cpu()].repeat_interleave(SEGMENT, dim=-1)
@@ -51,7 +49,7 @@ class Rotation:
 
     @property
     def to_steps(self) -> torch.Tensor:
-        """`[KV heads, D, D]`: what centered rows are multiplied by to be channels in steps."""
+        """The matrices `[KV heads, D, D]` that turn centered rows into channels in steps."""
         assert self.transform is not None
         steps = self.steps[:, None]
         in_steps = self.transform / steps.where(steps > 0, torch.inf)
@@ -59,14 +57,13 @@ class Rotation:
 
     @property
     def from_steps(self) -> torch.Tensor:
-        """`[KV heads, D, D]`: what channels in steps are multiplied by. Raises as `invert`."""
+        """The matrices `[KV heads, D, D]` that undo `to_steps`. Raises as `invert`."""
         assert self.transform is not None
         inverse = invert(self.transform)
         return (inverse * self.steps[..., None].to(inverse)).to(self.matrix)
 
     @property
     def dim(self) -> int:
-        """The head dimension D."""
         return self.matrix.shape[-1]
 
     @property
@@ -77,7 +74,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class LayerRotations:
-    """The key and value rotations of one layer, the same if one side is read as both."""
+    """The key and value rotations of one layer: the same if one side is read as both."""
 
     key: Rotation
     value: Rotation
@@ -95,48 +92,32 @@ class LayerRotations:
         return self.value if side == "value" else self.key
 
 
-class Rotations(Mapping[int, LayerRotations]):
-    """Layer index -> rotations of that layer. Only layers with a cache have some; indices count all
-    layers of the model."""
-
-    def __init__(self, layers: Mapping[int, LayerRotations]):
-        self._layers = dict(layers)  # a copy, so that the caller's table may change
-
-    def __getitem__(self, layer: int) -> LayerRotations:
-        return self._layers[layer]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+class Rotations(dict[int, LayerRotations]):
+    """Layer index (of all layers of the model) -> rotations, for layers with a cache."""
 
     def __repr__(self) -> str:
         return f"Rotations({counted(len(self), 'layer')})"
 
     def each(self) -> Iterator[tuple[int, str, Rotation]]:
         """Yield `(layer, side, rotation)` for every layer, keys before values."""
-        for layer, rotations in self._layers.items():
+        for layer, rotations in self.items():
             for side in rotations.sides:
                 yield layer, side, rotations[side]
 
     def replace(self, change: Callable[[int, str, Rotation], Rotation]) -> "Rotations":
         """New rotations, each replaced by what `change(layer, side, rotation)` returns."""
-        layers: dict[int, dict[str, Rotation]] = {layer: {} for layer in self._layers}
-        for layer, side, rotation in self.each():
-            layers[layer][side] = change(layer, side, rotation)
-        return Rotations(
-            {layer: LayerRotations.of_sides(changed) for layer, changed in layers.items()}
-        )
+        layers = {}
+        for layer, rotations in self.items():
+            changed = {side: change(layer, side, rotations[side]) for side in rotations.sides}
+            layers[layer] = LayerRotations.of_sides(changed)
+        return Rotations(layers)
 
     @property
     def sides(self) -> set[str]:
-        """What the layers rotate, as `rotationzoo.sides` names it."""
         return {side for _, side, _ in self.each()}
 
     @property
     def cached(self) -> CachedRows:
-        """What the model caches."""
         return rows_of(self.sides)
 
     @property
@@ -146,9 +127,8 @@ class Rotations(Mapping[int, LayerRotations]):
 
     @property
     def has_transform(self) -> bool:
-        """Whether both sides of every layer have the matrix that transform coding needs."""
-        each = [rotation.transform is not None for _, _, rotation in self.each()]
-        return bool(each) and all(each)
+        """Whether there are layers, and all of their sides have the matrix of transform coding."""
+        return bool(self) and all(each.transform is not None for _, _, each in self.each())
 
     @property
     def has_budget(self) -> bool:
@@ -157,5 +137,5 @@ class Rotations(Mapping[int, LayerRotations]):
 
     @property
     def orthogonality_error(self) -> float:
-        """The largest `|R R^T - I|` over all matrices, computed in float64."""
+        """The largest `|R R^T - I|` of all matrices, computed in float64."""
         return max(orthogonality_error(rotation.matrix) for _, _, rotation in self.each())

@@ -9,13 +9,13 @@ class CachedRows:
     """The rows that a layer caches of each token."""
 
     sides: tuple[str, ...]
-    """Those that are rotated and quantized."""
+    """Rows that are rotated and quantized."""
     beside: tuple[str, ...]
-    """Those that are cached next to them, and stay exact."""
+    """Rows that are cached next to them, and stay exact."""
     words: str
-    """What people call them ..."""
+    """Their name for people ..."""
     name: str
-    """... with the usual abbreviation."""
+    """... and with the usual abbreviation."""
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -36,31 +36,29 @@ SIDES = HEADS.sides
 EVERY_SIDE = *HEADS.sides, *LATENTS.sides
 
 _READERS = {"key": "query", "value": "output"}
-_METRIC = "_metric"
 
 
 def metric_kind(side: str) -> str:
-    """The statistic that holds the metric of errors of a side's stored rows."""
-    return f"{side}{_METRIC}"
+    """The statistic that is the metric of errors of a side's stored rows."""
+    return f"{side}_metric"
 
 
 def is_metric(kind: str) -> bool:
     """Whether a statistic is the metric of errors of stored rows."""
-    return kind.endswith(_METRIC)
+    return kind.endswith("_metric")
 
 
 def rows_of(sides: Collection[str]) -> CachedRows:
-    """What is cached, by its sides."""
+    """The cached rows with these sides."""
     return HEADS if set(sides).isdisjoint(LATENTS.sides) else LATENTS
 
 
 def read_as(side: str) -> tuple[str, ...]:
-    """What attention reads of a side: `key`, `value` or, of a latent, both."""
+    """What attention reads a side as: `key`, `value`, or both for a latent."""
     return SIDES if side in LATENTS.sides else (side,)
 
 
 def cost_kinds(side: str) -> tuple[str, ...]:
-    """The statistics whose second moments weight the errors of a side's rows: of queries and of
-    attention outputs. Both reads of a latent cost the same squares of the layer's output
-    (`model.latent`), so they are added unscaled."""
+    """The statistics whose second moments weight the errors of a side's rows: of queries and
+    attention outputs. Both have one unit for a latent (`model.latent`), so they are added."""
     return tuple(_READERS[part] for part in read_as(side))

@@ -1,6 +1,6 @@
-"""Layers of a cache in transformers that store their tokens in 2 bits: with full attention, with a
-sliding window, and with linear attention in the same layer."""
+"""Layers of a cache in transformers that store their tokens in 2 bits."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,16 +24,13 @@ class Padding:
     """How many columns of padding each row of the batch begins with. All layers share it."""
 
     starts: list[int] = field(default_factory=list)
-    """Empty where no mask was seen: then no row begins with padding."""
+    """Empty without a mask: then no row begins with padding."""
     settled: bool = False
-    """Whether every row has had a token that is no padding."""
+    """Whether every row has had a token other than padding."""
 
     def note(self, mask: torch.Tensor) -> None:
-        """Read the padding from the mask `[B, T]` of all tokens so far, 0 for padding.
-
-        Once every row has a token, later masks are not looked at: that would take time at every
-        decoding step.
-        """
+        """Read the padding from the mask `[B, T]` of all tokens so far, 0 for padding. Once every
+        row has a token, later masks are skipped, to save time in decoding steps."""
         if self.settled:
             return
         hidden = mask.to(torch.bool).cumsum(1) == 0
@@ -41,12 +38,11 @@ class Padding:
         self.settled = max(self.starts, default=0) < mask.shape[1]
 
     def forget(self) -> None:
-        """Read the padding anew from the next mask."""
         self.starts, self.settled = [], False
 
 
 def watch_padding(model: PreTrainedModel) -> None:
-    """Make a model tell its caches about padding, each time that it runs."""
+    """Make a model tell its caches about padding each time it runs."""
     if _tell_cache not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_tell_cache, with_kwargs=True)
 
@@ -61,19 +57,18 @@ def _tell_cache(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> No
 class RotatedLayer(CacheLayerMixin):
     """The keys and values of one layer with full attention.
 
-    `update` returns them as a query reads them: one tensor for all queries of the call. So what
-    stays exact depends on how many tokens the call brings, as in `CacheLayout`:
+    `update` returns one tensor for all queries of the call, so the number of new tokens decides
+    which tokens stay exact, as in `CacheLayout`:
 
-    * One token: a decoding step. Its `recent` last tokens end with itself.
-    * Several tokens: a chunk of a prompt, which reads itself exact. Of earlier tokens, `server`
-      keeps only the sink exact, and `window` the `recent` tokens before the chunk as well. A chunk
-      that is longer than the recent window is quantized after it was read, up to its last `recent`
-      tokens.
-    * Candidates of assisted decoding, one or several: the first reads what a decoding step reads,
-      and the others read that and the candidates before them. As many tokens as the settings'
-      `slack` stay exact in addition, so that candidates can be taken back.
+    * One token is a decoding step. Its `recent` last tokens end with itself.
+    * Several tokens are a chunk of a prompt, which reads itself exact. Of earlier tokens, `server`
+      keeps only the sink exact, and `window` also the `recent` tokens before the chunk. After it is
+      read, a chunk is quantized up to its last `recent` tokens.
+    * Candidates of assisted decoding: the first reads what a decoding step reads, and the others
+      also read the candidates before them. The settings' `slack` more tokens stay exact, so that
+      candidates can be taken back.
 
-    Each token is quantized once, when it leaves what later calls read exact.
+    Each token is quantized once, when later calls no longer read it exact.
     """
 
     is_sliding = False
@@ -87,27 +82,24 @@ class RotatedLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.streams: list[Stream] = []
-        """One for all rows, or one for each row where some begin with padding."""
+        """One for all rows, or one for each row if some begin with padding."""
         self.starts: list[int] = []
         """The column at which the rows of each stream begin."""
         self.columns = 0
-        """How many tokens were read, with padding."""
+        """Tokens so far, with padding."""
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make empty streams for keys and values of this shape. Raises `RotationZooError` where the
+        """Make empty streams for keys and values of this shape. Raises `RotationZooError` if the
         rotations are for other heads or dimensions."""
         settings = self.settings.for_layer(self.index, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         starts, batch = self.padding.starts, key_states.shape[0]
         starts = starts if len(starts) == batch else [0] * batch
-        if len(set(starts)) == 1:
-            self.starts = starts[:1]
-            self.streams = [Stream(settings, self.index, key_states, value_states)]
-        else:
-            self.starts = list(starts)
-            pairs = zip(key_states.split(1), value_states.split(1), strict=True)
-            self.streams = [Stream(settings, self.index, key, value) for key, value in pairs]
+        self.starts = starts[:1] if len(set(starts)) == 1 else list(starts)
+        rows = batch // len(self.starts)
+        pairs = zip(key_states.split(rows), value_states.split(rows), strict=True)
+        self.streams = [Stream(settings, self.index, key, value) for key, value in pairs]
         self.is_initialized = True
 
     def update(
@@ -119,11 +111,8 @@ class RotatedLayer(CacheLayerMixin):
         **kwargs: Any,
     ) -> Rows:
         """Store the keys and values `[B, H, T, D]` of new tokens, and return those `[B, H, T', D]`
-        that a query reads. In columns of padding they are 0.
-
-        `masks` comes from a model whose attention can read pages: then a decoding step gets
-        `LazyRows`, unless the exact windows hold everything.
-        """
+        that a query reads, 0 in columns of padding. `masks` comes from a model whose attention can
+        read pages: then a decoding step gets `LazyRows`, unless all tokens are exact."""
         lazily = masks is not None and self._reads_pages(key_states)
         self._prepare(key_states, value_states)
         before, new = self.columns, key_states.shape[2]
@@ -132,7 +121,7 @@ class RotatedLayer(CacheLayerMixin):
         reads = []
         for number, (start, stream) in enumerate(zip(self.starts, self.streams, strict=True)):
             rows = slice(number, number + 1) if len(self.streams) > 1 else slice(None)
-            # A chunk may begin with padding, or hold nothing else.
+            # A chunk may begin with padding, or be all padding.
             skipped = min(max(0, start - before), new)
             begin, end = stream.length, stream.length + new - skipped
             now = Reach(self._exact_before(begin, new), self._needed(begin - self._slack))
@@ -152,7 +141,7 @@ class RotatedLayer(CacheLayerMixin):
 
     def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make streams for the first token, and check that a call brings the rows that are held."""
-        # Until a token is read that is no padding, it is not known where each row begins.
+        # Until there is a token other than padding, it is not clear where each row begins.
         if not any(stream.length for stream in self.streams):
             self.lazy_initialization(key_states, value_states)
         brought = key_states.shape[0]
@@ -160,31 +149,29 @@ class RotatedLayer(CacheLayerMixin):
             held = f"this cache holds {counted(self.batch, 'row')} of a batch"
             hint = "repeat them with cache.batch_repeat_interleave, or empty it: cache.reset()"
             raise RotationZooError(f"{held}, and a call brings {brought}", hint)
-        # Move the start of rows of which only padding was read so far.
+        # Move the start of rows that have had only padding so far.
         for number, start in enumerate(self.padding.starts[: len(self.starts)]):
             if self.streams[number].length == 0:
                 self.starts[number] = start
 
     def _reads_pages(self, key_states: torch.Tensor) -> bool:
-        """Whether a call that brings these keys `[B, H, T, D]` may read pages: a token, or a few
-        candidates, after a prompt."""
+        """Whether a call with keys `[B, H, T, D]` may read pages: a token or a few candidates."""
         reading = self.settings.reading
         if reading == "rows" or self.is_sliding or not self.streams:
             return False
-        if self.streams[0].sides != SIDES:  # heads are made before attention is called
+        if self.streams[0].sides != SIDES:  # latents become heads before attention is called
             return False
         if reading == "auto" and not self.streams[0].has_kernel(key_states):
             return False
         new = key_states.shape[2]
-        # Candidates beyond the slack are quantized by the call itself, after they were read.
+        # The call itself quantizes candidates beyond the slack, after they are read.
         few = min(MOST_CANDIDATES, self.settings.slack)
         return (new == 1 or (self.record_past and new <= few)) and not torch.is_grad_enabled()
 
     def _pages(
         self, key_states: torch.Tensor, value_states: torch.Tensor, masks: MaskCheck
     ) -> Rows:
-        """The keys and values of a decoding step, which are not restored until something asks for
-        them; restored already where the exact windows hold everything."""
+        """The keys and values of a decoding step, restored on demand, or now if all are exact."""
         is_quantized = any(stream.head for stream in self.streams)
         if not is_quantized or not all(stream.length for stream in self.streams):
             return self.read(0)
@@ -199,7 +186,6 @@ class RotatedLayer(CacheLayerMixin):
         return LazyRows(step, 0, key_states), LazyRows(step, 1, value_states)
 
     def read(self, first_column: int) -> Rows:
-        """The keys and values of all columns from this one on."""
         reads = []
         for start, stream in zip(self.starts, self.streams, strict=True):
             reads.append(stream.read(max(0, first_column - start)))
@@ -227,29 +213,24 @@ class RotatedLayer(CacheLayerMixin):
         return 0
 
     def get_seq_length(self) -> int:
-        """How many tokens were read, with padding."""
         return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many columns a call of `query_length` tokens reads, and the first of them."""
+        """How many columns a call of `query_length` tokens reads, and the first one."""
         first = self._needed(self.columns)
         return self.columns + query_length - first, first
 
     def get_max_length(self) -> int:
-        """-1: a row may have any number of tokens."""
-        return -1
+        return -1  # any number of tokens
 
     def activate_past_recording(self) -> None:
         """Keep `slack` more tokens exact from now on, which `crop` may take back."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number.
-
-        Raises `RotationZooError` where some of them are quantized, or where tokens that a sliding
-        window would show again are forgotten. Tokens that stay are stored as they were: after
-        tokens were taken back without recording, the recent window is shorter until it fills up.
-        """
+        """Take back the last tokens, given as a negative number. Raises `RotationZooError` if some
+        are quantized, or if a sliding window would show tokens again that it forgot. Other tokens
+        do not change: without recording, the recent window is shorter until it fills up again."""
         self.check_crop(tokens_to_remove)
         count = min(-tokens_to_remove, self.columns)
         for stream in self.streams:
@@ -259,7 +240,7 @@ class RotatedLayer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `RotationZooError` as `crop` does, before anything changes."""
         if tokens_to_remove > 0:
-            problem = f"a cache is not cropped to a length of {tokens_to_remove}"
+            problem = f"crop takes a negative number of tokens, not {tokens_to_remove}"
             hint = "say how many tokens to take back: crop(-1) takes back the last one"
             raise RotationZooError(problem, hint)
         for stream in self.streams:
@@ -278,20 +259,19 @@ class RotatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         numbers = beam_idx.tolist()
-        # Nothing moves in most steps of a beam search that has settled.
+        # Most steps of a settled beam search move nothing.
         if numbers == list(range(self.batch)):
             return
         if len(self.streams) == 1:
             self.streams[0].select(beam_idx.to(self.device))
             return
         self.starts = [self.starts[number] for number in numbers]
-        self.streams = [self.streams[number].copy() for number in numbers]
+        self.streams = [copy.deepcopy(self.streams[number]) for number in numbers]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that `indices` selects from a batch."""
         self.reorder_cache(torch.arange(self.batch)[indices.cpu()])
 
     def reset(self) -> None:
@@ -304,7 +284,7 @@ class RotatedLayer(CacheLayerMixin):
 
     @property
     def bf16_bytes(self) -> int:
-        """The bytes of the same tokens in bfloat16: those that the next call reads."""
+        """The bytes in bfloat16 of the tokens that the next call reads."""
         tokens = self.columns - self._needed(self.columns)
         elements = self.streams[0].elements if self.streams else 0
         return 2 * self.batch * tokens * elements
@@ -314,8 +294,7 @@ class RotatedLayer(CacheLayerMixin):
 
 
 class RotatedSlidingLayer(RotatedLayer):
-    """The keys and values of one layer with a sliding window, or with chunks of attention: it
-    forgets the tokens that no later query reads."""
+    """One layer with a sliding window or chunked attention, which forgets tokens no longer read."""
 
     is_sliding = True
 
@@ -324,18 +303,16 @@ class RotatedSlidingLayer(RotatedLayer):
         self.sliding_window = window
 
     def _needed(self, length: int) -> int:
-        # The next token is in its window itself.
+        # The next token counts in its own window.
         return max(0, length - self.sliding_window + 1)
 
     def get_max_length(self) -> int:
-        """The window: a layer may forget earlier tokens."""
         return self.sliding_window
 
 
 class RotatedHybridLayer(LinearAttentionLayer, RotatedLayer):  # type: ignore[misc, override]
-    """Full attention and linear attention side by side: keys and values are stored in 2 bits, and
-    states as transformers does. Each method serves both parts, as in transformers' own layer of
-    this kind."""
+    """Full and linear attention in one layer: keys and values are stored in 2 bits, and states as
+    in transformers. Each method serves both parts, as in transformers' own layer of this kind."""
 
     is_compileable = False
 
@@ -364,15 +341,14 @@ class RotatedHybridLayer(LinearAttentionLayer, RotatedLayer):  # type: ignore[mi
 
 
 def states_of(layer: Any) -> Iterator[torch.Tensor]:
-    """The states of a layer with linear attention, which a cache keeps as they are."""
+    """The states of a layer with linear attention, which a cache does not quantize."""
     if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         for states in (layer.conv_states, layer.recurrent_states):
             yield from (state for state in states.values() if state is not None)
 
 
 def _join(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
-    """Rows `[B, H, T, D]` of several T as one batch, with zeros in columns of padding before
-    them."""
+    """Rows `[B, H, T, D]` of different T as one batch, left-padded with zeros."""
     padded = []
     for stream_rows in rows:
         missing = columns - stream_rows.shape[2]

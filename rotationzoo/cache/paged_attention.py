@@ -1,9 +1,8 @@
 """A model's attention, made to read pages while it runs with a cache that hands them over.
 
 transformers looks its attention function up by name in a registry (see `model.capture`). A hook of
-the model puts a `PageReader` there, which knows `LazyRows`, and passes everything else on to the
-function that was there: other caches and other models do not notice. Rows are restored only for a
-reader that knows no pages.
+the model puts a `PageReader` there, which attends over `LazyRows` and passes everything else to the
+original function, so that other caches and models do not change.
 """
 
 import inspect
@@ -29,22 +28,20 @@ from rotationzoo.model.capture import AttentionFunction, given_cache
 
 
 MOST_CANDIDATES = 16
-"""New tokens of a step that reads pages. More are read from restored rows, as a prompt is."""
+"""The most new tokens of a step that reads pages. More read restored rows, like a prompt."""
 
 
 @dataclass
 class MaskCheck:
-    """Whether a mask hides padding and later tokens, and nothing else.
-
-    To look at a mask waits for a GPU. So all layers share this, and each mask is looked at once.
-    """
+    """Whether a mask hides only padding and later tokens. All layers share this, because each check
+    waits for the GPU."""
 
     mask: torch.Tensor | None = None
     passed: bool = False
 
     def passes(self, mask: torch.Tensor, step: "DecodingStep") -> bool:
-        """Check the mask of a step: `[B, columns]`, or `[B, H, T, columns]` that is boolean (True =
-        read) or additive. B and H may be 1."""
+        """Check the mask of a step: `[B, columns]`, or `[B, H, T, columns]`, boolean (True = read)
+        or additive. B and H may be 1."""
         if mask is not self.mask:
             self.mask, self.passed = mask, _hides_only_padding(mask, step)
         return self.passed
@@ -52,22 +49,22 @@ class MaskCheck:
 
 @dataclass(eq=False)
 class DecodingStep:
-    """The tokens that the new ones of a call read in one layer, until the next call."""
+    """The tokens that the new tokens of a call read in one layer, until the next call."""
 
     streams: Sequence[Stream]
     starts: Sequence[int]
     """The column at which the rows of each stream begin."""
     columns: int
-    """How many columns there are, with padding and the new tokens."""
+    """Columns with padding and the new tokens."""
     new: int
-    """How many tokens are new: the last ones."""
+    """How many of the last tokens are new."""
     restore: Callable[[], Rows]
     """Restores the keys and values of all columns."""
     masks: MaskCheck = field(default_factory=MaskCheck)
 
     @cached_property
     def rows(self) -> Rows:
-        """The keys and values `[B, H, columns, D]` that are read, in the model's frame."""
+        """The keys and values `[B, H, columns, D]`, in the model's frame."""
         return self.restore()
 
     @property
@@ -84,20 +81,19 @@ class DecodingStep:
 
 
 class LazyRows(torch.Tensor):
-    """The keys or the values of a step, which hold no numbers until an operation asks for them.
+    """The keys or the values of a step, with the shape, type and device of the restored rows.
 
-    They have the shape, type and device of the rows. An attention that reads pages takes the `step`
-    and asks for nothing; any other operation of torch gets the restored rows. So a model that does
-    more with its keys and values than attend over them computes what it always does.
+    Attention that reads pages takes the `step`. Any other operation of torch gets the restored
+    rows, so a model may do more with its keys and values than attend over them.
     """
 
     step: DecodingStep
     side: int
-    # Only what reaches the dispatcher reads numbers.
+    # Only operations that reach the dispatcher read numbers.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, step: DecodingStep, side: int, like: torch.Tensor) -> "LazyRows":
-        """The keys (side 0) or values (1) of a step, for new rows like these `[B, H, T, D]`."""
+        """The keys (side 0) or values (1) of a step, with new rows like these `[B, H, T, D]`."""
         batch, heads, _, dim = like.shape
         shape = batch, heads, step.columns, dim
         lazy: LazyRows = torch.Tensor._make_wrapper_subclass(
@@ -110,7 +106,6 @@ class LazyRows(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation with rows."""
         return function(*tree_map(_rows, args), **tree_map(_rows, kwargs or {}))
 
 
@@ -139,40 +134,34 @@ _OPTIONS = {
     *("module", "query", "key", "value", "attention_mask"),
     *("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal", "kwargs"),
 }
-"""Parameters of an attention function whose meaning is known here."""
-_LIBRARY = AttentionInterface()  # holds no entry of its own, and so shows the library's
+"""Parameters of an attention function that a `PageReader` understands."""
+_LIBRARY = AttentionInterface()  # without entries, so that it shows the library's
 _lock = threading.Lock()
 _registries: WeakKeyDictionary[PreTrainedModel, list[AttentionInterface]] = WeakKeyDictionary()
 
 
 @dataclass
 class PageReading:
-    """Whether the layers of a cache may hand over pages. All of them share it."""
+    """Whether the layers of a cache may hand over pages, shared by all layers."""
 
     wanted: bool
     masks: MaskCheck = field(default_factory=MaskCheck)
     readers: list["PageReader"] = field(default_factory=list)
-    """The functions that take the pages while the model runs with this cache."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the model that is running has an attention that reads pages."""
-        return bool(self.readers)
+    """The functions that read the pages, while a model runs with this cache and can read pages."""
 
 
 @dataclass(eq=False)
 class PageReader:
-    """An attention function under a name that models use already. It takes the pages of a step, and
-    leaves all else to the function of that name."""
+    """An attention function under a name in use, which reads pages or calls the original one."""
 
     registry: AttentionInterface
     name: str
     calls: int = 0
-    """How many calls of models need it now."""
+    """Running calls of models that need it."""
 
     @property
     def original(self) -> AttentionFunction | None:
-        """The library's function of this name; None for `eager`, which each model has itself."""
+        """The library's function of this name; None for `eager`, which each model defines."""
         return _LIBRARY.get(self.name)
 
     def __call__(
@@ -193,33 +182,17 @@ class PageReader:
         if attention_mask is not None:
             is_plain = step.masks.passes(attention_mask, step)
         else:
-            # Other functions do not hide the later ones of several tokens by themselves.
+            # Other functions do not hide later ones of several new tokens by themselves.
             is_plain = step.new == 1 or models_own is flash_attention_forward
-        # Rows that were restored already cost nothing more, and a model that asked for them may
-        # have made a mask of them.
+        # Restored rows cost nothing more, and the model may have computed a mask from them.
         if scores is None or step.is_restored or not is_plain:
             keys, values = key.step.rows[0], value.step.rows[1]
             return models_own(module, query, keys, values, attention_mask, **options)
         return step.attend(query, scores).transpose(1, 2).contiguous(), None
 
-    def begin_call(self) -> None:
-        """Put it in place."""
-        self.registry[self.name] = self
-        self.calls += 1
-
-    def end_call(self) -> None:
-        """Take it away, if it may be.
-
-        A name that the library has stays: while one thread takes it away, the registry would tell
-        another that there is no such attention. Models do not ask for `eager` in this way.
-        """
-        self.calls -= 1
-        if not self.calls and self.name == "eager" and self.registry.get("eager") is self:
-            del self.registry["eager"]
-
 
 def watch_attention(model: PreTrainedModel) -> None:
-    """Make a model's attention read pages each time that it runs with a cache that wants it."""
+    """Make a model's attention read pages each time it runs with a cache that wants it."""
     if _open not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_open, with_kwargs=True)
         model.register_forward_hook(_close, with_kwargs=True, always_call=True)
@@ -227,7 +200,7 @@ def watch_attention(model: PreTrainedModel) -> None:
 
 def _open(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     reading = _reading_of(kwargs)
-    if reading is None or reading.is_open or _returns_weights(model, kwargs):
+    if reading is None or reading.readers or _returns_weights(model, kwargs):
         return
     tower = capture.decoder(model)
     if model not in _registries:
@@ -239,7 +212,8 @@ def _open(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
                 return
             readers.append(reader)
         for reader in readers:
-            reader.begin_call()
+            reader.registry[reader.name] = reader
+            reader.calls += 1
         reading.readers = readers
 
 
@@ -249,7 +223,11 @@ def _close(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         return
     with _lock:
         for reader in reading.readers:
-            reader.end_call()
+            reader.calls -= 1
+            # Only `eager` may go, which models do not look up. Other threads look for other names.
+            is_in_place = reader.registry.get("eager") is reader
+            if not reader.calls and reader.name == "eager" and is_in_place:
+                del reader.registry["eager"]
         reading.readers = []
     reading.masks.mask = None
 
@@ -260,14 +238,13 @@ def _reading_of(kwargs: Mapping[str, Any]) -> PageReading | None:
 
 
 def _returns_weights(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller asks for attention weights, which need rows."""
+    """Whether the caller asks for attention weights, which need restored rows."""
     default = getattr(model.config.get_text_config(decoder=True), "output_attentions", False)
     return bool(kwargs.get("output_attentions", default))
 
 
 def _reader(registry: AttentionInterface, name: str) -> PageReader | None:
-    """The reader of pages under this name; None where the function of this name may do anything,
-    as a capture's or a simulation's does."""
+    """The reader under this name; None if its function is not the library's, as in a capture."""
     entry = registry.get(name)
     reader = entry if isinstance(entry, PageReader) else PageReader(registry, name)
     if entry is not reader and entry is not reader.original:
@@ -279,7 +256,7 @@ def _reader(registry: AttentionInterface, name: str) -> PageReader | None:
 def _scores(
     function: AttentionFunction, query: torch.Tensor, options: Mapping[str, Any]
 ) -> Scores | None:
-    """How this call makes logits; None where it does more than `Scores` can say."""
+    """How this call computes logits; None if `Scores` cannot express it."""
     further = [options.get(name) for name in _further_options(function)]
     further += [options.get("dropout") or None, options.get("sliding_window")]
     if any(option is not None for option in further):

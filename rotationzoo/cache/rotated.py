@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.reductions import reduced_rotations
@@ -45,38 +45,36 @@ class RotatedCache(DynamicCache):
     """A KV cache that stores 2 bits: `model.generate(..., **RotatedCache(...).argument)`.
 
     * `rotations`: an artifact, as `rotationzoo.pull` returns it, its folder, or `Rotations`. None
-      is for no rotation at all. An evaluation gives the `CacheSettings` of one of its arms;
+      is no rotation. An evaluation gives the `CacheSettings` of an arm;
     * `model`: the transformers model that will read the cache;
-    * `engine`: store an artifact as this engine does, such as `sglang`, where other options do not
-      say otherwise. The default, `transformers`, loses nothing of it;
-    * `format`: `segments` (the default where the artifact has transform coding), `sglang` (the
-      default elsewhere) or `vllm`;
-    * `bits`: another budget of bits an element than the artifact's, which must have one;
+    * `engine`: store an artifact as this engine does, such as `sglang`, unless other options say
+      otherwise. The default, `transformers`, uses all of the artifact;
+    * `format`: `segments` (the default for an artifact with transform coding), `sglang` (otherwise
+      the default) or `vllm`;
+    * `bits`: another budget of bits per element, for an artifact that has one;
     * `sink`, `recent`: how many first and last tokens stay exact, by default as the recipe says;
     * `group_size`: channels that share a scale; by default the recipe's, or the whole head;
-    * `prefill_layout`: which earlier tokens a chunk of a prompt reads exact: with `server`, the
-      default, the sink alone; with `window`, as vLLM, the `recent` tokens before it as well;
-    * `reading`: the form in which a decoding step reads: `rows` that are restored and rotated back,
-      layer by layer, or the `pages` of codes themselves. `auto`, the default, reads pages where
-      there is a kernel for it: on an NVIDIA GPU. All else reads rows;
+    * `prefill_layout`: which earlier tokens a chunk of a prompt reads exact: `server`, the default,
+      only the sink; `window`, as in vLLM, also the `recent` tokens before the chunk;
+    * `reading`: whether a decoding step reads `rows` that are restored and rotated back, layer by
+      layer, or the `pages` of codes. `auto`, the default, reads pages if there is a kernel for it,
+      on an NVIDIA GPU. Everything else reads rows;
     * `slack`: how many candidate tokens assisted decoding may take back, 64 by default.
 
-    A cache serves one request, or one batch. `cache.reset()` empties it for the next. Layers with
-    attention store packed codes between two exact windows, as `RotatedLayer` says. Layers without
-    keys and values, such as those with linear attention, stay as transformers makes them, and so do
-    layers that read another layer's cache.
+    A cache serves one request or one batch; `cache.reset()` empties it for the next. Layers with
+    attention store packed codes between two exact windows (`RotatedLayer`). Layers without keys and
+    values, such as linear attention, stay as in transformers, and so do layers that read another
+    layer's cache.
 
     `update` returns keys and values in the model's own frame, for one layer at a time. So every
-    model and every attention function can read it, and the memory needed is that of the codes and
-    of one layer's keys and values.
+    model and attention function can read it, and it takes the memory of the codes and of one
+    layer's keys and values.
 
-    Raises `RotationZooError` where the rotations do not fit the model, or subtract the mean of keys
-    although the model's attention does not ignore it, `UnsupportedModel` for a model whose keys and
-    values this cache cannot store, and `UsageError` for what is no transformers model. A cache that
-    is read with two kinds of factors of LongRoPE raises `RotationZooError`.
+    Raises `RotationZooError` if the rotations do not fit the model, if they center keys and the
+    model's attention does not ignore that, or if the cache is read with both kinds of LongRoPE
+    factors; `UnsupportedModel` for keys and values that this cache cannot store; and `UsageError`
+    for anything but a transformers model.
     """
-
-    settings: CacheSettings
 
     def __init__(
         self,
@@ -135,14 +133,12 @@ class RotatedCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the keys and values `[B, H, T, D]` of new tokens, and return what a query reads.
-
-        Where the running model's attention can read pages, a decoding step gets `LazyRows`.
-        """
+        """Store the keys and values `[B, H, T, D]` of new tokens, and return what a query reads:
+        `LazyRows` for a decoding step, if the running model's attention can read pages."""
         if self._boundary:
             tokens = self.get_seq_length(layer_idx), key_states.shape[-2]
             self._is_long = check_factors(self._boundary, *tokens, self._is_long)
-        if self.page_reading.is_open and layer_idx < len(self.layers):
+        if self.page_reading.readers and layer_idx < len(self.layers):
             layer = self.layers[layer_idx]
             if isinstance(layer, RotatedLayer):
                 return layer.update(key_states, value_states, masks=self.page_reading.masks)
@@ -159,8 +155,7 @@ class RotatedCache(DynamicCache):
 
     @property
     def argument(self) -> dict[str, "RotatedCache"]:
-        """This cache under the name that the model has for it: `cache`, or `past_key_values` before
-        transformers 5.24."""
+        """This cache by its name in the model: `cache`, or `past_key_values` before 5.24."""
         return {self._name: self}
 
     @property
@@ -171,32 +166,24 @@ class RotatedCache(DynamicCache):
     @property
     def bytes_held(self) -> int:
         """The bytes of every tensor that the cache holds: codes, scales and offsets with the unused
-        part of the last blocks, exact windows, and the states of layers without attention. The
-        rotations, which all caches of a model share, are not counted."""
-        storages = {}
-        for tensor in self.tensors():
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+        part of the last blocks, exact windows, and the states of layers without attention. All
+        caches of a model share its rotations, which are not counted."""
+        storages = [tensor.untyped_storage() for tensor in self.tensors()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def bytes_in_bf16(self) -> int:
-        """The bytes that transformers' own cache takes for the same tokens in bfloat16."""
+        """The bytes of the same tokens in transformers' own cache in bfloat16."""
         states = sum(state.nbytes for layer in self.layers for state in cached.states_of(layer))
         return states + sum(layer.bf16_bytes for layer in self.rotated_layers)
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that the cache holds."""
-        tensors: list[torch.Tensor] = []
-        for layer in self.layers:
-            if isinstance(layer, RotatedLayer):
-                tensors += layer.tensors()
-            tensors += cached.states_of(layer)
-        return tensors
+        tensors = [tensor for layer in self.rotated_layers for tensor in layer.tensors()]
+        return tensors + [state for layer in self.layers for state in cached.states_of(layer)]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number. Raises `RotationZooError` where a
-        layer cannot, before any layer changes."""
+        """Take back the last tokens, given as a negative number. Raises as `RotatedLayer.crop`."""
         for layer in self.rotated_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
@@ -204,20 +191,19 @@ class RotatedCache(DynamicCache):
             self.padding.forget()
 
     def reset(self) -> None:
-        """Forget everything, for the next prompt."""
         for layer in self.layers:
             layer.reset()
         self.padding.forget()
 
     def _build_layers(self, model: PreTrainedModel) -> list[Any]:
         untyped: Any = model
+        rotations, name = self.settings.codec.rotations, type(model).__name__
+        simulate = "evaluate it in a simulation: rotationzoo evaluate"
+        hint = "give the rotations of this model"
         if not untyped._supports_default_dynamic_cache():
-            problem = f"{type(model).__name__} takes only a cache of a class of its own"
-            raise UnsupportedModel(problem, "evaluate it in a simulation: rotationzoo evaluate")
+            raise UnsupportedModel(f"{name} takes only a cache of a class of its own", simulate)
         config = model.config.get_text_config(decoder=True)
         layers: list[Any] = [*DynamicCache(config=config).layers]
-        rotations, name = self.settings.codec.rotations, type(model).__name__
-        hint = "give the rotations of this model"
         if unknown := [index for index in rotations if index >= len(layers)]:
             problem = f"the rotations are for layer {unknown[0]}"
             raise RotationZooError(f"{problem}, and {name} caches {len(layers)} layers", hint)
@@ -232,8 +218,8 @@ class RotatedCache(DynamicCache):
                 layers[index] = RotatedHybridLayer(self.settings, index, self.padding, states)
             elif hasattr(layer, "get_seq_length"):
                 problem = f"layer {index} of {name} keeps a {type(layer).__name__}"
-                hint = "evaluate it in a simulation: rotationzoo evaluate"
-                raise UnsupportedModel(f"{problem}, which this cache cannot store in 2 bits", hint)
+                says = f"{problem}, which this cache cannot store in 2 bits"
+                raise UnsupportedModel(says, simulate)
             elif index in rotations:
                 problem = f"layer {index} of {name} stores no keys and values"
                 raise RotationZooError(f"{problem}, and there are rotations for it", hint)
@@ -241,14 +227,14 @@ class RotatedCache(DynamicCache):
 
 
 def check_model(model: object) -> None:
-    """Raise `UsageError` for what is no transformers model."""
+    """Raise `UsageError` for anything but a transformers model."""
     if not isinstance(model, PreTrainedModel):
         hint = "give what from_pretrained returns; of a PEFT model, model.get_base_model()"
         raise UsageError(f"a {type(model).__name__} is not a transformers model", hint)
 
 
 def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
-    """Raise `RotationZooError` where keys may not lose their mean, as calibration does."""
+    """Raise `RotationZooError` if keys lose a mean that attention needs, as calibration does."""
     keys = [rotation for _, side, rotation in rotations.each() if side == "key"]
     if all(rotation.mean is None for rotation in keys):
         return
@@ -261,8 +247,7 @@ def _check_means(rotations: Rotations, model: PreTrainedModel) -> None:
 def build_settings(
     rotations: Given | CacheSettings, model: PreTrainedModel, options: CacheOptions
 ) -> CacheSettings:
-    """How a cache of this model stores its tokens. Arguments and errors are those of
-    `RotatedCache`."""
+    """The settings of a cache of this model, with the arguments and errors of `RotatedCache`."""
     if isinstance(rotations, CacheSettings):
         if options != CacheOptions():
             raise UsageError("settings of a cache take no options", hint="leave out the options")
@@ -271,9 +256,12 @@ def build_settings(
     if isinstance(rotations, Artifact):
         recipe = rotations.recipe
         check_fits(rotations, model)
-        budget = served_budget(options, rotations, model.config)
         check_sides(engine, rotations.rotations.sides)
         entry = find_engine(engine)
+        budget = None if options.bits is None else Budget(options.bits)
+        if not entry.sliding:  # the engine keeps layers with a sliding window exact
+            others = shares_blocks(model.config)
+            budget = caches.budget_beside_others(budget, recipe.budget, others)
         rotations = reduced_rotations(rotations, not entry.heads, entry.uncentered, budget)
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
@@ -286,14 +274,3 @@ def build_settings(
     dims = {rotation.dim for _, _, rotation in rotations.each()}
     check_group_size(settings.layout.group_size, dims)
     return settings
-
-
-def served_budget(
-    options: CacheOptions, artifact: Artifact, config: PretrainedConfig
-) -> Budget | None:
-    """The budget of an artifact in a cache with these options, as `budget_beside_others` has it
-    where the engine keeps layers with a sliding window exact."""
-    budget = None if options.bits is None else Budget(options.bits)
-    if find_engine(options.engine or DEFAULT).sliding:
-        return budget
-    return caches.budget_beside_others(budget, artifact.recipe.budget, shares_blocks(config))

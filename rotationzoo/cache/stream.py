@@ -1,7 +1,5 @@
-"""The stored tokens of one layer: exact windows, and between them packed codes in blocks; when the
-last block is full, another is made."""
+"""The stored tokens of one layer: exact windows, and between them packed codes in blocks."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,17 +16,16 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.sides import read_as, rows_of
 
 READ_TOGETHER = {"key": 16, "value": 2}
-"""Blocks that are restored in one operation. That takes twice their float32 rows, 2 MiB a block
-with 8 heads of 128. More blocks are faster, but values are restored while all keys are there, so
-what restoring values takes is added to the most that a layer needs."""
+"""Blocks that are restored at once, with twice the memory of their float32 rows (2 MiB per block
+with 8 heads of 128). Restoring values adds to a layer's peak, which holds all keys."""
 AHEAD = 16
-"""Tokens that get their codes when the first of them leaves the exact ones, step by step."""
+"""Tokens that are quantized together when decoding reaches the first of them."""
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The first tokens that something needs: tokens before them may be quantized or forgotten."""
+    """The first tokens that a call needs: earlier ones may be quantized or forgotten."""
 
     exact: int
     """The first token past the sink that must stay exact."""
@@ -38,15 +35,15 @@ class Reach:
 
 class Stream:
     """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
-    computed them, and those between quantized. Or one side alone (`rotationzoo.sides`), with rows
+    computed them, and those between quantized. Or a single side (`rotationzoo.sides`), with rows
     that are cached next to it and stay exact.
 
-    All rows begin at the same token, and tokens are counted from there, without padding. Until the
-    first token is quantized, all tokens are in the tail, and `head` is empty.
+    All rows begin at the same token, and padding does not count. Until the first token is
+    quantized, all tokens are in the tail, and `head` is empty.
     """
 
     def __init__(self, settings: CacheSettings, layer: int, key: torch.Tensor, value: torch.Tensor):
-        """An empty stream for keys and values like these, which may hold any number of tokens."""
+        """An empty stream for keys and values like these, of any number of tokens."""
         self.settings, self.layer = settings, layer
         self.codec, self.layout = settings.codec, settings.layout
         self.cached = rows_of(self.codec.rotations[layer].sides)
@@ -56,14 +53,13 @@ class Stream:
         self.tail = {name: tensor[:, :, :0] for name, tensor in rows}
         self.head: dict[str, torch.Tensor] = {}
         self.tail_start = 0
-        """The first token of the tail; all after it are exact."""
+        """The first token of the tail."""
         self.first = 0
-        """The first token that can still be read. Layers with a sliding window forget earlier
-        ones."""
+        """The first token that can still be read. A sliding window forgets earlier ones."""
 
     @property
     def length(self) -> int:
-        """How many tokens the rows have, including those that were forgotten."""
+        """Tokens of a row, including forgotten ones."""
         return self.tail_start + self.exact_tokens
 
     @property
@@ -72,12 +68,12 @@ class Stream:
 
     @property
     def exact_tokens(self) -> int:
-        """How many tokens at the end are exact."""
+        """Tokens of the tail."""
         return next(iter(self.tail.values())).shape[2]
 
     @property
     def elements(self) -> int:
-        """How many numbers a token has."""
+        """Elements per token."""
         return sum(rows.shape[1] * rows.shape[3] for rows in self.tail.values())
 
     def update(
@@ -89,14 +85,11 @@ class Stream:
         read_from: int | None,
     ) -> Rows | None:
         """Add the keys and values of new tokens, and return what their queries read from token
-        `read_from` on, or None for a model that reads pages.
-
-        `now` is what these queries need, and `later` what the next ones do: a token is quantized
-        once, as soon as it leaves the tokens that must stay exact.
-        """
+        `read_from` on; None if the model reads pages. `now` is what these queries need, and `later`
+        what the next ones need."""
         for side, rows in zip(list(self.tail), (key, value), strict=True):
             tail = self.tail[side]
-            # The first tokens are not copied: a prompt may be long.
+            # The first tokens are not copied, because a prompt may be long.
             self.tail[side] = torch.cat([tail, rows], dim=2) if tail.shape[2] else rows
         self._leave(now)
         read = None if read_from is None else self.read(read_from)
@@ -112,35 +105,35 @@ class Stream:
 
     @torch.no_grad()
     def _quantize_before(self, end: int) -> None:
-        """Quantize the exact tokens between the sink and token `end`. Tokens that will not be read
-        again are forgotten instead. Where memory runs out, all stay exact."""
+        """Quantize the exact tokens between the sink and token `end`, or forget those that will not
+        be read again. If memory runs out, all stay exact."""
         sink, step, format = self.layout.sink, self.settings.block, self.layout.format
         start = max(self.tail_start, sink)
         if end <= start:
             return
         head, tail = self.head, {}
         if not head:
-            # As a kernel reads them: models hand over transposed rows.
+            # Kernels read contiguous rows, and models hand over transposed ones.
             heads = {side: rows[:, :, :sink] for side, rows in self.tail.items()}
             memory = torch.contiguous_format
             head = {side: rows.clone(memory_format=memory) for side, rows in heads.items()}
         forgotten = min(max(self.first, start), end)
         for side in self.sides:
             rows, blocks, kind = self.tail[side], self.blocks[side], (self.layer, side, format)
-            # Some may be written already: by a call that ran out of memory, or ahead of time.
-            # Forgotten tokens are left out.
+            # Skip tokens that are forgotten, or written: ahead, or before memory ran out.
             blocks.length = max(blocks.length, forgotten - sink)
             begin = sink + blocks.length
-            # Without a kernel, the codes of many tokens take hardly longer than those of one.
-            ahead = begin + 1 == end and self.codec.encoder(*kind, rows.device) is None
+            # Without a kernel, many tokens take hardly longer than one.
+            encoder = self.codec.encoder(*kind, rows.device)
+            ahead = begin + 1 == end and encoder is None
             leaving = rows[:, :, begin - self.tail_start :]
             leaving = leaving[:, :, : AHEAD if ahead else max(0, end - begin)]
-            # A block at a time, because the codec takes float32 copies of what it quantizes.
+            # One block at a time, because the codec makes float32 copies.
             for piece in leaving.split(step, dim=2) if begin < end else ():
                 blocks.append(self.codec.pack(piece, *kind))
-            if end - start > 1 or blocks.length % step == 0:
-                # Not after each token of decoding, because it waits for the GPU.
-                self.codec.check_packed(*kind, rows.device)
+            if encoder and (end - start > 1 or blocks.length % step == 0):
+                # Not at each decoding step, because it waits for the GPU.
+                encoder.check()
         for name, rows in self.tail.items():
             # A copy, so that a long prompt is freed after its last reader.
             tail[name] = rows[:, :, end - self.tail_start :].clone()
@@ -151,8 +144,7 @@ class Stream:
 
     def read(self, start: int = 0) -> Rows:
         """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
-        and type. Keys are without their mean where they are centered. Or what is cached in their
-        place."""
+        and type, centered keys without their mean; or what is cached in their place."""
         first, second = (self._read_side(name, start) for name in self.tail)
         return first, second
 
@@ -175,14 +167,13 @@ class Stream:
         write(0, codec.keep_exact(self.head[side], self.layer, side))
         together = READ_TOGETHER[read_as(side)[0]]
         for first, stored in blocks.read(start - sink, self.tail_start - sink, together):
-            # No name is kept for what is restored: it would outlive the next ones.
+            # A name for restored rows would keep them while the next ones are restored.
             write(sink + first, codec.restore(blocks.layout.dequantize(stored), self.layer, side))
         write(self.tail_start, exact)
         return read
 
     def has_kernel(self, query: torch.Tensor) -> bool:
-        """Whether a kernel reads the pages and windows, with queries `[B, H_q, T, D]` of this
-        device and type. None reads other rows than keys and values."""
+        """Whether a kernel reads pages and windows with such queries `[B, H_q, T, D]`."""
         if self.sides != SIDES:
             return False
         exact = self.tail["key"].dtype, self.tail["value"].dtype
@@ -194,15 +185,14 @@ class Stream:
 
     def attend(self, query: torch.Tensor, scores: Scores) -> torch.Tensor:
         """The attention output `[B, H_q, T, D_v]` of the last T tokens' queries `[B, H_q, T, D]`,
-        from the codes themselves. This copies nothing and waits for nothing on a GPU. Only for
-        layers that forget no tokens."""
+        from the codes, without a copy or a wait on a GPU. Not for layers that forget tokens."""
         attend = cuda_attention.attend if self.has_kernel(query) else attention.attend
         return attend(query, self.packed(), *self.windows(), scores)
 
     def packed(self) -> PackedTokens:
-        """The quantized tokens, where they lie."""
+        """The quantized tokens in their pages."""
         key, value = (self._packed_side(side) for side in SIDES)
-        # Not the length of the blocks: where memory ran out, the tail has some of their tokens too.
+        # Not the length of the blocks, whose last tokens may be in the tail as well.
         count = max(0, self.tail_start - self.layout.sink)
         device = self.tail["key"].device
         lengths = torch.full((self.batch,), count, dtype=torch.int32, device=device)
@@ -225,12 +215,8 @@ class Stream:
         """Take back the last tokens, at most `exact_tokens`."""
         for side, rows in self.tail.items():
             self.tail[side] = rows[:, :, : rows.shape[2] - count]
-        for blocks in self.blocks.values():  # what was written ahead of time may be other tokens'
+        for blocks in self.blocks.values():  # tokens quantized ahead may become others
             blocks.length = min(blocks.length, max(0, self.length - self.layout.sink))
-
-    def copy(self) -> "Stream":
-        """A stream with the same content that grows by itself."""
-        return copy.deepcopy(self)  # blocks are written in place
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows `[B']` of the batch, in this order."""
@@ -250,17 +236,16 @@ class Stream:
 class Blocks:
     """The quantized tokens of one side of one layer, in blocks of `layout.tokens` tokens each.
 
-    A block is uint8 `[B, layout.bytes]`: a page for each row of the batch. A new block is allocated
-    when the last one is full. The others stay where they are, so that a long context is never
-    copied to append one token, and a page can be read by its address alone.
+    A block is uint8 `[B, layout.bytes]`: a page for each row of the batch. Blocks stay where they
+    are: no token copies a long context, and kernels read pages by their addresses.
     """
 
     def __init__(self, layout: PageLayout | SegmentLayout):
         self.layout = layout
         self.length = 0
-        """Tokens that were appended or left out so far; the next one gets this number."""
+        """Tokens that were appended or left out so far: the number of the next one."""
         self.table: dict[int, torch.Tensor] = {}
-        """The block of each number: block b holds the tokens from `b * layout.tokens` on."""
+        """Number -> block: block b holds the tokens from `b * layout.tokens` on."""
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None
         """The number and the sections of the block that is being filled."""
         self._addresses: torch.Tensor | None = None
@@ -285,7 +270,7 @@ class Blocks:
         self.table[number], self._last = self.layout.empty(batch, device), None
 
     def free_before(self, token: int) -> None:
-        """Free every block whose tokens all come before this one."""
+        """Free the blocks that end before this token."""
         tokens = self.layout.tokens
         for number in [n for n in self.table if (n + 1) * tokens <= token]:
             del self.table[number]
@@ -294,10 +279,7 @@ class Blocks:
         self, start: int, end: int, together: int
     ) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
         """Yield `(first token, sections)` for the blocks with a token from `start` on, in order and
-        `together` blocks at a time, up to token `end`.
-
-        Rows of several blocks are a copy, which is far smaller than what they stand for.
-        """
+        `together` blocks at a time, up to token `end`. The sections are a copy."""
         tokens = self.layout.tokens
         numbers = [n for n in sorted(self.table) if n * tokens < end and (n + 1) * tokens > start]
         for begin in range(0, len(numbers), together):
@@ -306,7 +288,7 @@ class Blocks:
             filled = min(len(read) * tokens, end - first)
             blocks = torch.stack([self.table[number] for number in read], dim=1)
             parts = []
-            # As one block of many rows: the operations are as many as for a single block.
+            # As one block of many rows, with the same number of operations.
             for section in self.layout.view(blocks.flatten(0, 1)):
                 by_row = section.unflatten(0, (-1, len(read))).transpose(1, 2).flatten(2, 3)
                 parts.append(by_row[:, :, :filled])
@@ -314,10 +296,7 @@ class Blocks:
 
     def addresses(self) -> torch.Tensor:
         """The address of every page, int64 `[B, blocks or more]` on their device. No block may have
-        been freed.
-
-        The table is kept, and written where blocks were added: nothing waits for the GPU.
-        """
+        been freed. Only addresses of new blocks are written, so nothing waits for the GPU."""
         count = len(self.table)
         if self._addresses is None or count > self._addresses.shape[1]:
             device = self.table[0].device
@@ -339,5 +318,5 @@ class Blocks:
         self._last, self._addresses, self._addressed = None, None, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has blocks of its own, elsewhere."""
+        """A copy has other blocks, at other addresses."""
         return self.__dict__ | {"_last": None, "_addresses": None, "_addressed": 0}

@@ -1,5 +1,5 @@
-"""Attention of a few new tokens over packed keys and values, in plain torch: it defines what a
-kernel computes that reads the codes themselves."""
+"""Attention of a few new tokens over packed keys and values, in plain torch: the definition of the
+kernel that reads codes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,22 +15,19 @@ class PackedSide:
     """The packed keys, or the packed values, of a layer."""
 
     blocks: Sequence[torch.Tensor]
-    """At least one, uint8 `[B, bytes of a page]` each, contiguous, in the order of tokens. Pages
-    are filled one after the other."""
+    """At least one, uint8 `[B, bytes of a page]` each, contiguous, in token order."""
     layout: PageLayout | SegmentLayout
     matrix: torch.Tensor
-    """float32 `[H, D, D]`: what dequantized rows are multiplied by to be in the model's frame."""
+    """float32 `[H, D, D]`: takes dequantized rows to the model's frame."""
     mean: torch.Tensor | None = None
-    """float32 `[H, D]`: what these rows still lack, added to them. None: nothing."""
+    """float32 `[H, D]`, added to these rows."""
     table: torch.Tensor | None = None
-    """Page numbers, int64 `[B, blocks or more]`: page n begins `n unit` bytes after `base`. Layers
-    with pages in the same order share a table. None: that of `addresses`."""
+    """int64 `[B, blocks or more]`: page n begins `n * unit` bytes after `base`. None: addresses."""
     base: int = 0
     unit: int = 1
 
     def addresses(self) -> torch.Tensor:
-        """The table where it is known, otherwise the address of every page, on the device of the
-        blocks."""
+        """The table, or the address of every page, on the device of the blocks."""
         if self.table is not None:
             return self.table
         first = self.blocks[0]
@@ -38,7 +35,7 @@ class PackedSide:
         return starts + torch.arange(len(first), device=first.device)[:, None] * self.layout.bytes
 
     def restore(self) -> torch.Tensor:
-        """Every row of the pages in the model's frame `[B, H, T, D]`, in the matrix's type."""
+        """The rows of all pages in the model's frame `[B, H, T, D]`, in the matrix's type."""
         rows = [self.layout.dequantize(self.layout.view(block)) for block in self.blocks]
         restored = torch.cat(rows, dim=2).to(self.matrix.dtype) @ self.matrix
         return restored if self.mean is None else restored + self.mean[:, None]
@@ -51,18 +48,16 @@ class PackedTokens:
     key: PackedSide
     value: PackedSide
     lengths: torch.Tensor
-    """int32 `[B]` on the device: how many tokens of each row are packed. They begin with the first
-    place of the first page."""
+    """int32 `[B]` on the device: how many tokens of each row are packed, from the first page on."""
     starts: torch.Tensor | None = None
-    """int32 `[B]` on the device: how many of these, the first ones, are not read. None: all are."""
+    """int32 `[B]` on the device: how many of the first ones are not read. None: all are."""
     floors: torch.Tensor | None = None
-    """int32 `[B]` on the device. With it, exact tokens move along with the new ones: a query reads
-    one packed token less, and one of the tail more, than the next query does, but all read the
-    first `floors` packed tokens up to their own. Only with a tail that has `starts`."""
+    """int32 `[B]` on the device. With it, the exact window moves with the new tokens: a query reads
+    one packed token less, and one of the tail more, than the next query does. All read the first
+    `floors` packed tokens up to their own. Only with a tail that has `starts`."""
 
     @property
     def sides(self) -> tuple[PackedSide, PackedSide]:
-        """Keys and values."""
         return self.key, self.value
 
 
@@ -73,22 +68,21 @@ class ExactWindow:
     key: torch.Tensor
     value: torch.Tensor
     lengths: torch.Tensor | None = None
-    """int32 `[B]` on the device: how many of the E tokens of each row count, from the first one
-    on. None: all of them."""
+    """int32 `[B]` on the device: each row has the first so many of the E tokens. None: all."""
     starts: torch.Tensor | None = None
-    """int32 `[B]` on the device: how many of these, the first ones, are not read. None: all are."""
+    """int32 `[B]` on the device: how many of the first ones are not read. None: all are."""
     slots: torch.Tensor | None = None
     """int32 `[B, N]` on the device. With it, `key` and `value` are pools `[slots, H, P, D]`, and a
-    row has the tokens of its N slots in this order, so that E is `N P`."""
+    row has the tokens of its N slots in this order, so E is `N * P`."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens of each row there may be (E)."""
+        """The most tokens of a row (E)."""
         count = self.key.shape[2]
         return count if self.slots is None else count * self.slots.shape[1]
 
     def rows(self, side: str) -> torch.Tensor:
-        """The keys or values `[B, H, E, D]`, copied where they are in slots."""
+        """The keys or values `[B, H, E, D]`, copied if they are in slots."""
         rows: torch.Tensor = getattr(self, side)
         if self.slots is None:
             return rows
@@ -101,32 +95,30 @@ class Scores:
 
     scale: float
     soft_cap: float | None = None
-    """Logits are squeezed between plus and minus this number, as in Gemma 2."""
+    """The bound of logits `tanh(logits / cap) * cap`, as in Gemma 2."""
     sinks: torch.Tensor | None = None
-    """`[H_q]`: a logit for each query head that takes part in the softmax and reads nothing, as in
-    gpt-oss."""
+    """`[H_q]`: an attention sink of each query head, a logit without a value, as in gpt-oss."""
 
 
 def attend(
     query: torch.Tensor, packed: PackedTokens, head: ExactWindow, tail: ExactWindow, scores: Scores
 ) -> torch.Tensor:
     """The attention output `[B, H_q, T, D_v]` of new tokens, in the type of their queries
-    `[B, H_q, T, D]`.
+    `[B, H_q, T, D]`. It is computed in float32, or in float64 for queries in float64.
 
-    `head` are the first tokens of a request, `packed` those after them, and `tail` the last ones,
-    which end with the T new ones. Each of these reads all tokens but the new ones after it, and one
-    that reads none gets zeros.
-    Everything is computed in float32, or in float64 for queries in float64.
+    `head` holds the first tokens of a request, `packed` those after them, and `tail` the last ones,
+    which end with the T new tokens. Each new token reads all tokens up to its own. A query without
+    tokens gets zeros.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     new = query.shape[2]
     keys, values, masks = [], [], []
-    # Of the new tokens at the end of the tail, a query does not read those after it.
+    # A query does not read the new tokens after its own, which end the tail.
     later = torch.arange(new - 1, -1, -1, device=query.device)
     lengths, moved = packed.lengths[:, None].expand(-1, new), torch.zeros_like(later)
     if packed.floors is not None:
         moved = torch.minimum(later, lengths - packed.floors[:, None])
-        # Of packed tokens, too, no query reads those after its own.
+        # No query reads packed tokens after its own, either.
         assert tail.starts is not None
         moved = torch.maximum(moved, later - (_counts(tail) - tail.starts)[:, None])
     for window in (head, tail):
@@ -149,12 +141,12 @@ def attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention output `[B, H_q, T, D_v]` of queries `[B, H_q, T, D]` over rows `[B, H, L, D]`,
-    in the type of the queries, and the log-sum-exp of their logits `[B, H_q, T]`. `mask`, boolean
-    `[B, T, L]`, says which rows each query reads; one that reads none gets zeros, and minus
-    infinity. Computed as `attend` is."""
+    in the type of the queries, and the log-sum-exp of logits `[B, H_q, T]`. `mask`, boolean `[B, T,
+    L]`, is True where a query reads a row. A query that reads none gets zeros, and minus
+    infinity."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
-    # 0 times a value that is not finite is NaN: instead, its readers learn of it by its key.
+    # 0 times a value that is not finite is NaN, so its key is made NaN for its readers instead.
     is_bad = ~value.isfinite().all(-1, keepdim=True)
     key, value = key.masked_fill(is_bad, torch.nan), value.masked_fill(is_bad, 0)
     key = key.to(dtype).repeat_interleave(group, 1)
@@ -173,7 +165,7 @@ def attend_rows(
 
 
 def _counts(window: ExactWindow) -> torch.Tensor:
-    """How many tokens of each row count, int64 `[B]`."""
+    """How many tokens each row has, int64 `[B]`."""
     if window.lengths is None:
         batch = len(window.key) if window.slots is None else len(window.slots)
         return torch.full((batch,), window.tokens, device=window.key.device)
@@ -181,8 +173,8 @@ def _counts(window: ExactWindow) -> torch.Tensor:
 
 
 def _reads(tokens: int, starts: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
-    """Boolean `[B, T, tokens]`: which of the tokens each query reads: the first `counts` `[B, T]`
-    of them, without the first `starts` `[B, T or 1]`."""
+    """Which tokens each query reads, boolean `[B, T, tokens]`: from `starts` `[B, T or 1]` to
+    `counts` `[B, T]`."""
     position = torch.arange(tokens, device=counts.device)
     read = position < counts[..., None]
     return read if starts is None else read & (position >= starts[..., None])

@@ -14,12 +14,12 @@ from rotationzoo.rotations import Rotation, Rotations
 
 
 def spend_bits(rotations: Rotations, budget: Budget) -> Rotations:
-    """The rotations with the bits of each channel that a budget buys, by their costs; unchanged by
-    an empty budget. No model is needed. Raises `RotationZooError` for rotations without costs."""
+    """The rotations with the bits that a budget gives each channel, by their costs; unchanged by an
+    empty budget. Raises `RotationZooError` for rotations without costs."""
     if not budget:
         return rotations
     if not rotations.has_transform:
-        problem = "these rotations do not know what channels cost, so no bits can be shared out"
+        problem = "these rotations lack the costs of channels, so no bits can be shared out"
         raise RotationZooError(problem, "calibrate with --recipe transform")
     chosen: dict[tuple[int, str], torch.Tensor] = {}
     for sides, bits in budget.shares:
@@ -28,11 +28,10 @@ def spend_bits(rotations: Rotations, budget: Budget) -> Rotations:
             if side in sides:
                 assert rotation.costs is not None
                 costs[layer, side] = rotation.costs
-        # Alone, each side of a layer gets all bits of its own.
-        together = [[*costs]]
+        groups = [[*costs]]
         if isinstance(budget, EvenBudget):
-            together = [[place] for place in costs]
-        for places in together:
+            groups = [[place] for place in costs]
+        for places in groups:
             shares = share_bits([costs[place] for place in places], bits)
             chosen |= zip(places, shares, strict=True)
 
@@ -43,18 +42,18 @@ def spend_bits(rotations: Rotations, budget: Budget) -> Rotations:
 
 
 def check_room(budget: Budget, geometry: Geometry) -> None:
-    """Raise `RotationZooError` for a budget that leaves nothing to latents. A geometry that only
-    the weights will show, which is empty, has none to check."""
+    """Raise `RotationZooError` for a budget that leaves nothing to latents, but not for an empty
+    geometry, which only the weights will show."""
     stored = {side for layer in cached_layers(geometry) for side in layer.sides}
     for sides, _ in budget.shares:
         if stored and stored.isdisjoint(sides):
-            problem = "a budget for keys and one for values leave none for latents"
+            problem = "budgets for keys and for values leave no bits for latents"
             raise RotationZooError(problem, "give --bits alone")
 
 
 def budget_problems(rotations: Rotations, budget: Budget) -> Iterator[tuple[str, int]]:
-    """Problems of layers: costs below 0, and widths that no row has or that exceed the budget. The
-    tensors must be finite and have the shapes that the recipe asks for."""
+    """Yield problems with their layers: negative costs, and widths that are invalid or exceed the
+    budget. The tensors must be finite and have the recipe's shapes."""
     if not budget:
         return
     for layer, side, rotation in rotations.each():

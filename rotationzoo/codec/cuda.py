@@ -1,9 +1,9 @@
-"""How kernels of the table in `codec.kernels` are compiled and launched on an NVIDIA GPU; and the
-variants of those of `int2.cu`, and what they store.
+"""How the kernels of `codec.kernels` are compiled and launched on an NVIDIA GPU, and the variants
+of `int2.cu`.
 
 NVIDIA's cuda.core compiles a source with NVRTC for the GPU that it finds, keeps the result in the
 user's cache, and launches it on torch's stream. Unlike torch's extension builder, it needs no CUDA
-toolkit, host compiler or build step. The extra `cuda` has it.
+toolkit, host compiler or build step. The extra `cuda` installs it.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ import torch
 
 from rotationzoo.codec import kernels
 from rotationzoo.codec.formats import SGLANG, Format
-from rotationzoo.codec.int2 import METADATA_TYPES, check_shape
+from rotationzoo.codec.int2 import check_shape
 from rotationzoo.errors import RotationZooError
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Row types that the kernels read and write -> the number that `int2.cu` uses for each."""
+"""Row types of the kernels -> their numbers in `int2.cu`."""
 _LARGEST_DIM = 512
 THREADS = 128
 """Of a block: WARPS in `int2.cu`, times 32."""
@@ -29,11 +29,8 @@ _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` 
 
 @cache
 def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> Any:
-    """A program of `kernels.PROGRAMS` compiled with these macros for this GPU, or taken from the
-    cache: cuda.core's object code, whose `get_kernel` takes a name. Raises `RotationZooError` where
-    cuda.core or NVRTC is missing, and `TypeError` where a kernel takes what the table does not
-    say."""
-    kernels.check(source)
+    """A program of `kernels.PROGRAMS`, compiled or from the cache: cuda.core's object code, whose
+    `get_kernel` takes a name. Raises `RotationZooError` if cuda.core or NVRTC is missing."""
     # Imported here because the package is optional.
     try:
         from cuda.core import Device, Program, ProgramOptions
@@ -50,8 +47,8 @@ def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device
 
 
 def run_beside(kernel: Any, device: torch.device) -> None:
-    """Let another kernel start on the multiprocessors of this one before it ends: they would wait
-    if they first had to give more of their memory to blocks."""
+    """Let other kernels start on a multiprocessor while this one runs. They would wait for a larger
+    share of shared memory otherwise."""
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -72,12 +69,12 @@ class Launcher:
         arguments: tuple[Any, ...],
         early: bool = True,
     ) -> None:
-        """Launch a kernel with the tuple of arguments that `kernels.PROGRAMS` says it takes.
+        """Launch a kernel with its tuple of arguments in `kernels.PROGRAMS`.
 
-        Where it is to start `early`, it may start before the kernel before it in the stream has
-        ended. The contract of all sources: until it executes `griddepcontrol.wait`, such a kernel
-        writes nothing, and reads nothing but what an artifact holds. Afterwards, all kernels before
-        it have ended. The kernels of attention.cu may read more, and say there why.
+        With `early`, it may start before the kernel before it in the stream has ended. The contract
+        of all sources: until it executes `griddepcontrol.wait`, such a kernel writes nothing, and
+        reads only data of an artifact. Afterwards, all kernels before it have ended. The kernels of
+        attention.cu may read more, and say there why.
         """
         from cuda.core import launch
 
@@ -100,8 +97,8 @@ def _stream(handle: int) -> Any:
 
 @cache
 def _waits_itself(index: int) -> bool:
-    """Whether a kernel on this GPU can wait for the one before it by itself: older versions of
-    cuda.core cannot say that it does, and older GPUs have no instruction for it."""
+    """Whether a kernel on this GPU can wait for the one before it. Older versions of cuda.core have
+    no option for it, and older GPUs no instruction."""
     from cuda.core import LaunchConfig
 
     return torch.cuda.get_device_capability(index) >= _WAITING_GPU and hasattr(LaunchConfig, _EARLY)
@@ -133,8 +130,8 @@ def _values(arguments: tuple[Any, ...]) -> list[int | float]:
 
 @dataclass(frozen=True)
 class Packed:
-    """Stored rows: `codes` are bytes `[H, N, D / 4]`, as `int2.pack` returns them;
-    `metadata` `[H, N, D / group, 2]` holds scale and offset in the format's type."""
+    """Stored rows: `codes` are bytes `[H, N, D / 4]` of `int2.pack`, and `metadata`
+    `[H, N, D / group, 2]` holds scale and offset in the format's type."""
 
     codes: torch.Tensor
     metadata: torch.Tensor
@@ -143,8 +140,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Variant:
-    """The shape and type of the rows, the format and the optional steps that a kernel is compiled
-    for."""
+    """The shape and type of rows, the format, and the optional steps of a compiled kernel."""
 
     dim: int
     group: int
@@ -156,14 +152,13 @@ class Variant:
     """Whether rows are multiplied by a matrix."""
 
     def macros(self) -> list[tuple[str, str]]:
-        """The macros that compile the source into this variant. Raises `RotationZooError` for
-        shapes and types that the kernels do not support."""
+        """Its macros. Raises `RotationZooError` for unsupported shapes and types."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
             raise RotationZooError(
-                f"the CUDA kernel has no rows of {dim} {dtype} in groups of {group}: it takes "
+                f"the CUDA kernel takes no rows of {dim} {dtype} in groups of {group}, but "
                 f"multiples of 16 up to {_LARGEST_DIM} in float32, float16 or bfloat16, "
                 "and groups of multiples of 4"
             )
@@ -182,8 +177,8 @@ class Variant:
 
     @property
     def block_rows(self) -> int:
-        """Rows that one thread block handles, as in the source. In `int2.cu`, `lanes` threads share
-        a row, and each holds runs of neighbouring channels from every quarter of it."""
+        """Rows of a thread block, as in the source. In `int2.cu`, `lanes` threads share a row, and
+        each holds runs of neighboring channels from every quarter of it."""
         quarter = self.dim // 4
         wide = self.dtype != torch.float32 and quarter % 8 == 0 and self.group % 8 == 0
         run = 8 if wide and not self.rotates else 4
@@ -192,25 +187,15 @@ class Variant:
         return THREADS // lanes * rows_of_a_lane
 
 
-def empty_packed(rows: torch.Tensor, group: int, format: Format) -> Packed:
-    """Room for what a kernel stores of rows `[H, N, D]`."""
-    heads, count, dim = rows.shape
-    codes = rows.new_empty(heads, count, dim // 4, dtype=torch.uint8)
-    shape = heads, count, dim // group, 2
-    metadata = rows.new_empty(shape, dtype=METADATA_TYPES[format.metadata])
-    return Packed(codes, metadata, format)
-
-
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel on one GPU. It is launched on torch's current stream there, without waiting
-    for the result."""
+    """A compiled kernel on one GPU. A call launches it without waiting for the result."""
 
     function: Any
     block_rows: int
 
     def __call__(self, rows: torch.Tensor, arguments: tuple[Any, ...]) -> None:
-        """Launch for rows `[H, N, ...]`, whose values or codes are among the arguments."""
+        """Launch for rows `[H, N, ...]`, or their codes."""
         if not rows.numel():  # CUDA refuses an empty grid
             return
         grid = -(-rows.shape[1] // self.block_rows), rows.shape[0], 1
@@ -219,10 +204,6 @@ class Kernel:
 
 @cache
 def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
-    """The variant's kernel of this name, compiled for this GPU or taken from the cache.
-
-    Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the
-    kernel does not support.
-    """
+    """The variant's kernel. Raises `RotationZooError` as `build` and `Variant.macros` do."""
     function = build("int2.cu", tuple(variant.macros()), device).get_kernel(name)
     return Kernel(function, variant.block_rows)

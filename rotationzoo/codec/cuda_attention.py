@@ -1,5 +1,5 @@
-"""Attention over packed keys and values on an NVIDIA GPU, as `codec.attention` defines it: what the
-kernels of `attention.cu` read, in tiles of how many tokens, and how their work is cut up."""
+"""Attention over packed keys and values on an NVIDIA GPU, as `codec.attention` defines it: the
+arguments of the kernels of `attention.cu`, and how their work is split."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +9,6 @@ import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import TYPES, Launcher, build
-from rotationzoo.codec.formats import SEGMENTS, Format
 from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Segments, Strides, Window
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.slots import TOGETHER, count_slots, list_slots, slot_table
@@ -20,12 +19,9 @@ _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
-# Tokens of a range: shorter ones take longer to merge than to read, and are worth it only where
-# half of the GPU would be idle.
+# Tokens of a split. Shorter ones pay only if half of the GPU would be idle: merging takes longer.
 _SHORTEST_SPLIT, _LONGEST_SPLIT = 512, 1024
-_WAVES = 3
-"""How often all blocks that a GPU holds at once should be replaced, so that none is left alone with
-the last of them."""
+_WAVES = 3  # of blocks on the GPU, so that it does not wait long for the last ones
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 _WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
 Layout = PageLayout | SegmentLayout
@@ -41,44 +37,39 @@ class AttentionVariant:
     """Of queries and exact rows."""
     soft_cap: bool
     columns: int
-    """That a block handles: query heads of a KV head times query tokens, or a part of them."""
+    """Of a block: query heads of a KV head times query tokens, or a part of them."""
 
     @property
     def warps(self) -> int:
-        """Warps of a block of `attend`: four, where the shared memory of a block has room for two
-        tiles of each."""
+        """Warps of a block of `attend`: four, if two tiles of each fit its shared memory."""
         return 4 if 8 * self.tile_bytes <= _SHARED_MEMORY else 2
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a tile of keys and values, of the head that has most."""
+        """Bytes of a tile of keys and values, of the largest head."""
         return _TILE * _room(self.key, self.value)
 
     @property
     def window(self) -> int:
-        """Exact tokens that a block of `attend` reads: four threads compare each. `WINDOW` in the
-        source."""
+        """Exact tokens that a block of `attend` reads: `WINDOW` in the source."""
         return 32 * self.warps // 4
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of a query that `prepare` writes: two of each channel. `COLUMN` in the source."""
+        """Bytes of a query that `prepare` writes, two per channel: `COLUMN` in the source."""
         if isinstance(self.key, SegmentLayout):
             return 16 * count_slots(self.key)
         return -(-self.key.dim // 64) * 128
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
+        format, segments = self.key.format, isinstance(self.key, SegmentLayout)
         values: dict[str, float] = {
             "PAGE": self.key.tokens,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
             "TYPE": TYPES[self.dtype],
             "SOFT_CAP": self.soft_cap,
-        }
-        format = _format(self.key)
-        segments = isinstance(self.key, SegmentLayout)
-        values |= {
             "HALF": format.metadata == "float16",
             "MINIMUM": format.offset == "minimum",
             "STRIDED": format.packing == "strided",
@@ -87,14 +78,14 @@ class AttentionVariant:
             "EVEN": _are_even(self.key) and _are_even(self.value),
         }
         for side, layout in (("KEY", self.key), ("VALUE", self.value)):
-            values |= {f"{side}_DIM": layout.dim, f"{side}_GROUP": layout.dim // _groups(layout)}
+            values |= {f"{side}_DIM": layout.dim, f"{side}_GROUP": layout.dim // layout.groups}
             values |= {f"{side}_SLOTS": _slots(layout), f"{side}_ROOM": segments and _room(layout)}
         return tuple((name, str(int(value))) for name, value in values.items())
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled kernels, and what of them depends on the variant."""
+    """The compiled kernels of a variant."""
 
     prepare: Any
     attend: Any
@@ -108,7 +99,7 @@ class Kernels:
 
 @cache
 def _room(*layouts: Layout) -> int:
-    """Bytes of a token in the head that has most."""
+    """Bytes of a token in the largest head."""
     most = max(map(sum, zip(*(layout.row_bytes for layout in layouts), strict=False)))
     if isinstance(layouts[0], PageLayout):
         return most
@@ -120,31 +111,23 @@ def _slots(layout: Layout) -> int:
 
 
 def _are_even(layout: Layout) -> bool:
-    """Whether the heads of a layer need equally many reads of slots."""
+    """Whether all heads of a layer read the same number of slots."""
     if isinstance(layout, PageLayout):
         return True
     return min(map(len, list_slots(layout))) > count_slots(layout) - TOGETHER
 
 
-def _groups(layout: Layout) -> int:
-    return layout.groups if isinstance(layout, PageLayout) else 1
-
-
-def _format(layout: Layout) -> Format:
-    return layout.format if isinstance(layout, PageLayout) else SEGMENTS
-
-
 def supports(key: Layout, value: Layout, dtype: torch.dtype, exact_tokens: int = 0) -> bool:
-    """Whether the kernels read pages of these layouts with queries of this type, and windows that
-    have room for `exact_tokens` tokens together."""
-    # Windows are cut into parts one by one, and packed tokens are at least one more.
+    """Whether the kernels read pages of these layouts with queries of this type, and exact windows
+    of `exact_tokens` tokens together."""
+    # Each window may end with a part of its own, and packed tokens are at least one more.
     variant = AttentionVariant(key, value, dtype, soft_cap=False, columns=4)
     parts = exact_tokens // variant.window + 3
     return (
         parts <= _MOST_TOTALS
         and dtype in TYPES
         and 4 * variant.tile_bytes <= _SHARED_MEMORY  # two of each warp
-        and (_format(key), key.tokens, key.heads) == (_format(value), value.tokens, value.heads)
+        and (key.format, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
         and _has_few_groups(key)
@@ -153,9 +136,7 @@ def supports(key: Layout, value: Layout, dtype: torch.dtype, exact_tokens: int =
 
 
 def _has_few_groups(layout: Layout) -> bool:
-    """Whether a token has as few scales as the kernels can keep apart."""
-    if isinstance(layout, SegmentLayout):
-        return True
+    """Whether a token has few enough scales for the kernels."""
     # Codes that share a 32-bit word and a field of its bytes must share a scale.
     run = 4 if layout.format.packing == "strided" else 16
     return layout.groups <= _MOST_GROUPS and layout.dim // layout.groups % run == 0
@@ -163,18 +144,16 @@ def _has_few_groups(layout: Layout) -> bool:
 
 def choose_columns(columns: int, key: Layout, value: Layout) -> int:
     """How many of a tile's `columns` one block handles."""
-    # Beyond that, a warp's sums do not fit into its registers.
-    wide = max(key.dim, value.dim) <= 128 and _groups(key) == _groups(value) == 1
+    # The sums of larger rows do not fit into a warp's registers.
+    wide = max(key.dim, value.dim) <= 128 and key.groups == value.groups == 1
     wide = wide and max(_slots(key), _slots(value)) <= _WIDE_SLOTS
     return 8 if columns > 4 and wide else 4
 
 
 def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
-    """Into how many ranges the `tokens` packed tokens of a head are cut. `heads` counts those of
-    all rows and tiles of columns. A GPU holds `blocks` thread blocks at once, and the exact tokens
-    of each head need `windows` more."""
-    # One wave of blocks, with those of exact tokens, most of which end early. Where these take most
-    # of it, blocks of several waves take turns.
+    """How many splits the `tokens` packed tokens of a head get, of `heads` in all rows and tiles of
+    columns. A GPU holds `blocks` blocks at once; the exact tokens of a head take `windows` more."""
+    # One wave of blocks, unless those of exact tokens, most of which end early, take most of it.
     wave = blocks // heads
     most, fewest = max(wave - windows, 3 * wave // 4), min(wave // 2, tokens // _SHORTEST_SPLIT)
     if 2 * windows > wave:
@@ -184,8 +163,7 @@ def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
 
 @cache
 def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
-    """The kernels of a variant, compiled for this GPU or taken from the cache. Raises
-    `RotationZooError` where cuda.core or NVRTC is missing."""
+    """The kernels of a variant. Raises `RotationZooError` as `cuda.build` does."""
     code = build("attention.cu", variant.macros(), device)
     attend = code.get_kernel("attend")
     threads = 32 * variant.warps
@@ -213,11 +191,11 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`; written to
     `output`, where it is given, of the type of queries and windows.
 
-    `splits` is how many ranges the packed tokens of a row are cut into, one for a thread block
-    each; by default as many as keep the GPU busy. Nothing waits for the GPU. The matrix of the keys
-    may be read before the last kernel of the stream has ended, so that kernel must not write it.
-    Raises `RotationZooError` for what `supports` says no to, and for more rows, or more KV heads
-    times queries, than a grid has blocks for.
+    Each of the `splits` of the packed tokens of a row gets a thread block; by default there are
+    enough to keep the GPU busy. Nothing waits for the GPU. The matrix of the keys may be read
+    before the last kernel of the stream has ended, so that kernel must not write it. Raises
+    `RotationZooError` for what `supports` refuses, and for more rows, or more KV heads times
+    queries, than a grid has blocks.
     """
     result_type, dtype = query.dtype, query.dtype
     for window in (head, tail):
@@ -247,39 +225,27 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     splits = min(splits, _MOST_TOTALS - windows)
     parts, padded = windows + splits, tiles * width
 
-    # All copies are made before the first kernel. Kernels start early: what they read before they
-    # wait for the kernel before them must not come from that one.
-    key_matrix, value_matrix = (_to(side.matrix, torch.float32) for side in packed.sides)
-    key_mean, value_mean = (_to(side.mean, torch.float32) for side in packed.sides)
-    key, value = map(_pages, packed.sides)
+    strides, scale = Strides(*query.stride()[:3]), float(scores.scale)
     segments = _segments(variant, query.device)
-    counts = packed.starts, packed.floors, packed.lengths
-    starts, floors, lengths = (_to(each, torch.int32) for each in counts)
-    sink, recent = _window(head, dtype), _window(tail, dtype)
-    sinks = _to(scores.sinks, torch.float32)
     rows = batch, layout.heads, padded
     prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
-    headers = query.new_empty(*rows, 2 + _groups(layout), dtype=torch.float32)
+    headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
     totals = headers.new_empty(*rows, parts, 2)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
-    launch = Launcher(query.device)
-    scale, cap = float(scores.scale), float(scores.soft_cap or 0)
-    strides = Strides(*query.stride()[:3])
+    # All copies are made before the first kernel. Kernels start early: what they read before they
+    # wait for the kernel before them must not come from that one.
     prepare = Prepare(
         query=query,
         strides=strides,
         columns=columns,
         tokens=tokens,
-        matrix=key_matrix,
-        mean=key_mean,
+        matrix=_to(packed.key.matrix, torch.float32),
+        mean=_to(packed.key.mean, torch.float32),
         scale=scale,
         segments=segments.key,
         prepared=prepared,
         headers=headers,
     )
-    early = key_matrix is packed.key.matrix  # no copy, which may have only just begun
-    launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, prepare, early)
-
     attend = Attend(
         query=query,
         strides=strides,
@@ -287,23 +253,21 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
         tokens=tokens,
         prepared=prepared,
         headers=headers,
-        key=key,
-        value=value,
+        key=_pages(packed.key),
+        value=_pages(packed.value),
         segments=segments,
-        starts=starts,
-        floors=floors,
-        lengths=lengths,
+        starts=_to(packed.starts, torch.int32),
+        floors=_to(packed.floors, torch.int32),
+        lengths=_to(packed.lengths, torch.int32),
         splits=splits,
         tiles=tiles,
-        sink=sink,
-        recent=recent,
+        sink=_window(head, dtype),
+        recent=_window(tail, dtype),
         scale=scale,
-        cap=cap,
+        cap=float(scores.soft_cap or 0),
         totals=totals,
         outputs=outputs,
     )
-    launch(kernels.attend, (parts, layout.heads * tiles, batch), kernels.threads, attend)
-
     finish = Finish(
         totals=totals,
         outputs=outputs,
@@ -312,12 +276,16 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
         parts=parts,
         windows=windows,
         tokens=tokens,
-        matrix=value_matrix,
-        mean=value_mean,
-        sinks=sinks,
+        matrix=_to(packed.value.matrix, torch.float32),
+        mean=_to(packed.value.mean, torch.float32),
+        sinks=_to(scores.sinks, torch.float32),
         result=result,
         strides=Strides(*result.stride()[:3]),
     )
+    launch = Launcher(query.device)
+    early = prepare.matrix is packed.key.matrix  # no copy, which may have only just begun
+    launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, prepare, early)
+    launch(kernels.attend, (parts, layout.heads * tiles, batch), kernels.threads, attend)
     groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
     many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
     blocks = -(-columns // groups) if many else columns

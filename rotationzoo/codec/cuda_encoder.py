@@ -1,5 +1,4 @@
-"""Rows quantized on an NVIDIA GPU, as `int2.quantize` defines it: once, or call after call as a
-cache does it, where nothing waits for the GPU until `check` asks whether a row was refused."""
+"""Rows quantized on an NVIDIA GPU, as `int2.quantize` defines it, without waiting for the GPU."""
 
 import importlib.util
 from dataclasses import dataclass, replace
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 
 from rotationzoo.codec import cuda, int2
-from rotationzoo.codec.clip import clip_position
 from rotationzoo.codec.kernels import Quantize
 from rotationzoo.errors import RotationZooError
 
@@ -25,29 +23,30 @@ class Encoder:
     inputs: dict[str, Any]
     """The tensors that the kernel reads in addition to the rows, by the names of its arguments."""
     refused: torch.Tensor
-    """Set on the GPU where a row was not finite, or too large."""
+    """Set on the GPU if a row is not finite or too large."""
 
     def __call__(self, rows: torch.Tensor) -> int2.Quantized:
         """The packed codes `[B, H, T, row bytes]` of rows `[B, H, T, D]`, with their scales and
-        offsets `[B, H, T, G]`: equal to the definition's, bit by bit."""
+        offsets `[B, H, T, G]`, bit-equal to the definition's."""
         packed = self.store(rows.transpose(0, 1).flatten(1, 2))
         parts = packed.codes, *packed.metadata.unbind(-1)
         by_row = (part.unflatten(1, (len(rows), -1)).transpose(0, 1) for part in parts)
         return int2.Quantized(*by_row)
 
     def store(self, rows: torch.Tensor, rotated: torch.Tensor | None = None) -> cuda.Packed:
-        """Quantize and pack rows `[H, N, D]` of the variant's type. `rotated` `[H, N, D]` float32
-        receives the products with the rotation, if there is one."""
-        packed = cuda.empty_packed(rows, self.variant.group, self.variant.format)
+        """Quantize and pack rows `[H, N, D]` of the variant's type. `rotated` `[H, N, D]` float32,
+        if given, receives the products with the rotation."""
+        (heads, count, dim), format = rows.shape, self.variant.format
+        codes = rows.new_empty(heads, count, dim // 4, dtype=torch.uint8)
+        shape, number = (heads, count, dim // self.variant.group, 2), format.metadata
+        metadata = rows.new_empty(shape, dtype=int2.METADATA_TYPES[number])
         rows = rows.contiguous()
-        named = self.inputs | {"codes": packed.codes, "metadata": packed.metadata}
-        named |= {"rows": rows, "length": rows.shape[1], "refused": self.refused}
-        self.kernel(rows, Quantize(**named, rotated=rotated))
-        return packed
+        named = self.inputs | {"codes": codes, "metadata": metadata, "rows": rows}
+        self.kernel(rows, Quantize(**named, length=count, refused=self.refused, rotated=rotated))
+        return cuda.Packed(codes, metadata, format)
 
     def check(self) -> None:
-        """Wait for the GPU, and raise `RotationZooError` where it refused a row since the last
-        call."""
+        """Wait for the GPU; raise `RotationZooError` if it refused a row since the last call."""
         if self.refused.item():
             self.refused.zero_()
             raise int2.refusal()
@@ -59,10 +58,9 @@ def clip_encoder(
     device: torch.device,
     rotation: torch.Tensor | None = None,
 ) -> Encoder:
-    """An encoder that chooses the codes of `int2.quantize` for clip ratios `[H]`. `rotation`
-    `[H, D, D]`, if given, multiplies the rows first. Raises `RotationZooError` for shapes and types
-    that the kernel does not support."""
-    entry, weight = clip_position(clip, variant.dim, variant.format.interpolated)
+    """An encoder with clip ratios `[H]`. `rotation` `[H, D, D]`, if given, multiplies the rows
+    first. Raises `RotationZooError` for shapes and types that the kernel does not support."""
+    entry, weight = int2.clip_position(clip, variant.dim, variant.format.interpolated)
     matrix = None if rotation is None else rotation.float().contiguous()
     variant = replace(variant, clips=bool((clip < 1).any()), rotates=matrix is not None)
     kernel = cuda.compiled("quantize", variant, device)

@@ -1,5 +1,4 @@
-"""Whole rows quantized on an NVIDIA GPU, and back: the reference that `validate` compares with the
-definition, and times."""
+"""Whole rows quantized on an NVIDIA GPU, and back, for `validate` to check and to time."""
 
 import torch
 
@@ -18,13 +17,11 @@ def quantize(
     rotation: torch.Tensor | None = None,
     rotated: torch.Tensor | None = None,
 ) -> Packed:
-    """Quantize and pack rows `[H, N, D]` on a GPU, as `int2.quantize` and `int2.pack` do;
-    `dequantize` reads the result.
+    """Quantize and pack rows `[H, N, D]` as `int2.quantize` and `int2.pack` do.
 
     `clip` is one ratio, or one per head `[H]`. `rotation` `[H, D, D]`, if given, multiplies the
     rows first; `rotated` `[H, N, D]` float32 receives the products. Raises `RotationZooError` for
-    rows that are not finite or above 1e18, and for shapes and types that the kernel does not
-    support.
+    rows that are not finite or above 1e18, and for unsupported shapes and types.
     """
     ratios, dim = torch.as_tensor(clip).expand(len(rows)), rows.shape[-1]
     variant = Variant(dim, group_size or dim, rows.dtype, format)
@@ -37,8 +34,8 @@ def quantize(
 def dequantize(
     packed: Packed, dtype: torch.dtype = torch.float32, rotation: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`. A given `rotation` is
-    undone by multiplying with its transpose."""
+    """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`, and multiply them
+    with the transpose of `rotation`, if given."""
     heads, count, bytes_of_a_row = packed.codes.shape
     dim = 4 * bytes_of_a_row
     groups, device = packed.metadata.shape[2], packed.codes.device

@@ -1,5 +1,5 @@
-"""Rows stored by transform coding on an NVIDIA GPU, as `transform.SegmentLayout` defines it: in a
-server's pages, or in those of a cache, where nothing waits for the GPU until `check`."""
+"""Rows stored by transform coding on an NVIDIA GPU, as `transform.SegmentLayout` defines it, in the
+pages of a server or of a cache. Nothing waits for the GPU until `SegmentEncoder.check`."""
 
 from dataclasses import replace
 from functools import cache
@@ -14,16 +14,14 @@ from rotationzoo.codec.kernels import IntoPages, StoreSegments
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 
 FEW = 2000
-"""Rows of a side up to which a block for each multiplies and stores them: found for an earlier
-kernel with a block a row, and not timed for these."""
+"""The most rows of a side that get a block each. Measured with an earlier kernel."""
 _WARPS = 4  # rows of a block: `WARPS` in `int2.cu`
 _LARGEST_DIM = 256  # a block of few has 4 threads a channel
 
 
 @cache
 def compiled(name: str, dim: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """A kernel of `segments.cu`, for `tokens` tokens per page and rows of this dimension and
-    type."""
+    """A kernel of `segments.cu` for these rows, and pages of `tokens` tokens."""
     macros = (*Variant(dim, dim, dtype).macros(), ("TOKENS", str(tokens)))
     kernel = build("segments.cu", macros, device).get_kernel(name)
     run_beside(kernel, device)
@@ -54,7 +52,7 @@ class SegmentEncoder:
         self.bad = torch.zeros(2, dtype=torch.int64, device=steps.device)
 
     def __call__(self, channels: torch.Tensor) -> list[torch.Tensor]:
-        """The rows `[B, 1, T, row bytes]` of each head, of channels in steps `[B, H, T, D]`."""
+        """The rows `[B, 1, T, row bytes]` of each head, from channels in steps `[B, H, T, D]`."""
         batch, _, tokens, dim = channels.shape
         device, layout = channels.device, replace(self.layout, tokens=tokens)
         memory = layout.empty(batch + 1, device)  # page 0 belongs to nobody
@@ -68,15 +66,14 @@ class SegmentEncoder:
         return layout.view(memory[1:])
 
     def check(self) -> None:
-        """Wait for the GPU, and raise `RotationZooError` where it refused a row since the last
-        call."""
+        """Wait for the GPU; raise `RotationZooError` if it refused a row since the last call."""
         if self.bad[0].item():
             self.bad.zero_()
             raise int2.refusal()
 
 
 def make_encoder(layout: SegmentLayout, steps: torch.Tensor) -> SegmentEncoder | None:
-    """An encoder for rows on the device of these steps `[H, D]`; None where there is no kernel."""
+    """An encoder for rows on the device of these steps `[H, D]`; None without a kernel."""
     is_known = supports(Variant(layout.dim, layout.dim, torch.float32))
     if is_known and layout.dim <= _LARGEST_DIM and kernels_run_on(steps.device):
         return SegmentEncoder(layout, steps)

@@ -1,8 +1,7 @@
-"""Serving engines, one row each: what an engine takes of an artifact.
+"""Serving engines, one row each: the parts of an artifact that an engine takes.
 
-The command line, `export`, `evaluate`, `generate`, docs/engines.md and the tests take the engines
-from here. To add one, write a module in `engines/formats` (`engines.base.WriteFiles` says what it
-defines) and add a row here.
+The command line, docs/engines.md and the tests read this table. A new engine has a row here and a
+module in `engines/formats`, which `engines.base.WriteFiles` describes.
 """
 
 from collections.abc import Collection
@@ -17,41 +16,39 @@ from rotationzoo.words import nearest
 
 @dataclass(frozen=True)
 class Entry:
-    """What an engine takes of an artifact. Everything else is left out, and said."""
+    """The parts of an artifact that an engine takes. Reports name those that are left out."""
 
     module: str = ""
-    """The module of `engines/formats` that writes its files, imported only when it is used, so that
-    `--help` does not wait for torch. Empty if the engine reads artifacts themselves."""
+    """The module of `engines/formats` that writes its files, imported only for use, because
+    `--help` must not wait for torch. Empty if the engine reads artifacts."""
     command: str = ""
-    """The command of rotationzoo that starts an engine which reads artifacts themselves."""
+    """The command of rotationzoo that starts an engine which reads artifacts."""
     format: str = ""
-    """Its format, a name in `codec.formats.SIMULATED`. Empty if only the engine has its codec."""
+    """Its format, a name in `codec.formats.SIMULATED`. Empty if its codec is not simulated."""
     rotates: bool = True
-    """Whether it takes rotations, and not the bits of layers alone."""
+    """False if it takes only the bits of layers, and no rotations."""
     heads: bool = True
-    """Whether it takes one matrix per KV head, and not one per layer alone."""
+    """Whether it takes one matrix per KV head, or only one per layer."""
     means: tuple[str, ...] = ()
     """The sides whose means it subtracts."""
     takes: tuple[str, ...] = HEADS.sides
     """The sides that it rotates."""
     on_cpu: tuple[str, ...] = ()
-    """Further ones, on a CPU alone."""
+    """Further sides that it rotates on a CPU only."""
     clip: Literal["none", "one", "side", "head"] = "side"
-    """`none`, `one` clip ratio for everything, one per `side` (keys and values), or one per
-    `head`."""
+    """What has its own clip ratio: nothing, `one` for everything, a `side`, or a KV `head`."""
     windows: bool = True
     """Whether it keeps sink and recent tokens exact."""
     budget: bool = False
-    """Whether it stores rows with the bits that a budget gives them."""
+    """Whether it supports a budget of bits."""
     sliding: bool = True
-    """Whether it stores layers with a sliding window in 2 bits. Where not, all others get the same
-    bits of a budget."""
+    """Whether layers with a sliding window are in 2 bits. If not, all others get the same bits."""
     prefill_layout: Literal["server", "window"] = "server"
     """Which tokens of earlier chunks of a prompt stay exact, as in `codec.windows`."""
     gguf: tuple[str, ...] = ()
     """The architectures of GGUF files that it loads with rotations; `*` is any."""
     needs_base: bool = False
-    """Whether the export copies a model file that the user must give. `pull` cannot ask for one."""
+    """Whether the export copies a model file that the user gives; `pull` cannot ask for it."""
 
     @property
     def uncentered(self) -> tuple[str, ...]:
@@ -60,13 +57,11 @@ class Entry:
 
     @property
     def every_side(self) -> tuple[str, ...]:
-        """All sides that it rotates anywhere."""
         return *self.takes, *self.on_cpu
 
     @property
     def recipe(self) -> str:
-        """The preset to calibrate with: the default, one for 2-bit codes, or the one that is made
-        for one rotation per layer and no means."""
+        """The preset to calibrate with."""
         if self.budget:
             return "transform"
         return "oscar" if self.heads else "oscar-v1"
@@ -115,8 +110,7 @@ else:
 def find_engine(name: str) -> Entry:
     """The row of an engine. Raises `UsageError` for an unknown name."""
     if name not in ENGINES:
-        names = ", ".join(ENGINES)
-        hint = f"give one of {names}"
+        hint = f"give one of {', '.join(ENGINES)}"
         raise UsageError(f"there is no engine {name!r}{nearest(name, ENGINES)}", hint)
     return ENGINES[name]
 
@@ -131,13 +125,13 @@ def check_sides(name: str, sides: Collection[str]) -> None:
 
 
 def engines_for(sides: Collection[str]) -> list[str]:
-    """The engines that take rotations of these sides; those that users have first."""
+    """The engines that take rotations of these sides, the most common ones first."""
     return [name for name, entry in ENGINES.items() if set(sides) <= set(entry.takes)]
 
 
 def choose_format(engine: str, has_budget: bool = False) -> str:
-    """The format in which an engine's cache is simulated, for rotations that may have a budget of
-    bits. Raises `UsageError` for a codec that only the engine has."""
+    """The format that simulates an engine's cache, for rotations with or without a budget of bits.
+    Raises `UsageError` for a codec that is not simulated."""
     entry = find_engine(engine)
     if entry.format:
         return BUDGETED if has_budget and entry.budget else entry.format

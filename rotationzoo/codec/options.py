@@ -1,15 +1,10 @@
-"""The options of a cache that stores codes, of `RotatedCache`, `generate` and a server."""
+"""The options of a cache that stores codes: of `RotatedCache`, `generate` and a server."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from rotationzoo.budget import Budget
-from rotationzoo.codec.engine_needs import (
-    DEFAULT,
-    EngineName,
-    choose_format,
-    find_engine,
-)
+from rotationzoo.codec.engine_needs import DEFAULT, EngineName, choose_format, find_engine
 from rotationzoo.codec.formats import BUDGETED, SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.settings_base import Settings, option
@@ -17,7 +12,7 @@ from rotationzoo.settings_base import Settings, option
 Rounding = Literal["nearest", "transform"]
 Layout = Literal["server", "window"]
 Reading = Literal["auto", "rows", "pages"]
-"""Restored `rows`, or the `pages` themselves. `auto` reads pages where there is a kernel for it."""
+"""Restored `rows`, or the `pages` themselves. `auto` reads pages if there is a kernel for it."""
 if TYPE_CHECKING:
     from rotationzoo.recipe import Recipe
 
@@ -26,7 +21,7 @@ else:
     # Typer reads the choices from the type at run time, but mypy rejects a computed Literal.
     Format = Literal[tuple(SIMULATED)]
 
-# ---- those that other settings and commands have, too
+# ---- options that other settings and commands also have
 
 Engine = Annotated[EngineName | None, option("The engine that serves it.", "--for")]
 FormatName = Annotated[Format | None, option("The 2-bit format.")]
@@ -36,8 +31,7 @@ Sink = Annotated[int | None, option("First tokens kept exact (the recipe's).", m
 
 
 def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
-    """Raise `UsageError` for another budget where no rotations have one, and where rows of the
-    `format` have no room for it."""
+    """Raise `UsageError` for a budget that no rotations have, or that the `format` cannot store."""
     if not budget:
         return
     if not has_budget:
@@ -50,8 +44,7 @@ def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(Settings):
-    """The options of `RotatedCache`, which says what each of them is. None leaves it open. Raises
-    `UsageError` for what no cache can have."""
+    """The options of `RotatedCache`, None if open. Raises `UsageError` for invalid numbers."""
 
     engine: Engine = None
     format: FormatName = None
@@ -72,13 +65,12 @@ class CacheOptions(Settings):
                 raise UsageError(problem, hint=f"{name}=64")
 
     def as_engine(self, has_budget: bool = False) -> Self:
-        """The options with all that the engine decides for rotations that may have a budget of
-        bits. Raises `UsageError` for an engine whose codec is not simulated, and as `Budget` and
-        `check_budget` do."""
+        """The options as the engine completes them, for rotations with or without a budget. Raises
+        `UsageError` as `choose_format`, `Budget` and `check_budget` do."""
         name = self.engine or DEFAULT
         engine, format = find_engine(name), choose_format(name, has_budget)
-        chosen: dict[str, str | int] = {"engine": name, "format": format}
-        chosen["prefill_layout"] = engine.prefill_layout
+        layout = engine.prefill_layout
+        chosen: dict[str, str | int] = {"engine": name, "format": format, "prefill_layout": layout}
         if not engine.windows:
             chosen |= {"sink": 0, "recent": 0}
         known = self.complete(**chosen)
@@ -86,7 +78,7 @@ class CacheOptions(Settings):
         return known
 
     def windows(self, recipe: "Recipe") -> tuple[int, int]:
-        """Sink and recent tokens, which are the recipe's where they are left open."""
+        """Sink and recent tokens: the recipe's if they are left open."""
         sink = recipe.sink if self.sink is None else self.sink
         recent = recipe.recent if self.recent is None else self.recent
         return sink, recent

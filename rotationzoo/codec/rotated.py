@@ -24,17 +24,16 @@ _HINT = "give the rotations of this model"
 class RotatedCodec:
     """Rotations, and how rows get their codes.
 
-    A simulation reads whole rows through `fake_quantize`. A cache that holds codes takes the same
-    steps one by one: `pack` when a token leaves the exact window, and `restore` when it is
-    read. Raises `RotationZooError` for transform coding with rotations that lack its matrices.
+    A simulation reads whole rows through `fake_quantize`. A cache takes the same steps one by one:
+    `pack` when a token leaves the exact window, and `restore` when it is read. Raises
+    `RotationZooError` for transform coding with rotations that lack its matrices.
     """
 
     rotations: Rotations
     group_size: int | None = None
     """Channels that share a scale; None is the whole head."""
     rounding: Rounding = "nearest"
-    """How rows get their codes: each channel the nearest one in the bytes of a format, as engines
-    write today, or by transform coding in bytes of its own."""
+    """How rows get codes: the nearest of each channel, as in engines, or by transform coding."""
     _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | SegmentEncoder | None] = (
         field(init=False, default_factory=dict, repr=False, compare=False)
     )
@@ -50,25 +49,18 @@ class RotatedCodec:
 
     @property
     def token_group(self) -> int:
-        """How many tokens are quantized together, as in `CacheLayout`."""
-        return 1  # each token has scales of its own
+        return 1  # each token has its own scales
 
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
-        """Bits per quantized element of a side with `dim` channels, including its share of scales
-        and offsets."""
         if self.rounding == "transform":
             layout = self.segments(layer, side)
             return 8 * sum(layout.row_bytes) / (layout.heads * dim)
         return int2.bits_per_element(dim, self.group_size, format)
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Keys or values `[B, H, T, D]` of a layer as the exact windows store them.
-
-        Centered keys lose their mean here too. No server adds it back, because a softmax over keys
-        ignores it.
-        """
+        """Keys or values `[B, H, T, D]` of a layer as the exact windows store them: keys without
+        their mean, which no server adds back, because a softmax over keys ignores it."""
         mean = self._mean(rows, layer, side)
-        # Other sides come back with their mean, so exact rows stay as they are.
         if mean is None or side != "key":
             return rows
         return (rows.float() - mean).to(rows.dtype)
@@ -76,11 +68,8 @@ class RotatedCodec:
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as the 2-bit cache returns them, in their original frame and dtype.
-
-        Centered keys come back without their mean. Centered values come back with it, because a
-        server adds it to the attention output.
-        """
+        """Rows `[B, H, T, D]` as the 2-bit cache returns them, in the model's frame and dtype:
+        centered keys without their mean, and centered values with it."""
         rotated = self.rotate(rows, layer, side)
         if self.rounding == "transform":
             int2.check_values(rotated)
@@ -92,8 +81,7 @@ class RotatedCodec:
         return self.restore(stored, layer, side).to(rows.dtype)
 
     def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
-        in the rotation's type."""
+        """Rows `[B, H, T, D]` without their mean, rotated, in the type of the rotation."""
         mean = self._mean(rows, layer, side)
         matrix = self.forward(layer, side).to(rows.device)
         rows = rows.to(matrix.dtype)
@@ -102,18 +90,15 @@ class RotatedCodec:
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:
-        """Choose the codes `[B, H, T, D]` of rotated float32 rows `[B, H, T, D]`, with their scales
-        and offsets `[B, H, T, G]`. Codes are chosen nowhere else, neither in a simulation nor in a
-        cache."""
+        """Nearest codes of rotated rows `[B, H, T, D]`, with scales and offsets `[B, H, T, G]`."""
         ratio = self.rotations[layer][side].clip[..., None]
         return int2.quantize(rows, ratio, self.group_size, format)
 
     def pack(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> Sequence[torch.Tensor]:
-        """The sections `[B, H or 1, T, ...]` of rows `[B, H, T, D]` of the model, as pages have
-        them. On a GPU with a kernel, nothing waits for the result, and rows that cannot be
-        quantized are reported by `check_packed`."""
+        """The sections `[B, H or 1, T, ...]` of the model's rows `[B, H, T, D]`. With a kernel
+        nothing waits for the GPU, and `encoder` reports rows that cannot be quantized."""
         rotated = self.rotate(rows, layer, side)
         if encoder := self.encoder(layer, side, format, rows.device):
             return encoder(rotated)
@@ -123,8 +108,8 @@ class RotatedCodec:
     def encode(
         self, rotated: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-        """The sections of rotated rows `[B, H, T, D]`, by definition, and which of them are not
-        finite or too large, `[B, H, T]`: these read back as no number."""
+        """The sections of rotated rows `[B, H, T, D]`, by the definition, and which rows are not
+        finite or too large, `[B, H, T]`: these read back as NaN."""
         is_bad = int2.find_refused(rotated)
         if self.rounding == "transform":
             layout, steps = self.segments(layer, side), self.steps(layer, side)
@@ -135,17 +120,10 @@ class RotatedCodec:
         scale = quantized.scale.masked_fill(is_bad[..., None], torch.nan)
         return int2.Quantized(codes, scale, quantized.offset), is_bad
 
-    def check_packed(
-        self, layer: int, side: str, format: int2.Format, device: torch.device
-    ) -> None:
-        """Raise `RotationZooError` where a row since the last call could not be quantized."""
-        if encoder := self.encoder(layer, side, format, device):
-            encoder.check()
-
     def encoder(
         self, layer: int, side: str, format: int2.Format, device: torch.device
     ) -> Encoder | SegmentEncoder | None:
-        """A kernel that does what `encode` does; None where there is none for this device."""
+        """The kernel that computes `encode`; None if this device has none."""
         place, rotation = (layer, side, format, device), self.rotations[layer][side]
         if place in self._encoders:
             return self._encoders[place]
@@ -163,7 +141,7 @@ class RotatedCodec:
     def page_layout(
         self, layer: int, side: str, tokens: int, format: int2.Format
     ) -> PageLayout | SegmentLayout:
-        """How a page of `tokens` tokens holds what `pack` returns."""
+        """The layout of a page of `tokens` tokens."""
         if self.rounding == "transform":
             return self.segments(layer, side, tokens)
         rotation = self.rotations[layer][side]
@@ -171,7 +149,7 @@ class RotatedCodec:
         return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, format)
 
     def segments(self, layer: int, side: str, tokens: int = 1) -> SegmentLayout:
-        """How a page holds the rows of transform coding."""
+        """The layout of a page with transform coding."""
         widths = self.rotations[layer][side].widths
         assert widths is not None
         return SegmentLayout.of(widths, tokens)
@@ -188,47 +166,43 @@ class RotatedCodec:
         return PackedSide(blocks, layout, self.inverse(layer, side), mean)
 
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
-        their mean, other sides with it."""
+        """Rotated rows `[B, H, T, D]` in the model's frame: keys without mean, others with it."""
         matrix = self.inverse(layer, side).to(rows.device)
         restored = rows.to(matrix.dtype) @ matrix
         mean = self._mean(rows, layer, side)
         return restored if mean is None or side == "key" else restored.add_(mean)
 
     def forward(self, layer: int, side: str) -> torch.Tensor:
-        """The matrices `[H, D, D]` that rows without their mean are multiplied by, made once."""
-        return self._matrix(layer, side, "to_steps")
+        """The matrices `[H, D, D]` that multiply rows without their mean."""
+        return self._made(layer, side, "to_steps")
 
     def inverse(self, layer: int, side: str) -> torch.Tensor:
-        """The matrices `[H, D, D]` that take dequantized rows to the model's frame, made once, and
-        contiguous as a kernel reads them."""
-        return self._matrix(layer, side, "from_steps")
-
-    def _matrix(self, layer: int, side: str, way: str) -> torch.Tensor:
-        if (layer, side, way) not in self._matrices:
-            rotation = self.rotations[layer][side]
-            matrix: torch.Tensor = rotation.matrix
-            if self.rounding == "transform":
-                matrix = getattr(rotation, way)
-            elif way == "from_steps":
-                matrix = matrix.mT
-            every = matrix.expand(len(rotation.clip), -1, -1).contiguous()
-            self._matrices[layer, side, way] = every
-        return self._matrices[layer, side, way]
+        """The matrices `[H, D, D]` that take dequantized rows to the model's frame."""
+        return self._made(layer, side, "from_steps")
 
     def steps(self, layer: int, side: str) -> torch.Tensor:
-        """The steps `[H, D]` of transform coding, made once."""
-        if (layer, side, "steps") not in self._matrices:
-            self._matrices[layer, side, "steps"] = self.rotations[layer][side].steps.contiguous()
-        return self._matrices[layer, side, "steps"]
+        """The steps `[H, D]` of transform coding."""
+        return self._made(layer, side, "steps")
+
+    def _made(self, layer: int, side: str, name: str) -> torch.Tensor:
+        """A tensor that is made once, and contiguous for kernels."""
+        if (layer, side, name) not in self._matrices:
+            rotation = self.rotations[layer][side]
+            if name == "steps" or self.rounding == "transform":
+                made: torch.Tensor = getattr(rotation, name)
+            else:
+                matrix = rotation.matrix if name == "to_steps" else rotation.matrix.mT
+                made = matrix.expand(len(rotation.clip), -1, -1)
+            self._matrices[layer, side, name] = made.contiguous()
+        return self._matrices[layer, side, name]
 
     def for_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Self:
         """The same codec with the rotations of one layer, on the device of its keys and values
-        `[B, H, T, D]`. Raises `RotationZooError` where they are for other heads or dimensions."""
+        `[B, H, T, D]`. Raises `RotationZooError` if they are for other heads or dimensions."""
         if layer not in self.rotations:
             raise RotationZooError(f"there is no rotation for layer {layer}", hint=_HINT)
         rotations = self.rotations[layer]
-        # Beside a side that is alone, the second tensor holds what stays exact.
+        # With a single side, the second tensor holds rows that stay exact.
         stored = zip(rotations.sides, (key, value), strict=False)
         for rotation, rows in ((rotations[side], rows) for side, rows in stored):
             heads, dim = rows.shape[1], rows.shape[3]
@@ -236,21 +210,19 @@ class RotatedCodec:
                 found = f"layer {layer} has {heads} KV heads of {dim} channels"
                 made_for = f"its rotations are for {len(rotation.clip)} of {rotation.dim}"
                 raise RotationZooError(f"{found}, and {made_for}", _HINT)
-        moved = {side: move(rotations[side], key.device) for side in rotations.sides}
+        moved = {side: _move(rotations[side], key.device) for side in rotations.sides}
         return replace(self, rotations=Rotations({layer: LayerRotations.of_sides(moved)}))
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
-        centered."""
+        """The mean `[H, 1, D]` on the device of the rows; None if the side is not centered."""
         mean = self.rotations[layer][side].mean
         return None if mean is None else mean.to(rows.device)[:, None]
 
 
-def move(rotation: Rotation, device: torch.device) -> Rotation:
-    """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
-    up their positions on the CPU."""
-    names = "matrix", "mean", "transform", "deviations"
-    tensors = [(name, getattr(rotation, name)) for name in names]
-    return replace(
-        rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}
-    )
+def _move(rotation: Rotation, device: torch.device) -> Rotation:
+    """A rotation on a device. Clip ratios stay on the CPU, which looks up their positions."""
+    moved: dict[str, torch.Tensor] = {}
+    for name in ("matrix", "mean", "transform", "deviations"):
+        if (tensor := getattr(rotation, name)) is not None:
+            moved[name] = tensor.to(device)
+    return replace(rotation, **moved)

@@ -1,5 +1,4 @@
-"""The settings of a cache that stores codes, the same for all its layers, and what it takes of
-rotations: which means, and whether a budget of bits."""
+"""The settings of a cache that stores codes, and rotations as an engine takes them."""
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
@@ -20,31 +19,26 @@ from rotationzoo.rotations import Rotation, Rotations
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """How the layers of a cache store their tokens. Raises `RotationZooError` for a format with
-    codes of more than 2 bits, which only a simulation reads, and for nearest codes in `segments`.
-    """
+    """How a cache stores its tokens. Raises `RotationZooError` for nearest codes in `segments`."""
 
     codec: RotatedCodec
     layout: CacheLayout = field(default_factory=CacheLayout)
-    """The sizes of the exact windows, the format, and what a chunk reads of earlier ones."""
     slack: int = 64
-    """How many tokens more stay exact while candidates may be taken back (assisted decoding)."""
+    """Further tokens that stay exact while candidates may be taken back (assisted decoding)."""
     block: int = 256
     """Tokens per block."""
     reading: Reading = "auto"
-    """The form in which a decoding step of a layer with full attention reads."""
+    """What a decoding step of a layer with full attention reads."""
 
     def __post_init__(self) -> None:
         if self.codec.rounding == "nearest":
             check_nearest(self.layout.format)
 
     def page_layout(self, layer: int, side: str) -> PageLayout | SegmentLayout:
-        """How a page holds the codes of a side."""
         return self.codec.page_layout(layer, side, self.block, self.layout.format)
 
     def for_layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> "CacheSettings":
-        """The same with the rotations of one layer alone, on the device of its keys and values
-        `[B, H, T, D]`. Raises `RotationZooError` where they are for other heads or dimensions."""
+        """The same with the rotations of one layer, as `RotatedCodec.for_layer` has them."""
         return replace(self, codec=self.codec.for_layer(index, key, value))
 
     def __deepcopy__(self, memo: object) -> "CacheSettings":
@@ -52,8 +46,8 @@ class CacheSettings:
 
 
 def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOptions) -> CacheSettings:
-    """The settings of a cache with these options, and otherwise as its engine has them, or else as
-    the recipe says. Raises `UsageError` as `CacheOptions.as_engine` does."""
+    """The settings of a cache with these options. The engine and then the recipe decide what they
+    leave open. Raises `UsageError` as `CacheOptions.as_engine` does."""
     known = options.as_engine(rotations.has_budget)
     assert known.format is not None
     assert known.prefill_layout is not None
@@ -71,18 +65,13 @@ def complete_settings(recipe: Recipe, rotations: Rotations, options: CacheOption
     return CacheSettings(codec, layout, known.slack, reading=known.reading)
 
 
-# ---- rotations as a cache takes them
-
-
 def reduce_rotations(
-    rotations: Rotations,
-    uncentered: Collection[str],
-    budget: Budget | None = None,
+    rotations: Rotations, uncentered: Collection[str], budget: Budget | None = None
 ) -> Rotations:
     """Rotations as an engine takes them: without the means of the sides `uncentered`, and with
-    another budget where one is given. Raises as `codec.bit_allocation.spend_bits` does."""
+    another budget if one is given. Raises as `codec.bit_allocation.spend_bits` does."""
     if budget and (rotations.has_budget or not isinstance(budget, EvenBudget)):
-        # A server spends no bits where rotations keep their own budget.
+        # Imported here because a server rarely needs it.
         from rotationzoo.codec.bit_allocation import spend_bits
 
         rotations = spend_bits(rotations, budget)
@@ -94,9 +83,9 @@ def reduce_rotations(
 
 
 def budget_beside_others(budget: Budget | None, own: Budget, has_others: bool) -> Budget | None:
-    """The budget, or rotations' `own`, in an engine that keeps layers with a sliding window exact,
-    and states. Beside such layers all others get the same bits, because the engine pads the pages
-    of all layers to the largest."""
+    """The budget, or the rotations' `own`, in an engine that keeps sliding windows and states
+    exact. If there are any, all other layers get equal bits, because the engine pads pages to the
+    largest."""
     if not own or not has_others:
         return budget
     return EvenBudget(**asdict(budget or own))

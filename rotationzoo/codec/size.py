@@ -19,40 +19,34 @@ class Sized(Protocol):
 
     @property
     def token_group(self) -> int:
-        """How many tokens are quantized together, as in `CacheLayout`."""
+        """How many tokens are quantized together."""
 
     def stored_bits(self, layer: int, side: str, dim: int, format: Format) -> float:
         """Bits per quantized element, including its share of scales and offsets."""
 
 
 def bits_per_element(geometry: Geometry, layout: CacheLayout, context: int = CONTEXT) -> float:
-    """Bits per element of a cache whose layers all store the same bits, as `codec_bits` has
-    them."""
+    """`codec_bits` of a cache whose layers all store the same bits."""
     codec = RotatedCodec(Rotations({}), layout.group_size)
     return codec_bits(geometry, codec, layout, context)
 
 
 @dataclass(frozen=True)
 class BudgetSizes:
-    """The bytes of rows to which a budget of bits gives what it says on average."""
+    """A `Sized` codec whose rows take the bits of a budget."""
 
     budget: Budget
     token_group: int = 1
 
     def stored_bits(self, layer: int, side: str, dim: int, format: Format) -> float:
-        """As `Sized` has it."""
         return next(bits for sides, bits in self.budget.shares if side in sides)
 
 
 def codec_bits(
     geometry: Geometry, codec: Sized, layout: CacheLayout, length: int = CONTEXT
 ) -> float:
-    """Bits per element of a cache that holds `length` tokens, averaged over every element that the
-    model caches.
-
-    Exact tokens count 16 bits, including those of an incomplete group, and so do rows that are
-    cached exact next to the sides. Codecs with equal numbers take equal bytes.
-    """
+    """Bits per element of a cache of `length` tokens, averaged over all elements. Exact tokens,
+    with those of an incomplete group, and rows that stay exact count 16 bits."""
     grouped = replace(layout, token_group=codec.token_group)
     quantized = grouped.quantized_tokens(length) / length
     total, elements = 0.0, 0

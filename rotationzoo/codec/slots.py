@@ -1,9 +1,9 @@
-"""How a kernel reads rows of `transform.SegmentLayout`: what each bit of each word belongs to.
+"""How a kernel reads rows of `transform.SegmentLayout`: which code each bit of a word belongs to.
 
-A piece is what one byte has of the code of each channel of a segment: a code that lies in two bytes
-is two pieces. A slot is a word with at most one piece that ends in the lower half of its bytes, and
-one that does not. A piece is a number: its first channel, plus 2^9 times 8 more than the power of
-two that the masked byte counts in the code, plus 2^16 times the mask of a byte.
+A piece is the part of a segment's codes in the bytes of one word; a code in two words is two
+pieces. A slot is a word with at most one piece that ends in the lower half of its bytes, and at
+most one other. A piece is a number: its first channel, plus 2^9 times 8 more than the power of two
+by which the masked byte counts in the code, plus 2^16 times the mask of a byte.
 """
 
 from functools import cache
@@ -45,15 +45,15 @@ def _slots_of(widths: tuple[int, ...]) -> list[Slot]:
 
 @cache
 def count_slots(layout: SegmentLayout) -> int:
-    """How many slots each head has in the table."""
+    """Slots of each head in the table."""
     most = max(map(len, list_slots(layout)))
     return max(1, -(-most // TOGETHER)) * TOGETHER
 
 
 @cache
 def slot_table(layout: SegmentLayout, device: torch.device) -> torch.Tensor:
-    """`HeadTable` of the source for each head, int32 `[H, 4 + 4 slots]`: bytes of a row, the first
-    byte of a page, how many slots there are, and 0; and each slot and 0."""
+    """`HeadTable` of the source for each head, int32 `[H, 4 + 4 * slots]`: the bytes of a row, the
+    first byte in a page, the number of slots, and 0; then each slot and 0."""
     rows, count = [], count_slots(layout)
     for head, slots in enumerate(list_slots(layout)):
         numbers = [layout.row_bytes[head], layout.starts[head], len(slots), 0]

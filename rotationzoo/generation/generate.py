@@ -1,5 +1,5 @@
-"""The generation job: from the names of a model and an artifact and a prompt to a text, which the
-model writes through a 2-bit cache, what the cache took, and where the exact model's text parts."""
+"""The generation job: a model continues a prompt through a 2-bit cache. The report has the text,
+the size of the cache, and where the exact model's text differs."""
 
 import time
 from functools import partial
@@ -33,8 +33,8 @@ from rotationzoo.settings import GenerationSettings, Write
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.rows import start_note, start_tokens
 
-# Generation settings that a model's makers cannot override: exactly one text per prompt, token by
-# token to its end. What these leave open, such as a repetition penalty, is as they recommend.
+# Settings that a model's own generation config cannot override: one text per prompt, token by token
+# to its end. Others, such as a repetition penalty, are the model's.
 _PLAIN: dict[str, Any] = {
     "do_sample": False,
     "num_beams": 1,
@@ -46,14 +46,14 @@ _PLAIN: dict[str, Any] = {
     "cache_implementation": None,
 }
 _CONTEXT = 8  # tokens of the prompt that the first new ones are decoded with
-_INCOMPLETE = "\ufffd"  # what the first bytes of a character are decoded to
+_INCOMPLETE = "\ufffd"  # the decoded first bytes of a character
 
 END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
-"""Why a text ended: with the model's end token, at the limit, or with Ctrl-C."""
+"""Why a text ended: at the model's end token, at the limit, or with Ctrl-C."""
 
 
 def check_settings(job: GenerationSettings) -> None:
-    """Raise `UsageError` for settings out of range, and for some that exclude each other."""
+    """Raise `UsageError` for settings that are out of range or exclude each other."""
     numbers = {"--max-new-tokens": job.new_tokens, "--prefill-chunk": job.prefill_chunk}
     for option, number in numbers.items():
         if number < 1:
@@ -64,38 +64,35 @@ def check_settings(job: GenerationSettings) -> None:
 
 
 def _open_rotations(job: GenerationSettings) -> Artifact | None:
-    """The artifact. Raises `RotationZooError` where there is none, or not all that is asked of
-    it."""
+    """The artifact. Raises `RotationZooError` if it or needed transform coding is missing."""
     artifact = job.rotations
     if isinstance(artifact, str | Path):
         artifact = Artifact.open(Path(artifact).expanduser())
     if job.format == BUDGETED:
         if artifact is None:
-            problem = "a cache without rotations has no codes by transform coding"
-            raise RotationZooError(problem, "name an artifact, or give another --format")
+            problem = f"the format {BUDGETED} needs rotations with transform coding"
+            raise RotationZooError(problem, "add: --rotations ROTATIONS, or give another --format")
         RotatedCodec(artifact.rotations, rounding="transform")  # for its error
     return artifact
 
 
 class TextStream(BaseStreamer):
-    """A streamer for transformers' `generate` that writes each token's text at once.
+    """A streamer for transformers' `generate` that writes the text of each token at once.
 
     Many tokenizers decode the space before a word only after other words, so tokens are decoded
-    together with the last ones before them, and written when the character at their end is
-    complete. transformers' `TextStreamer` waits for a space instead, and loses that of a line's
-    beginning.
+    together with those before them, and written once their last character is complete.
+    transformers' `TextStreamer` waits for a space, and loses spaces at the beginning of a line.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, write: Write):
-        """`prompt`: the ids `[T]` that come before the text."""
+        """`prompt`: the ids `[T]` before the text."""
         self.tokenizer, self._write = tokenizer, write
         self.ids: list[int] = []
-        """The tokens written so far, with the one that ends the text."""
+        """The tokens so far, with the end token."""
         self.text = ""
         self.times: list[float] = []
-        """When the model began to read, and when each token was known."""
+        """When the model began to read, and when each token came."""
         self.stop = LENGTH
-        """`END`, `LENGTH` or `INTERRUPTED`."""
         self._context: list[int] = prompt[-_CONTEXT:].tolist()
         self._pending: list[int] = []
 
@@ -109,15 +106,14 @@ class TextStream(BaseStreamer):
             self._decode(last=False)
 
     def end(self) -> None:
-        """Write what is left, although its last character is not complete."""
+        """Write the rest, even if its last character is incomplete."""
         self._decode(last=True)
 
     @property
     def figures(self) -> dict[str, Any]:
         """The text, why it ended, and its tokens per second after the first one."""
-        steps, speed = len(self.times) - 2, None
-        if steps > 0:
-            speed = steps / (self.times[-1] - self.times[1])
+        steps = len(self.times) - 2
+        speed = steps / (self.times[-1] - self.times[1]) if steps > 0 else None
         tokens = {"tokens": len(self.ids), "tokens_per_second": speed}
         return {"text": self.text, **tokens, "stop": self.stop}
 
@@ -141,10 +137,10 @@ def generate(
 ) -> dict[str, Any]:
     """Continue a prompt through a 2-bit cache, and return the report that `generate --json` prints.
 
-    `write` gets the text piece by piece; without it, `progress` is told of the tokens. `note` gets
-    what a reader should know of the rotations. Raises `UsageError` for settings that exclude each
-    other or a prompt that the model has no positions for, and `RotationZooError` for rotations that
-    do not fit the model, before any weights are fetched where the config is enough to tell.
+    `write` gets the text piece by piece; without it, `progress` counts the tokens. `note` gets
+    notes for the reader. Raises `UsageError` for settings that exclude each other or a prompt that
+    is too long for the model, and `RotationZooError` for rotations that do not fit the model,
+    before any weights are fetched if the config is enough to tell.
     """
     check_settings(job)
     device, artifact = job.torch_device, _open_rotations(job)
@@ -189,20 +185,18 @@ def generate(
             continue_prompt(model, prompt, job, stream, cache)
             return stream
 
-        # Other weights are a note of the report, and need not be logged by the public class.
+        # From settings, because `notes` already mentions other weights.
         cache = RotatedCache(build_settings(artifact, model, job), model)
         written = continued("writing", write, cache)
         sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
-        del cache  # the exact model's own needs more room
+        del cache  # the exact model's own is larger
         compared: dict[str, Any] = {}
         if job.compare and written.stop != INTERRUPTED:
             exact = continued("writing with the exact model", None, None)
             compared = {f"exact_{name}": figure for name, figure in exact.figures.items()}
             compared["parted_at"] = find_parting(written, exact)
-    seconds, speed = None, None
-    if written.ids:
-        seconds = written.times[1] - written.times[0]
-        speed = length / seconds
+    seconds = written.times[1] - written.times[0] if written.ids else None
+    speed = length / seconds if seconds else None
     return {
         "model": source.label,
         "revision": source.revision,
@@ -224,10 +218,9 @@ def generate(
 def encode_prompt(
     job: GenerationSettings, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
 ) -> torch.Tensor:
-    """The ids `[T]` of the prompt after the tokenizer's start tokens, or of a chat in which a user
-    has said it, up to where the model answers. Raises `UsageError` for a chat where there is no
-    template and for more tokens, with the new ones, than the model has positions, and
-    `RotationZooError` for a refused text."""
+    """The ids `[T]` of the prompt after the tokenizer's start tokens, or of a chat with the prompt
+    as the user's message. Raises `UsageError` for a chat without a template and for more tokens,
+    with the new ones, than the model has positions, and `RotationZooError` for a refused text."""
     text, start, positions = job.prompt, start_tokens(tokenizer), position_count(config)
     if job.chat and tokenizer.chat_template is None:
         hint = "leave out --chat, and the model continues the prompt as a text"
@@ -240,11 +233,11 @@ def encode_prompt(
         start = []
     refused = f"the prompt cannot be tokenized for {job.model}"
     with as_unavailable(refused, hint="give another prompt"):
-        # The error below says what the tokenizer would warn of.
+        # Not verbose, because the error below replaces the tokenizer's warning.
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if not ids:
         hint = "give another prompt"
-        raise RotationZooError(f"the tokenizer of {job.model} makes no token of the prompt", hint)
+        raise RotationZooError(f"the tokenizer of {job.model} gives no tokens for the prompt", hint)
     length = len(start) + len(ids)
     needed = length + job.new_tokens
     if positions is not None and needed > positions:
@@ -266,14 +259,10 @@ def continue_prompt(
     stream: TextStream,
     cache: DynamicCache | None,
 ) -> None:
-    """Continue a prompt of ids `[T]` with the most probable tokens, through a cache or the model's
-    own.
-
-    The text goes to `stream`; Ctrl-C ends it like a limit. Raises `RotationZooError` for a model
-    that fails when it runs or whose logits are not finite, and `OSError` where the reader of the
-    text, or a disk with weights, fails.
-    """
-    # Makers name the tokens that end a text in one of three places.
+    """Continue a prompt of ids `[T]` greedily, through a cache or the model's own. The text goes to
+    `stream`, until its limit or Ctrl-C. Raises `RotationZooError` if the model fails or its logits
+    are not finite, and `OSError` if the reader of the text, or a disk with weights, fails."""
+    # Models name their end tokens in one of three places.
     text_config = model.config.get_text_config(decoder=True)
     places = model.generation_config, text_config, stream.tokenizer
     named = [getattr(place, "eos_token_id", None) for place in places]
@@ -300,7 +289,7 @@ def continue_prompt(
                 logits_processor=[check_scores],
                 max_new_tokens=job.new_tokens,
                 eos_token_id=end_tokens or None,
-                pad_token_id=0,  # nothing is padded, but without one the library warns
+                pad_token_id=0,  # not used, but without one the library warns
                 **options,
             )
     except KeyboardInterrupt:
@@ -308,7 +297,7 @@ def continue_prompt(
         stream.end()
     except ModelUnavailable as error:
         cause = error.__cause__
-        if isinstance(cause, OSError):  # such as a closed pipe of the text's reader
+        if isinstance(cause, OSError):  # such as a closed pipe
             raise cause from None
         if is_out_of_memory(cause):
             smaller = max(1, job.prefill_chunk // 4)
@@ -322,9 +311,8 @@ def continue_prompt(
 
 
 def find_parting(one: TextStream, other: TextStream) -> dict[str, int] | None:
-    """How many characters and tokens of two continuations are the same before the first difference,
-    or None if they are the same as far as both go: one that was interrupted is only compared up to
-    there."""
+    """How many characters and tokens of two continuations agree before the first difference, or
+    None if there is none. A text that was interrupted is compared up to its end."""
     token = common_length(one.ids, other.ids)
     cut_short = [len(each.ids) for each in (one, other) if each.stop == INTERRUPTED]
     if token in (*cut_short, max(len(one.ids), len(other.ids))):

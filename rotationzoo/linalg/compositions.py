@@ -1,9 +1,8 @@
 """From a second moment to a rotation: eigenbasis, Hadamard matrix and bit-reversal permutation.
 
 All vectors are rows. A key `k` is stored as `k R` and its query becomes `q R`; every rotation is
-orthogonal, so attention scores do not change. A composition's name lists its factors from left to
-right, as OSCAR's published code does. To add a composition, add a row to a table of
-`linalg.composition_table`; recipes and `import` take it from there. A new factor is a row below.
+orthogonal, so attention scores do not change. The name of a composition lists its factors from left
+to right, as OSCAR's published code does. `linalg.composition_table` lists the compositions.
 """
 
 import math
@@ -21,11 +20,7 @@ _SYLVESTER = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
 
 
 def strongest_first(directions: torch.Tensor) -> torch.Tensor:
-    """Eigenvalues `[..., D]` or eigenvectors as columns `[..., D, D]`, largest eigenvalue first.
-
-    The input is ascending, as everywhere. Code that wants the strongest directions asks here; code
-    that pairs eigenvalues with eigenvectors only needs one order for both.
-    """
+    """Ascending eigenvalues `[..., D]`, or their eigenvectors as columns, in descending order."""
     return directions.flip(-1)
 
 
@@ -36,20 +31,14 @@ def permutation(dim: int) -> torch.Tensor:
     return identity(dim)[:, columns]
 
 
-def block_hadamard(dim: int, group: int) -> torch.Tensor:
-    """Block-diagonal Hadamard matrix `[D, D]`, which mixes each group of `group` channels."""
-    return torch.kron(identity(dim // group), hadamard(group))
-
-
 @cache
 def hadamard(order: int) -> torch.Tensor:
     """Normalized Hadamard matrix `[order, order]`, float64, with entries +-1/sqrt(order).
 
     A power of two gives the symmetric Sylvester matrix in natural order. Any other order is a
-    product of the largest possible Sylvester and a Paley matrix of a prime (Paley 1933,
-    constructions I and II). Callers share one tensor: do not write to it.
-
-    Raises `RotationZooError` for an order without one, such as any odd order above 1.
+    product of the largest possible Sylvester matrix and a Paley matrix of a prime (Paley 1933,
+    constructions I and II). Callers share one tensor: do not write to it. Raises
+    `RotationZooError` for an order without such a matrix, as for any odd order above 1.
     """
     # From the largest Sylvester factor down, so that every order has one fixed matrix.
     for power in reversed(range(order.bit_length())):
@@ -83,7 +72,7 @@ def _is_prime(number: int) -> bool:
 
 def _conference(prime: int, corner: int) -> torch.Tensor:
     """The conference matrix of a prime: `chi(a - b)`, which is 1 for squares, -1 for others and 0
-    for zero, within a zero corner, a row of ones and +-ones."""
+    for zero, bordered by a row of ones and a column of `corner`, with 0 where they meet."""
     numbers = torch.arange(prime)
     chi = torch.full((prime,), -1.0, dtype=torch.float64)
     chi[numbers.square() % prime] = 1
@@ -97,10 +86,10 @@ def _conference(prime: int, corner: int) -> torch.Tensor:
 def bit_reversal(order: int) -> torch.Tensor:
     """Permutation `[order]`, int64: entry i is the channel of the i-th strongest direction.
 
-    For a power of two, entry i is i with its bits reversed. Any other order is odd * 2^k, and i a
-    digit below the odd factor and k bits, all reversed: `i = d + odd * b` goes to `d * 2^k +
-    reversed(b)`. So the first order / G entries land in distinct groups of G, for every power of
-    two G that divides it.
+    For a power of two, entry i is i with its bits reversed. Any other order is odd * 2^k. Its
+    digits are reversed, where the lowest digit counts to the odd factor: `i = d + odd * b` becomes
+    `d * 2^k + reversed(b)`. So the first order / G entries land in distinct groups of G, for every
+    power of two G that divides it.
     """
     bits = (order & -order).bit_length() - 1  # trailing zeros
     odd = order >> bits
@@ -111,25 +100,21 @@ def bit_reversal(order: int) -> torch.Tensor:
 
 # Name -> the factor `[D, D]` for a dimension and a quantization group size.
 _FACTORS: dict[str, Callable[[int, int], torch.Tensor]] = {
-    "block_hadamard": block_hadamard,
-    "descending": lambda dim, _: strongest_first(identity(dim)),
+    "block_hadamard": lambda dim, group: torch.kron(identity(dim // group), hadamard(group)),
     "hadamard": lambda dim, _: hadamard(dim),
     "permutation": lambda dim, _: permutation(dim),
-    "reversal": lambda dim, _: identity(dim)[:, bit_reversal(dim)],
 }
 
 
 def _multiply(names: str, dim: int, group: int) -> torch.Tensor:
-    """The exact product of factors, float64: all but one of them permute rows."""
+    """The product of factors, float64. It is exact, because all but one of them permute rows."""
     factors = [_FACTORS[name](dim, group) for name in names.split()]
     return reduce(torch.matmul, factors, identity(dim))
 
 
 def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Ascending eigenvalues `[..., D]` and eigenvectors (columns) of symmetric moments, float64.
-
-    Each eigenvector's largest-magnitude entry is made positive, so that bytes are repeatable.
-    """
+    Each eigenvector's largest entry is made positive, so that bytes are repeatable."""
     moment = moment.double().cpu()
     # Sums of products are symmetric only up to rounding, and eigh reads just one triangle.
     with one_thread():
@@ -150,16 +135,14 @@ def recover_basis(rotation: torch.Tensor, composition: str, group_size: int) -> 
 
 
 def data_free(dim: int, composition: str, seed: int) -> torch.Tensor:
-    """A rotation `[D, D]` that needs no statistics.
-
-    `random` uses `seed`: QR of a Gaussian matrix, Haar distributed by R's signs (Mezzadri 2007).
-    """
+    """A rotation `[D, D]` that needs no statistics. Only `random` uses the seed: QR of a Gaussian
+    matrix, which the signs of R make Haar distributed (Mezzadri 2007)."""
     if composition != "random":
         return _multiply(FIXED[composition], dim, dim)
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
     with one_thread():
         orthogonal, triangular = torch.linalg.qr(gaussian)
-    # Without this, the signs depend on the QR algorithm and the distribution is not uniform.
+    # Without these signs, the result depends on the QR algorithm and is not uniform.
     rotation: torch.Tensor = orthogonal * triangular.diagonal().sign()
     return rotation

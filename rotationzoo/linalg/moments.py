@@ -1,7 +1,7 @@
 """Additive second moments: the statistics that calibration keeps of activations.
 
-A `Moment` holds raw float64 sums and their total weight; division comes last. Two shards, two GPUs
-or the two halves of an interrupted run therefore merge with `+`.
+A `Moment` holds raw float64 sums and their total weight; division comes last. So shards, GPUs and
+the parts of an interrupted run merge with `+`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from rotationzoo.sides import is_metric
 
 Statistics = dict[int, dict[str, "Moment"]]
 """Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`, and for
-two-pass recipes `key_energy`, whose weight is no row count and differs from head to head. With
+two-pass recipes `key_energy`, whose weight is not a row count and differs between heads. With
 transform coding, each side has its Fisher information, whose weight counts predicted tokens."""
 
 
@@ -33,15 +33,12 @@ class Moment:
 
     @classmethod
     def zeros(cls, heads: int, dim: int, device: torch.device | str = "cpu") -> "Moment":
-        """The moment of zero rows."""
         shapes = (heads, dim, dim), (heads, dim), (heads,)
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def add(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """Add rows `[H, N, D]` of any floating dtype, with optional weights `[H, N]`.
-
-        Products are float64: float32 would put the least eigenvalues off by percents.
-        """
+        """Add rows `[H, N, D]` of any floating dtype, with optional weights `[H, N]`. In float32,
+        products would put the smallest eigenvalues off by percents."""
         rows = rows.to(self.second.device, torch.float64)
         weights = None if weights is None else weights.to(rows)
         weighted = rows if weights is None else rows * weights.unsqueeze(-1)
@@ -50,7 +47,6 @@ class Moment:
         self.weight += rows.shape[1] if weights is None else weights.sum(1)
 
     def to(self, device: torch.device) -> "Moment":
-        """The same sums on another device."""
         if self.second.device == device:
             return self
         return Moment(self.second.to(device), self.first.to(device), self.weight.to(device))
@@ -68,12 +64,12 @@ class Moment:
 
     @property
     def mean(self) -> torch.Tensor:
-        """Mean row, `[H, D]`."""
+        """`[H, D]`"""
         return self.first / self.weight[:, None]
 
 
 def to_raw(statistics: Statistics) -> dict[str, torch.Tensor]:
-    """The sums under flat names, on the CPU, as a checkpoint stores them: resuming loses no bit."""
+    """The sums under flat names, on the CPU, as a checkpoint stores them."""
     return {
         f"{layer}.{kind}.{field.name}": getattr(moment, field.name).cpu().contiguous()
         for layer, kinds in statistics.items()
@@ -127,7 +123,7 @@ def _average(kind: str, moment: Moment) -> Average:
 
 
 def sums(averages: Averages) -> Statistics:
-    """Inverse of `average`, up to rounding. An unknown count is 1, and an unknown mean 0."""
+    """Inverse of `average`, up to rounding. A missing count is 1, and a missing mean 0."""
     statistics: Statistics = {}
     for layer, kinds in averages.items():
         statistics[layer] = {kind: _sums(average) for kind, average in kinds.items()}
@@ -143,7 +139,7 @@ def _sums(average: Average) -> Moment:
 
 
 def covariance(second_moment: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """The second moments `[H, D, D]` about the means `[H, D]`."""
+    """The covariances `[H, D, D]` of rows with the means `[H, D]`."""
     return second_moment - mean[:, :, None] * mean[:, None]
 
 
@@ -154,15 +150,14 @@ RUN = 128
 """Rows added on tensor cores. With a software model of Hopper's, an eigenvalue of a trained model
 of 32 M parameters was off by 1.6e-4, and with runs of 256 by 4.3e-4."""
 GROUP = 8
-"""Runs added in float32. In float64 most of the time would go into copies of every run."""
+"""Runs added in float32. In float64, copying every run would take most of the time."""
 
-_TYPES = torch.bfloat16, torch.float16
-"""Those of which products are exact in float32."""
+_TYPES = torch.bfloat16, torch.float16  # whose products are exact in float32
 _BLOCK = 2**24  # float32 sums of runs that are held at once, unless one head has more
 
 
 def on_tensor_cores(rows: torch.Tensor) -> bool:
-    """Whether rows are added in runs: those on a GPU, in a dtype of 16 bits."""
+    """Whether rows are added in runs: on a GPU, in a 16-bit dtype."""
     return rows.is_cuda and rows.dtype in _TYPES
 
 
@@ -170,7 +165,7 @@ def rows_of_heads(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """A copy `[kv_heads, N, D]` of `[B, H, T, D]`, by batch, head and position."""
     wide, places = tensor, [*tensor.stride()[:-1], tensor.shape[-1], tensor.storage_offset()]
     in_pieces = all(place * tensor.itemsize % 16 == 0 for place in places)
-    # Torch copies what is not in order entry by entry, and 16 bytes take no longer than two.
+    # torch copies strided tensors entry by entry, and 16 bytes take no longer than two.
     if in_pieces and tensor.stride(-1) == 1:
         wide = tensor.view(torch.complex128)
     rows: torch.Tensor = wide.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
@@ -178,13 +173,13 @@ def rows_of_heads(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def add_runs(moment: Moment, rows: torch.Tensor, run: int = RUN) -> None:
-    """Add rows `[H, N, D]` of 16 bits an entry in runs of `run` rows of a head."""
+    """Add 16-bit rows `[H, N, D]` in runs of `run` rows of a head."""
     count = rows.shape[1]
     if not count:
         return
     run = min(run, count)
     group = min(GROUP, -(-count // run))
-    # Zeros fill up the last group, and add nothing.
+    # Zeros fill the last group, and add nothing.
     missing = -count % (run * group)
     if missing:  # `pad` copies even where it adds nothing
         rows = pad(rows, (0, 0, 0, missing))
@@ -195,15 +190,15 @@ def add_runs(moment: Moment, rows: torch.Tensor, run: int = RUN) -> None:
 
 
 def run_bytes(heads: int, rows: int, dim: int) -> int:
-    """The most memory that `add_runs` takes for rows of 16 bits an entry: copies by head, and the
-    sums of runs in flight, in groups in float32 and float64."""
+    """The most memory that `add_runs` takes for 16-bit rows: copies by head, and the sums of runs
+    that are held at once, in float32 and, by group, in float32 and float64."""
     one_head = -(-rows // RUN) * dim**2
     held = min(heads * one_head, max(_BLOCK, one_head))
     return 2 * 2 * heads * rows * dim + 4 * held + (4 + 8) * held // GROUP
 
 
 def _sum_products(rows: torch.Tensor, run: int, group: int) -> torch.Tensor:
-    """The sum `[H, D, D]`, float64, of `x^T x` over rows `[H, N, D]`, whole groups of runs."""
+    """The sum `[H, D, D]`, float64, of `x^T x` over rows `[H, N, D]` in whole groups of runs."""
     dim, runs = rows.shape[-1], rows.shape[1] // run
     held = max(1, _BLOCK // (runs * dim**2))
     sums = []
@@ -217,10 +212,10 @@ def _sum_products(rows: torch.Tensor, run: int, group: int) -> torch.Tensor:
 
 def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Products `[B, M, N]`, float32, of bfloat16 or float16; tensor cores round only sums."""
-    # NVIDIA's GPUs have tensor cores for bfloat16 from Ampere on.
-    is_of_nvidia = left.is_cuda and torch.version.hip is None
-    if is_of_nvidia and torch.cuda.get_device_capability(left.device) >= (8, 0):
+    # NVIDIA's tensor cores multiply bfloat16 from Ampere on.
+    is_nvidia = left.is_cuda and torch.version.hip is None
+    if is_nvidia and torch.cuda.get_device_capability(left.device) >= (8, 0):
         product: torch.Tensor = torch.bmm(left, right, out_dtype=torch.float32)
         return product
-    # Exact products too, whether or not torch is allowed to use TF32, which holds either type.
+    # Products are exact here too, even where torch may use TF32, which holds either type.
     return left.float() @ right.float()

@@ -1,4 +1,4 @@
-"""Whether matrices are orthogonal, and inverses of those that are not."""
+"""Whether matrices are orthogonal, and the inverses of those that are not."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +23,9 @@ def identity(dim: int) -> torch.Tensor:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread. LAPACK's threads wait for each other at every column of a
-    matrix: with D = 128, two are 1.2 times as fast as one, and 32 on two CPUs 20 to 30 times as
-    slow. Once torch's threads have been set, as here, batched LU (`inv`, `solve`, `det`) by several
-    threads of MKL fails from D = 160 on, with an error or without one (torch 2.13): see `invert`.
-    """
+    matrix: with D = 128, two are 1.2 times as fast as one, and 32 on two CPUs 20 to 30 times
+    slower. After this, batched LU (`inv`, `solve`, `det`) with several threads of MKL fails from D
+    = 160 on, with or without an error (torch 2.13): see `invert`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -37,12 +36,12 @@ def one_thread() -> Iterator[None]:
 
 def invert(matrices: torch.Tensor) -> torch.Tensor:
     """The inverses `[..., D, D]`, float64 on the CPU. Raises `RotationZooError` if a product is not
-    the identity, for a singular matrix or a failure of LAPACK."""
+    the identity: for a singular matrix, or if LAPACK fails."""
     matrices = matrices.double().cpu()
     with one_thread():
         inverses: torch.Tensor = torch.linalg.inv_ex(matrices).inverse
     error = (matrices @ inverses - identity(matrices.shape[-1])).abs().max().item()
-    if not error <= INVERTED:  # NaN is never at most what is allowed
+    if not error <= INVERTED:  # also refuses NaN
         hint = "verify the rotations; if they are sound, run again with OMP_NUM_THREADS=1"
         raise RotationZooError(f"a matrix has no inverse: its product is off by {error:.0e}", hint)
     return inverses
@@ -56,12 +55,12 @@ def allowed_error(imported: bool) -> float:
 def is_orthogonal(rotation: torch.Tensor, imported: bool) -> bool:
     """Whether all float32 matrices `[H, D, D]` are orthogonal, first in float32, for speed.
 
-    A product of two rows of length 1 is rounded by at most `D u`, with `u = 2^-24` (Higham 2002,
-    section 3.1): 7.6e-6 at D = 128. So this passes all that passes in float64, and little more.
+    The rounding error of a product of two unit rows is at most `D u`, with `u = 2^-24` (Higham
+    2002, section 3.1): 7.6e-6 at D = 128. So this passes all that float64 passes, and little more.
     """
     dim, allowed = rotation.shape[-1], allowed_error(imported)
     error = (rotation @ rotation.mT - torch.eye(dim)).abs().max().item()
-    # float64 decides if a caller lets torch multiply in fewer bits. NaN is never allowed.
+    # float64 decides where a caller lets torch multiply in fewer bits. NaN is never allowed.
     return error <= allowed + dim * 2.0**-24 or orthogonality_error(rotation) <= allowed
 
 

@@ -16,7 +16,7 @@ def paired_difference(
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, float | None]:
     """Weighted mean over texts and its standard error: None if only one text has weight."""
-    counted = weights > 0  # a text of no weight must not count in the standard error
+    counted = weights > 0  # a text without weight must not count in the standard error
     shares = weights[counted] / weights.sum()
     values = values[counted]
     mean = (shares * values).sum()
@@ -28,11 +28,11 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, f
 
 
 def sign_flip(differences: Iterable[int]) -> float:
-    """The two-sided p value of the sign-flip permutation test (Fisher 1935): the share of all signs
-    of the differences whose sum is at least as far from 0 as theirs.
+    """The two-sided p value of the sign-flip permutation test (Fisher 1935): the share of all sign
+    choices whose sum is at least as far from 0 as the sum of the differences.
 
-    A difference is how many more questions of a prompt one arm answers. With one question a prompt
-    this is McNemar's exact test. The distribution is exact, built prompt by prompt.
+    A difference is how many more questions of a prompt one arm answers. With one question per
+    prompt this is McNemar's exact test. The distribution is exact, built prompt by prompt.
     """
     signed = [difference for difference in differences if difference]
     chances = torch.ones(1, dtype=torch.float64)  # of the sums -S, -S + 2, ..., S
@@ -45,10 +45,10 @@ def sign_flip(differences: Iterable[int]) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """P values corrected for multiple comparisons (Holm 1979), in the order given."""
+    """P values corrected for multiple comparisons (Holm 1979), in the given order."""
     ranked = sorted((value, index) for index, value in enumerate(values))
     corrected, largest = [0.0] * len(values), 0.0
     for left, (value, index) in zip(range(len(ranked), 0, -1), ranked, strict=True):
-        # A corrected value is never less than that of a smaller p value.
+        # Corrected values keep the order of the p values.
         corrected[index] = largest = max(largest, min(1.0, left * value))
     return corrected

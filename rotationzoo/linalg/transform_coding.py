@@ -14,37 +14,37 @@ import torch
 from rotationzoo.linalg.compositions import eigenbasis, strongest_first
 
 DAMPING = 0.03
-"""A share of the diagonal's mean, added to the metric, so that single rows' directions count."""
+"""A share of the diagonal's mean, added to the metric, so that directions of few rows count."""
 STEPS = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
-"""The best step for a Gaussian of deviation 1 in codes of 0 to 8 bits (Max 1960, table II)."""
+"""The best step for a standard normal in codes of 0 to 8 bits (Max 1960, table II)."""
 REMAINING = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.000087)
-"""What these codes leave of its variance: each bit saves less than the one before it."""
+"""The share of its variance that these codes leave: each bit saves less than the one before it."""
 MOST_BITS = len(REMAINING) - 1
 SEGMENT = 4
-"""Channels in a row that have equal bits."""
+"""Successive channels that have equal bits."""
 WORD = 32
-"""The bits that a row of a head takes are a multiple of this: `WORD / SEGMENT` segments of one bit,
-of which the scale takes the place of the first."""
+"""The bits of a row are a multiple of this: `WORD / SEGMENT` segments of one bit, of which the
+scale takes the place of the first."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """The basis of one side of a layer, float64: a row x has the channels `(x - mean) @ forward`,
-    the strongest first."""
+    """The basis of one side of a layer, float64. A row x has the channels `(x - mean) @
+    forward`."""
 
     forward: torch.Tensor
-    """`[H, D, D]`"""
+    """`[H, D, D]`, with the strongest channels first."""
     deviations: torch.Tensor
     """Of the channels, `[H, D]`."""
     costs: torch.Tensor
-    """What a channel without bits costs, `[H, D]`, in the metric's unit."""
+    """The cost of a channel without bits, `[H, D]`, in the metric's unit."""
 
 
 def decorrelate(
     covariance: torch.Tensor, metric: torch.Tensor, damping: float = DAMPING
 ) -> Transform:
-    """The transform of rows with these covariances, whose errors cost what the metrics say, both
-    symmetric positive semidefinite `[H, D, D]`."""
+    """The transform of rows with these covariances and metrics of errors, both `[H, D, D]` and
+    symmetric positive semidefinite."""
     metric, covariance = metric.double().cpu(), covariance.double().cpu()
     size = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
     # A metric of zeros, of a head that nothing reads, becomes the identity.
@@ -58,8 +58,7 @@ def decorrelate(
 
 
 def keep_basis(basis: torch.Tensor, covariance: torch.Tensor, metric: torch.Tensor) -> Transform:
-    """The transform of the same rows in an orthogonal basis `[H or 1, D, D]`, as if its channels
-    did not correlate."""
+    """The transform in an orthogonal basis `[H or 1, D, D]`, as if channels did not correlate."""
     metric, covariance, basis = (each.double().cpu() for each in (metric, covariance, basis))
     weights, variances = (
         (basis.mT @ each @ basis).diagonal(dim1=-2, dim2=-1).clamp(min=0)
@@ -76,20 +75,19 @@ def keep_basis(basis: torch.Tensor, covariance: torch.Tensor, metric: torch.Tens
 
 
 def share_bits(costs: Sequence[torch.Tensor], bits: float) -> list[torch.Tensor]:
-    """The bits 0 to 8 of each segment, int64 `[H, D / SEGMENT]`, from the costs `[H, D]` of each
-    side, so that rows take `bits` an element on average, with their scales. A row that gets no bits
-    stores nothing."""
+    """The bits (0 to 8) of each segment, int64 `[H, D / SEGMENT]`, from the costs `[H, D]` of each
+    side: `bits` per element on average, with scales. A row without bits stores nothing."""
     left = torch.tensor(REMAINING, dtype=torch.float64)
     savings, words = [], []
     for its in costs:
         segments = its.double().cpu().unflatten(1, (-1, SEGMENT)).sum(-1)
         saved = (segments[..., None] * (left[:-1] - left[1:])).flatten(1)
         ordered = saved.sort(descending=True).values
-        # The scale comes first, and the end of the last word is empty.
+        # The scale comes first. Zeros fill the last word.
         filled = torch.nn.functional.pad(ordered, (1, WORD // SEGMENT - 1))
         savings.append(saved)
         words.append(filled.unflatten(1, (-1, WORD // SEGMENT)).sum(-1))
-    # Equal slopes: the words that save most, wherever they are.
+    # Equal slopes: the words that save most, in any row.
     every = torch.cat([its.flatten() for its in words])
     budget = int(bits * sum(its.numel() for its in costs)) // WORD
     count = min(budget, int((every > 0).sum()))

@@ -1,17 +1,17 @@
-"""Quantized caches that a user may pick instead, simulated: KIVI's and those of engines.
+"""Simulations of other quantized caches, without calibrated rotations: KIVI's and those of engines.
 
-They are compared with the 2-bit formats, and take no calibrated rotation. `ENGINE_CACHES` has those
-of engines, each written anew from the engine's source. Rows are `[..., D]`, float32. Sources:
+`ENGINE_CACHES` lists those of engines, which are rewritten from their sources. Rows are `[..., D]`,
+float32. Sources:
 
-* llama.cpp: `ggml/src/ggml-quants.c` (`quantize_row_q4_0_ref`), after rows were multiplied with
+* llama.cpp: `ggml/src/ggml-quants.c` (`quantize_row_q4_0_ref`), after a multiplication with
   Hadamard matrices (`src/llama-kv-cache.cpp`: `build_input_k_rot`, `build_input_v_rot`);
 * vLLM: `vllm/v1/attention/ops/int4_per_token_head.py`; for TurboQuant (arXiv 2504.19874)
   `vllm/v1/attention/ops/triton_turboquant_store.py`, `triton_turboquant_decode.py` and
-  `vllm/model_executor/layers/quantization/turboquant/`. Its FP8 cache is SGLang's, too;
+  `vllm/model_executor/layers/quantization/turboquant/`. Its FP8 cache is also SGLang's;
 * ExLlamaV3: `exllamav3/exllamav3_ext/cache/q_cache_kernels.cuh`, without its compander, which is
   off by default.
 
-16-bit scales have the model's dtype in engines, and are always float16 here.
+16-bit scales have the model's dtype in engines, but are always float16 here.
 """
 
 import math
@@ -44,13 +44,13 @@ def read_q4_0(rows: torch.Tensor) -> torch.Tensor:
 
 
 def read_fp8(rows: torch.Tensor) -> torch.Tensor:
-    """FP8 (e4m3) with the scale 1, which saturates."""
+    """FP8 (e4m3) with the scale 1 and saturation."""
     return rows.clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).float()
 
 
 def read_int4_per_token_head(rows: torch.Tensor) -> torch.Tensor:
     """vLLM's `int4_per_token_head`: random signs, an unnormalized Hadamard matrix, then codes 0 to
-    15 with one scale and an integer zero. The zero takes the lowest four bits of the scale."""
+    15 with one scale and an integer zero, which is stored in the lowest four bits of the scale."""
     dim = rows.shape[-1]
     matrix = (_signs(dim)[:, None] * hadamard(dim) * math.sqrt(dim)).to(rows.device, torch.float32)
     rotated = rows @ matrix
@@ -63,13 +63,12 @@ def read_int4_per_token_head(rows: torch.Tensor) -> torch.Tensor:
 
 
 def read_lloyd_max(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """TurboQuant's keys in vLLM: the direction of a row, times a Hadamard matrix, rounded to
-    Lloyd-Max centroids and normalized again, and the row's norm in float16."""
+    """TurboQuant's keys in vLLM: the row's norm in float16, and its direction times a Hadamard
+    matrix, rounded to Lloyd-Max centroids and normalized again."""
     matrix = hadamard(rows.shape[-1]).to(rows.device, torch.float32)
     norm = rows.norm(dim=-1, keepdim=True)
     rotated = rows / (norm + 1e-8) @ matrix
-    # Of the channels of a random direction.
-    deviation: float = rows.shape[-1] ** -0.5
+    deviation: float = rows.shape[-1] ** -0.5  # of the channels of a random direction
     centroids = (gaussian_centroids(bits) * deviation).to(rows.device, torch.float32)
     midpoints = (centroids[1:] + centroids[:-1]) / 2
     directions = centroids[torch.bucketize(rotated, midpoints, right=True)]
@@ -79,12 +78,9 @@ def read_lloyd_max(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 @cache
 def gaussian_centroids(bits: int) -> torch.Tensor:
-    """The `2^bits` centroids of N(0, 1) with the least mean squared error, ascending, float64:
-    the Lloyd-Max quantizer (Lloyd 1982, Max 1960), which TurboQuant rounds keys with.
-
-    Each centroid is the mean of the distribution between the midpoints to its neighbors. The mean
-    between a and b is `(phi(a) - phi(b)) / (Phi(b) - Phi(a))`.
-    """
+    """The `2^bits` centroids of N(0, 1) with the least mean squared error, ascending, float64: the
+    Lloyd-Max quantizer (Lloyd 1982, Max 1960). Each is the mean of the distribution between the
+    midpoints to its neighbors: `(phi(a) - phi(b)) / (Phi(b) - Phi(a))` between a and b."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
     end = torch.full((1,), torch.inf, dtype=torch.float64)
     quantiles = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
@@ -98,7 +94,7 @@ def gaussian_centroids(bits: int) -> torch.Tensor:
 
 
 def read_uniform(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """TurboQuant's values in vLLM: unrotated, with a minimum and a scale a row in float16."""
+    """TurboQuant's values in vLLM: unrotated, with a float16 minimum and scale per row."""
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     steps = (1 << bits) - 1
     scale = ((high - low) / steps).clamp(min=1e-8)
@@ -118,7 +114,7 @@ def read_exl3(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _round_away(steps: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest integer, halves away from zero, as C's `roundf` does."""
+    """Round halves away from zero, as C's `roundf`."""
     return (steps.abs() + 0.5).floor() * steps.sign()
 
 
@@ -137,27 +133,26 @@ def _signs(dim: int) -> torch.Tensor:
 # ---- caches
 
 _KIVI = int2.Format(interpolated=False, metadata="float16", offset="minimum", packing="consecutive")
-"""Codes are `(x - minimum) / scale`, rounded, with scale and minimum in float16 and no clip."""
+"""Rounded codes `(x - minimum) / scale`, with scale and minimum in float16."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How one side of a cache is stored: what comes back of rows, and what they take."""
+    """How one side of a cache is stored, and its bits."""
 
     read: Callable[[torch.Tensor], torch.Tensor]
-    """Float32 rows `[..., T, D]` to the rows that a reader gets back."""
+    """From float32 rows `[..., T, D]` to the restored rows."""
     bits: float
     """Bits of a code, with its share of the scales of a group."""
     row_bits: int = 0
     """Bits of the scales of a whole row."""
     group: int = 1
-    """Channels that are quantized together: they divide D."""
+    """Channels that are quantized together, a divisor of D."""
     tokens: int = 1
-    """Successive tokens that are quantized together: they divide T."""
+    """Successive tokens that are quantized together, a divisor of T."""
 
 
 EngineCache = dict[str, Storage]
-"""How an engine stores each side, `key` and `value`."""
 
 
 def _both(storage: Storage) -> EngineCache:
@@ -167,8 +162,8 @@ def _both(storage: Storage) -> EngineCache:
 def _rotated(
     rows: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor], whole: bool
 ) -> torch.Tensor:
-    """What `read` gives in llama.cpp's rotated frame. Keys are multiplied with the widest Hadamard
-    matrix that divides the row (`whole`), values with blocks of 64."""
+    """`read` in llama.cpp's rotated frame: by the largest Hadamard matrix that divides the row for
+    keys (`whole`), and in blocks of 64 for values."""
     dim = rows.shape[-1]
     if dim % _SMALLEST_ROTATION:
         return read(rows)
@@ -208,16 +203,16 @@ ENGINE_CACHES: dict[str, EngineCache] = {
     "exl3-3": _exl3(3),
     "exl3-4": _exl3(4),
 }
-"""The caches by the names that their engines give them, or by engine and bits."""
+"""Caches by their name in the engine, or by engine and bits."""
 
 
 def store_as_kivi(side: str, dim: int, tokens: int = 32, channels: int = 32) -> Storage:
     """How KIVI (arXiv 2402.02750) stores a side in 2 bits.
 
     * Keys: `tokens` successive tokens of a channel share a scale and a minimum.
-    * Other sides: `channels` channels of one token do, or their greatest common divisor
-      with the head dimension. KIVI itself quantizes a value as soon as it leaves the window, and
-      not with its key, so this is slightly in its favor.
+    * Other sides: `channels` channels of one token, or their greatest common divisor with the head
+      dimension. KIVI itself quantizes each value as soon as it leaves the window, so this is
+      slightly in its favor.
     """
 
     def read(rows: torch.Tensor, group: int) -> torch.Tensor:
@@ -225,7 +220,7 @@ def store_as_kivi(side: str, dim: int, tokens: int = 32, channels: int = 32) -> 
 
     if side == "key":
         a_code = int2.bits_per_element(tokens, format=_KIVI)
-        # One row per channel, cut into groups of tokens.
+        # One row per channel, in groups of tokens.
         return Storage(lambda rows: read(rows.mT, tokens).mT, a_code, tokens=tokens)
     group = math.gcd(channels, dim)
     a_code = int2.bits_per_element(group, format=_KIVI)
@@ -234,11 +229,11 @@ def store_as_kivi(side: str, dim: int, tokens: int = 32, channels: int = 32) -> 
 
 @dataclass(frozen=True)
 class RivalCodec:
-    """The codec of a cache that takes no rotation of ours: `storage` says how it stores a side.
+    """The codec of a cache without our rotations.
 
-    Most engines keep no token exact, not even the one that they decode. An evaluation gives all of
-    them the windows of the rotated caches, in their favor. Groups of tokens are counted from the
-    end of the sink, and those of an incomplete group stay exact.
+    Most engines keep no token exact. An evaluation gives all of them the windows of the rotated
+    caches, in their favor. Groups of tokens are counted from the end of the sink, and those of an
+    incomplete group stay exact.
     """
 
     storage: Callable[[str, int], Storage]
@@ -246,23 +241,20 @@ class RivalCodec:
 
     @classmethod
     def of_engine(cls, name: str) -> "RivalCodec":
-        """The codec of one of `ENGINE_CACHES`."""
         cache = ENGINE_CACHES[name]
         return cls(lambda side, dim: cache[side])
 
     @property
     def token_group(self) -> int:
-        """How many tokens are quantized together, as in `CacheLayout`."""
         return self.storage("key", BLOCK).tokens
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Keys or values as they are."""
         return rows
 
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
-        """Keys or values `[B, H, T, D]`, of tokens after the sink, as the engine reads them."""
+        """Keys or values `[B, H, T, D]` after the sink, as the engine reads them."""
         storage = self.storage(side, rows.shape[-1])
         complete = rows.shape[2] // storage.tokens * storage.tokens
         if not complete:
@@ -271,7 +263,6 @@ class RivalCodec:
         return torch.cat([stored, rows[:, :, complete:]], dim=2)
 
     def stored_bits(self, layer: int, side: str, dim: int, format: int2.Format) -> float:
-        """Bits per element, with its share of the scales."""
         storage = self.storage(side, dim)
         return storage.bits + storage.row_bits / dim
 

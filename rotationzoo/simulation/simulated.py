@@ -1,10 +1,10 @@
 """A model that reads its keys and values from a quantized cache, simulated in one forward pass.
 
-A server keeps the first `sink` and the last `recent` tokens of a request exact. Queries soon after
-a position therefore read it exact, and later queries read it quantized. To simulate this in one
-pass over whole rows, the model's own attention function is called on keys and values
-`[exact; quantized]` of twice the length. A mask shows each query one of the two copies of each
-position (`mask_blocks`). The model's own sliding windows, soft cap and attention sinks still apply.
+A server keeps the first `sink` and the last `recent` tokens of a request exact. So queries soon
+after a position read it exact, and later ones read it quantized. To simulate this in one pass, the
+model's own attention function gets keys and values `[exact; quantized]` of twice the length, and a
+mask that shows each query one copy of each position (`mask_blocks`). The model's own sliding
+windows, soft cap and attention sinks still apply.
 """
 
 from collections.abc import Iterator
@@ -29,20 +29,20 @@ def mask_blocks(
     attend: Attention, cache: CacheLayout, query: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """For blocks of the queries `[B, H, T, D]` of one attention call: the queries, the `[exact;
-    quantized]` positions that they see, and their mask. It is made from the model's own, None of
-    which is plain causal. Raises `UnsupportedModel` for a mask of another shape."""
+    quantized]` positions that they see, and their mask. The model's own mask may be None, which is
+    causal. Raises `UnsupportedModel` for a mask of another shape."""
     length, device = query.shape[2], query.device
     positions = torch.arange(length, device=device)
     for queries in query_blocks(length):
         single = _own_rows(attend, queries, positions)
-        # Of all queries, it would take 34 GB for 131,072 tokens.
+        # The mask of all queries would take 34 GB for 131,072 tokens.
         mask = _both_copies(single, cache.exact_for(positions[queries], length))
         seen = seen_keys(mask)
         yield queries, seen, mask[..., seen]
 
 
 def _own_rows(attend: Attention, queries: slice, positions: torch.Tensor) -> torch.Tensor:
-    """The model's own mask `[B or 1, 1, q, T]` of some of the queries."""
+    """The model's own mask `[B or 1, 1, q, T]` of some queries."""
     mask, length = attend.mask, len(positions)
     if mask is None:
         return (positions <= positions[queries][:, None])[None, None]
@@ -55,7 +55,7 @@ def _own_rows(attend: Attention, queries: slice, positions: torch.Tensor) -> tor
 
 
 def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The mask over `[exact; quantized]`, from the model's own and from `exact` `[Q, T]`."""
+    """The mask over `[exact; quantized]`, from the model's own and `exact` `[Q, T]`."""
     if mask.dtype == torch.bool:
         return torch.cat([mask & exact, mask & ~exact], dim=-1)
     hidden = torch.finfo(mask.dtype).min
@@ -63,12 +63,12 @@ def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 TOKENS = 16384
-"""Tokens that are quantized at a time. The codec takes about ten times the bytes of its rows, most
-of them to sort magnitudes: 5 GB for 131,072 tokens of 8 heads of 128."""
+"""Tokens that are quantized at a time. The codec takes about ten times the memory of its rows, most
+of it to sort magnitudes: 5 GB for 131,072 tokens of 8 heads of 128."""
 
 
 class SimulatedCodec(Sized, Protocol):
-    """What a simulation asks of a codec: `RotatedCodec`, or a rival's."""
+    """The codec of a simulation: `RotatedCodec`, or a rival's."""
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values `[B, H, T, D]` of a layer as the exact windows store them."""
@@ -76,22 +76,22 @@ class SimulatedCodec(Sized, Protocol):
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: Format
     ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` after the sink as they are read; incomplete groups as they are."""
+        """Rows `[B, H, T, D]` after the sink as they are read; incomplete groups stay exact."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A model that reads its keys and values as a codec stores them, through one cache."""
+    """A model that reads its keys and values as a codec stores them."""
 
     codec: SimulatedCodec
     cache: CacheLayout
     geometry: Geometry
     layers: set[int]
-    """Layers that read their cache in 2 bits; the others read it exact."""
+    """Layers that read their cache quantized; the others read it exact."""
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[None]:
-        """Make the model read its cache through the codec while the context is open."""
+        """Make the model read its cache through the codec in a `with` block."""
         with intercept(model, self.attend):
             yield
 
@@ -110,8 +110,7 @@ class Simulation:
         return torch.cat(outputs, dim=1)
 
     def _read_cache(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[exact; quantized]` of twice the length, as the layer that owns the
-        cache stores them."""
+        """Keys and values `[exact; quantized]`, as the layer that owns the cache stores them."""
         owner = next(layer.owner for layer in self.geometry if layer.index == call.layer)
         cached, exact, quantized = cached_of(call), {}, {}
         for side, rows in cached.sides.items():
@@ -123,7 +122,7 @@ class Simulation:
     def _both_copies(
         self, rows: torch.Tensor, owner: int, side: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of a side exact, and quantized as the layer `owner` stores them."""
+        """Rows of a side, exact and quantized."""
         codec, cache = self.codec, self.cache
         exact = codec.keep_exact(rows, owner, side)
         # No query reads a quantized sink token. Groups of tokens begin after the sink.

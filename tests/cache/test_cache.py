@@ -1,5 +1,5 @@
-"""The 2-bit cache inside every family of models, against the simulation of the same layout, and the
-codes and exact keys of latents."""
+"""The 2-bit cache in every family of models against its simulation, and what it holds of
+latents."""
 
 from dataclasses import replace
 
@@ -28,8 +28,7 @@ from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
-# How many tokens a call brings, and what it reads. All windows are smaller than the sliding windows
-# of these models, so that they read quantized tokens.
+# New tokens of a call, and windows that are smaller than the sliding windows of these models.
 LAYOUTS = {
     "token by token": (1, CacheLayout(sink=2, recent=5)),
     "chunks": (7, CacheLayout(sink=3, recent=4, prefill_chunk=7)),
@@ -108,8 +107,7 @@ def test_centered_and_coded_rows_are_read_as_the_simulation_says(name):
 
 
 def test_it_holds_codes_of_latents_and_exact_keys():
-    """A latent has 20 elements and a key 8. The exact windows hold both; between them a latent
-    takes 20 / 4 bytes and a float32 scale and offset."""
+    """A latent has 20 elements and a key 8. In 2 bits, a latent takes 5 bytes, and 8 of scales."""
     model = architectures.build("deepseek_v3")
     cache = RotatedCache(random_arm(model).rotations, model, sink=4, recent=8)
     read_in_calls(model, cache, IDS.repeat(1, 2), 48)

@@ -25,8 +25,6 @@ HEADS, KEY_DIM, VALUE_DIM = 2, 16, 12
 GEOMETRY = [Layer(0, 0, 4, HEADS, KEY_DIM, VALUE_DIM)]
 # What a call of `generate` may bring: prompts, chunks and single tokens.
 CALLS = [5, 1, 1, 9, 1, 1, 1, 1, 12, 3, 1, 1, 1, 1, 1, 1]
-
-
 RANDOM = with_means(to_float64(fit(None, PRESETS["random"], GEOMETRY)))
 ARMS = {
     "one group": RotatedCodec(RANDOM),
@@ -41,9 +39,8 @@ def layer_of(arm, windows, starts=()):
 
 def draw(batch, tokens, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(batch, HEADS, tokens, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM)
-    ]
+    sizes = ((batch, HEADS, tokens, dim) for dim in (KEY_DIM, VALUE_DIM))
+    return [torch.randn(size, generator=generator) for size in sizes]
 
 
 def feed(layer, rows, calls):
@@ -93,9 +90,8 @@ def test_a_window_shows_what_full_attention_would_show_of_it():
         storage = CacheSettings(arm, windows, block=8)
         layer = RotatedSlidingLayer(storage, 0, Padding(), window)
         before = 0
-        for new, read, part in zip(
-            CALLS, full, zip(*(side.split(CALLS, dim=2) for side in rows), strict=True), strict=True
-        ):
+        parts = zip(*(side.split(CALLS, dim=2) for side in rows), strict=True)
+        for new, read, part in zip(CALLS, full, parts, strict=True):
             columns, first = layer.get_mask_sizes(new)
             assert first == max(0, before - window + 1)
             seen = layer.update(*part)
@@ -114,7 +110,7 @@ def test_what_is_quantized_is_not_taken_back():
     with pytest.raises(RotationZooError, match=taken_back) as refusal:
         layer.crop(-5)
     assert "slack" in refusal.value.hint
-    with pytest.raises(RotationZooError, match="not cropped to a length of 5"):
+    with pytest.raises(RotationZooError, match="a negative number of tokens, not 5"):
         layer.crop(5)
     layer.crop(-3)
     assert layer.get_seq_length() == 17
@@ -171,8 +167,7 @@ def test_rows_are_chosen_and_repeated(starts):
 
 @pytest.mark.parametrize("format", [SGLANG, VLLM], ids=["float32", "float16"])
 def test_bytes_are_those_that_reports_state(format):
-    """Every tensor is counted at the geometry of Qwen3-8B, and the same count is projected to
-    131,072 tokens."""
+    """All tensors at the geometry of Qwen3-8B, and the same count at 131,072 tokens."""
     qwen3_8b = [Layer(index, index, 32, 8, 128, 128) for index in range(36)]
     windows, block = CacheLayout(format), 256
     arm = RotatedCodec(fit(None, PRESETS["identity"], qwen3_8b[:1]))

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from rotationzoo import Artifact, RotatedCache
 from rotationzoo.cache import rotated
 from rotationzoo.codec.formats import SEGMENTS, SGLANG, VLLM
+from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UsageError
 
 PROMPT = torch.randint(20, 2000, (1, 90), generator=torch.Generator().manual_seed(0))
@@ -40,15 +41,12 @@ def test_what_a_cache_says_of_itself(demo, caplog):
 
 def test_settings_come_from_the_recipe_and_the_options(demo, made):
     settings = RotatedCache(made, demo).settings
-    assert (settings.layout.sink, settings.layout.recent) == (64, 256)
-    assert (settings.layout.format, settings.codec.group_size, settings.slack) == (SGLANG, None, 64)
-    assert settings.layout.prefill_layout == "server"
-    assert settings.reading == "auto"
-    options = {"format": "vllm", "group_size": 32, "slack": 7, "prefill_layout": "window"}
-    settings = RotatedCache(made, demo, **options, reading="rows").settings
-    assert (settings.layout.format, settings.codec.group_size, settings.slack) == (VLLM, 32, 7)
-    assert settings.layout.prefill_layout == "window"
-    assert settings.reading == "rows"
+    assert settings.layout == CacheLayout(SGLANG, sink=64, recent=256, prefill_layout="server")
+    assert (settings.codec.group_size, settings.slack, settings.reading) == (None, 64, "auto")
+    options = {"format": "vllm", "group_size": 32, "prefill_layout": "window"}
+    settings = RotatedCache(made, demo, **options, slack=7, reading="rows").settings
+    assert settings.layout == CacheLayout(VLLM, 64, 256, prefill_layout="window", group_size=32)
+    assert (settings.codec.group_size, settings.slack, settings.reading) == (32, 7, "rows")
 
 
 def test_transform_coding_is_used_where_rotations_have_it(demo, made):
@@ -95,7 +93,6 @@ def test_an_artifact_of_another_model_is_refused(made):
 
 
 def test_an_artifact_of_other_weights_is_a_warning(demo, made, tmp_path, caplog):
-    """Of the same shapes, so nothing else would tell."""
     RotatedCache(made, demo)
     caplog.clear()  # the first cache of a process says that it is slow on a CPU
     RotatedCache(made, demo)

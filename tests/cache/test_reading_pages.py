@@ -1,9 +1,8 @@
-"""Decoding steps that read the pages of a 2-bit cache, against those that read restored rows, and
-what reading rows takes beside the rows; and the same on a GPU."""
+"""Decoding steps that read pages of a 2-bit cache against those that read restored rows."""
 
 import copy
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -69,8 +68,7 @@ def decode(model, cache, ids=IDS):
     return caches.read_in_calls(model, cache, ids, [4, *[1] * (ids.shape[1] - 4)])
 
 
-# The layers of each family that read pages, their own or those of another layer, how the model is
-# built, and what is stored. 15 of 22 tokens have quantized tokens before them.
+# How many layers read pages, how the model is built, and the codec. 15 of 22 tokens read pages.
 EAGER = {"attn_implementation": "eager"}
 FAMILIES = [
     ("llama", 4, {}, "transform"),
@@ -180,7 +178,7 @@ def test_other_caches_of_the_model_do_not_notice(implementation):
     with pytest.raises(IndexError), torch.no_grad():
         model(input_ids=torch.tensor([[10**6]]), past_key_values=cache)
     assert set(ALL_ATTENTION_FUNCTIONS) == names, "after an error"
-    assert not cache.page_reading.is_open
+    assert not cache.page_reading.readers
     hooks = model._forward_pre_hooks
     empty(copy.deepcopy(model), "pages")
     empty(model, "pages")
@@ -206,18 +204,15 @@ def test_models_run_side_by_side():
     """In threads that share the registry of attention functions."""
     models = [architectures.build("llama", torch.float64, seed=seed) for seed in range(2)]
     expected = [generate(model, empty(model, "rows")) for model in models]
-    caches, texts = [empty(model, "pages") for model in models], {}
+    caches = [empty(model, "pages") for model in models]
 
-    def write(number):
+    def write(model, cache):
         with all_in_float64():  # of this thread
-            texts[number] = generate(models[number], caches[number])
+            return generate(model, cache)
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [torch.equal(texts[n], expected[n]) for n in range(2)] == [True] * 2
+    with ThreadPoolExecutor(2) as threads:
+        texts = [*threads.map(write, models, caches)]
+    assert [*map(torch.equal, texts, expected)] == [True] * 2
 
 
 @torch.no_grad()
@@ -245,8 +240,7 @@ def test_flash_attention_hides_later_tokens_without_a_mask(reads):
 
 @torch.no_grad()
 def test_a_long_context_takes_little_beside_its_rows():
-    """Measured: 5.5 blocks of float32 rows beside both sides; with eight blocks together, and
-    those restored before them still held, 44."""
+    """Measured: 5.5 blocks of float32 rows beside both sides, and 44 with eight blocks together."""
     heads, dim, block, recent = 2, 32, 128, 8
     rotations = fit(None, PRESETS["random"], [Layer(0, 0, heads, heads, dim, dim)])
     layout = CacheLayout(SGLANG, sink=4, recent=recent)

@@ -43,7 +43,7 @@ def test_rotations_of_the_other_kind_are_refused(inside, names, words, model, ot
     ("words", "says", "code"),
     [
         (["calibrate", "--recipe", "oscar-v1"], "latents have no statistics query and key_", 1),
-        (["calibrate", "--key-bits", "3", "--value-bits", "3"], "leave none for latents", 1),
+        (["calibrate", "--key-bits", "3", "--value-bits", "3"], "leave no bits for latents", 1),
         (["evaluate", "--rivals", "q4_0"], "q4_0 stores keys and values, and this model", 2),
     ],
 )

@@ -1,5 +1,4 @@
-"""Attention over packed codes, compared with float64: the definition in plain torch in a few cases,
-and the decode kernel in all; and where each part of a row is in a page."""
+"""Attention over packed codes against float64: the definition, and the decode kernel."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,16 +18,22 @@ RATIOS = (1, 2, 4, 5, 7, 8, 12, 16)
 LONG = 100_000
 
 
-def formats() -> Iterator[Case]:
-    """Every format, head dimension and group size."""
+def shapes() -> Iterator[Case]:
+    """Formats, head dimensions, groups of channels, query heads of a KV head, and new tokens."""
     for dim, format in itertools.product(DIMS, FORMATS):
         groups = [group for group in (32, 64) if dim % group == 0 and group < dim]
         for group in (*groups, None):
             yield Case("formats", format, dim, group_size=group, kv_heads=4, means=True)
+    for ratio, new in itertools.product(RATIOS, (1, 2, 3, 4)):
+        yield Case("ratios", group=ratio, new=new)
+    for heads, new in itertools.product((8, 20, 32, 71), (1, 4)):
+        yield Case("MQA", kv_heads=1, group=heads, new=new)
+    for dim, new in itertools.product((64, 96, 256), (2, 4)):
+        yield Case("ratios", dim=dim, group=5, new=new, format="vllm")
+    yield Case("value dimension", dim=192, value_dim=128)
 
 
 def segments() -> Iterator[Case]:
-    """Channels of their own widths, in heads of every size, with all else that may vary."""
     for dim, bits in itertools.product(DIMS, ((4, 4), (8, 3), (2, 6), (1, 0))):
         case = Case("segments", SEGMENTS, dim, bits=bits, kv_heads=3, means=True, seed=dim)
         yield from (case, replace(case, group=8, new=2, sinks=True), replace(case, soft_cap=20.0))
@@ -44,19 +49,9 @@ def segments() -> Iterator[Case]:
     yield replace(case, lengths=(5000, 0, 1666), bits=(5, 4), tail=(40, 2, 7), replayed=True)
 
 
-def ratios() -> Iterator[Case]:
-    """Query heads of a KV head, and new tokens."""
-    for ratio, new in itertools.product(RATIOS, (1, 2, 3, 4)):
-        yield Case("ratios", group=ratio, new=new)
-    for heads, new in itertools.product((8, 20, 32, 71), (1, 4)):
-        yield Case("MQA", kv_heads=1, group=heads, new=new)
-    for dim, new in itertools.product((64, 96, 256), (2, 4)):
-        yield Case("ratios", dim=dim, group=5, new=new, format="vllm")
-    yield Case("value dimension", dim=192, value_dim=128)
-
-
-def lengths() -> Iterator[Case]:
-    """Requests of different length, which end anywhere in a tile and in a page."""
+def windows() -> Iterator[Case]:
+    """Requests of different lengths, and what each of them reads."""
+    # Requests that end anywhere in a tile and in a page.
     batch = (0, 1, 15, 16, 31, 33, 63, 64, 65, 127, 129, 500)
     tails = tuple(4 + (7 * number) % 50 for number in range(len(batch)))
     heads = tuple((5 * number) % 17 for number in range(len(batch)))
@@ -64,21 +59,15 @@ def lengths() -> Iterator[Case]:
         yield Case("lengths", format, lengths=batch, head=heads, tail=tails, page=page, new=new)
     yield Case("lengths", lengths=(0, 0), head=0, tail=1)
     yield Case("lengths", lengths=(0, 4000), head=(0, 64), tail=(1, 256), page=256)
-    yield Case("unread NaN", lengths=batch, head=heads, tail=tails, unread=torch.nan)
-    yield Case("unread NaN", "vllm", lengths=batch, head=heads, tail=tails, unread=torch.nan)
-
-
-def slots() -> Iterator[Case]:
-    """Windows in slots of a pool, packed tokens that begin anywhere, and tables with a base."""
+    for format in FORMATS:
+        yield Case("unread NaN", format, lengths=batch, head=heads, tail=tails, unread=torch.nan)
+    # Windows in slots of a pool, packed tokens that begin anywhere, and tables with a base.
     sizes = {"lengths": (0, 500, 64, 333, 3000), "head": (40, 64, 3, 0, 64)}
     case = Case("slots", tail=(7, 256, 40, 5, 100), pooled=(0, 64, 64, 45, 2000), **sizes)
     for format, page, new in itertools.product(("sglang", "vllm"), (32, 64, 128), (1, 3)):
         yield replace(case, format=format, page=page, new=new, unread=torch.nan)
     yield replace(case, dim=256, group=8, means=True)
-
-
-def sliding() -> Iterator[Case]:
-    """Windows that move along with the new tokens of a request, as far as their copies reach."""
+    # Windows that move along with the new tokens, as far as their copies reach.
     sizes = {"lengths": (35, 500, 64, 333, 3000), "pooled": (34, 64, 62, 45, 2000)}
     case = Case("sliding", head=(40, 64, 3, 0, 64), tail=(9, 256, 40, 11, 100), **sizes)
     floors = (34, 490, 63, 333, 2998)
@@ -87,27 +76,19 @@ def sliding() -> Iterator[Case]:
     yield replace(case, floors=floors, dim=256, group=8, new=4, means=True, soft_cap=20.0)
 
 
-def scores() -> Iterator[Case]:
-    """Soft caps, sinks and means, alone and together."""
+def numbers() -> Iterator[Case]:
+    """Scores, types, and rows and queries far from 1."""
     for cap, sinks, means in itertools.product((None, 20.0), (False, True), (False, True)):
         case = Case("scores", soft_cap=cap, sinks=sinks, means=means, query_scale=4.0)
         yield from (case, replace(case, dim=256, format="vllm", new=3))
     yield Case("scores", lengths=(0, 40), head=0, tail=(2, 5), sinks=True, new=2)
-
-
-def types() -> Iterator[Case]:
-    """Types of queries and windows, which need not be the same."""
     kinds = torch.bfloat16, torch.float16, torch.float32
     for query, window in itertools.product(kinds, kinds):
         purpose = "types" if query == window else "windows of another type"
         yield Case(purpose, query_type=query, window_type=window, new=2)
     yield Case("windows", head=128, tail=700)
     yield Case("windows", head=0, tail=33)
-
-
-def peaks() -> Iterator[Case]:
-    """One key as heavy as all others together, and far above them, at either end; and all packed
-    keys far below the exact ones, or above."""
+    # One key as heavy as all others or far above them, and all packed keys far from exact ones.
     long = Case("peaks", lengths=(5000, 20_011), page=256, head=64, tail=256)
     for place, height in itertools.product(("first", "last", "head", "tail"), (9.0, 40.0, 150.0)):
         for format in ("sglang", "vllm"):
@@ -115,25 +96,17 @@ def peaks() -> Iterator[Case]:
     yield replace(long, peak=("last", 40.0), new=4, group=7)
     for height in (-300.0, -150.0, 150.0):
         yield replace(long, peak=("packed", height))
-
-
-def magnitudes() -> Iterator[Case]:
-    """Rows and queries far from 1, together and row by row."""
-    for format, power in itertools.product(("sglang", "vllm"), (-12, 12)):
-        yield Case("magnitudes", format, value_scale=2.0**power, seed=1)
-        yield Case(
-            "magnitudes", format, key_scale=2.0 ** (power / 2), query_scale=2.0 ** (-power / 2)
-        )
-    for power in (-24, 24):
-        yield Case("magnitudes", value_scale=2.0**power)
-        yield Case("magnitudes", key_scale=2.0 ** (power / 2), query_scale=2.0 ** (-power / 2))
+    for format, power in (*itertools.product(FORMATS, (-12, 12)), ("sglang", -24), ("sglang", 24)):
+        case = Case("magnitudes", format, value_scale=2.0**power, seed=1)
+        root = 2.0 ** (power / 2)
+        yield from (case, replace(case, value_scale=1.0, key_scale=root, query_scale=1 / root))
     for format in FORMATS:
         yield Case("magnitudes", format, uneven=2.0, lengths=(4000, 333))
     yield Case("magnitudes", query_scale=30.0, lengths=(4000, 333))
 
 
-def long_contexts() -> Iterator[Case]:
-    """Many tokens with natural weights, and with equal ones."""
+def runs() -> Iterator[Case]:
+    """Long contexts, splits, and captured calls that are replayed with other lengths."""
     long = Case("long", lengths=(LONG + 13,), page=256, head=64, tail=256)
     for format in ("sglang", "vllm"):
         yield replace(long, format=format)
@@ -141,16 +114,8 @@ def long_contexts() -> Iterator[Case]:
     yield replace(long, purpose="long, equal scales", query_scale=0.0, equal_rows=True)
     yield replace(long, dim=256, query_scale=3.0)
     yield replace(long, group=8, new=4)
-
-
-def splits() -> Iterator[Case]:
-    """Numbers of splits, also more than there are tokens, where the caller may choose."""
     for count, size in itertools.product((1, 2, 3, 8, 33, 128), (70, 5000)):
         yield Case("splits", lengths=(size, 0, size // 2), page=256, splits=count)
-
-
-def graphs() -> Iterator[Case]:
-    """A captured call, replayed after the lengths have grown."""
     for format, size in itertools.product(FORMATS, (70, 5000, 40_000)):
         lengths = size, 0, size // 3
         yield Case("graphs", format, lengths=lengths, tail=(40, 2, 7), page=256, replayed=True)
@@ -168,10 +133,7 @@ def quick() -> Iterator[Case]:
     yield replace(case, dim=96, value_dim=64, new=1)
 
 
-CASES = (
-    formats, segments, ratios, lengths, slots, sliding, scores, types, peaks,
-    magnitudes, long_contexts, splits, graphs,
-)  # fmt: skip
+CASES = shapes, segments, windows, numbers, runs
 EVERY = [case for cases in CASES for case in cases()]
 
 
@@ -211,8 +173,7 @@ def replay(inputs):
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.purpose)
 @torch.inference_mode()
 def test_the_kernel_passes_every_case(case, device):
-    """Rounding an output to bfloat16 alone costs 1.7e-3 of its norm. The second run must return the
-    same."""
+    """Rounding to bfloat16 alone costs 1.7e-3 of the norm of an output. Runs must be equal."""
     inputs = Drawing(case, device).inputs()
     outputs = []
     for _ in range(2):

@@ -1,5 +1,4 @@
-"""The decode kernel: equal to attention in float64 on a CPU, which runs the same source, and on a
-GPU."""
+"""The decode kernel against attention in float64, on a CPU and on a GPU."""
 
 import ctypes
 import math
@@ -17,15 +16,14 @@ from support.decode_cases import DIMS, SEGMENTS, Case, Drawing, Inputs, error_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention, kernels
-from rotationzoo.codec.attention import ExactWindow, PackedTokens
+from rotationzoo.codec.attention import ExactWindow
 from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
 from rotationzoo.codec.formats import FORMATS, SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.errors import RotationZooError
 
 FLOAT = torch.float32
-# Requests that end in a tile, at its end, and before the first; queries that do not fill their
-# columns; what lies beyond a request is not a number.
+# Requests that end in a tile, at its end, and before the first. The rest of a page is NaN.
 SMALL = Case(
     "small", kv_heads=1, lengths=(35, 0, 96), head=(3, 0, 2), tail=(5, 3, 9), page=32, means=True,
     query_type=FLOAT, window_type=FLOAT, unread=math.nan,
@@ -38,12 +36,6 @@ def layouts(format: str, dim: int, groups: int = 1) -> tuple[Any, Any]:
         return Drawing(Case("", SEGMENTS, dim, bits=(5, 4)), "cpu").layouts()
     layout = PageLayout(2, dim, groups, 64, SIMULATED[format])
     return layout, layout
-
-
-def variant(format: str, dim: int, groups: int = 1) -> AttentionVariant:
-    return AttentionVariant(
-        *layouts(format, dim, groups), torch.bfloat16, soft_cap=False, columns=4
-    )
 
 
 @pytest.mark.parametrize("format", [*FORMATS, SEGMENTS])
@@ -99,26 +91,22 @@ def spread(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, torch.full_like(tensor, 99)], -1)[..., 0]
 
 
+def scatter(part: Any, *names: str) -> Any:
+    """A part of the inputs whose tensors are not contiguous, and whose integers have 64 bits."""
+    changed = {}
+    for name in names:
+        if (tensor := getattr(part, name)) is not None:
+            changed[name] = spread(tensor if tensor.is_floating_point() else tensor.long())
+    return replace(part, **changed)
+
+
 def scattered(inputs: Inputs) -> Inputs:
     """The same with nothing contiguous but pages, and 64-bit lengths."""
-    windows = []
-    for window in (inputs.head, inputs.tail):
-        rows = [spread(side) for side in (window.key, window.value)]
-        counts = (window.lengths, window.starts, window.slots)
-        windows.append(
-            ExactWindow(*rows, *(each if each is None else spread(each.long()) for each in counts))
-        )
-    sides = [
-        replace(side, matrix=spread(side.matrix), mean=spread(side.mean))
-        for side in inputs.packed.sides
-    ]
-    counts = inputs.packed.lengths, inputs.packed.starts, inputs.packed.floors
-    packed = PackedTokens(
-        *sides, *(each if each is None else spread(each.long()) for each in counts)
-    )
-    return replace(
-        inputs, query=spread(inputs.query), packed=packed, head=windows[0], tail=windows[1]
-    )
+    windows = inputs.head, inputs.tail
+    head, tail = (scatter(each, "key", "value", "lengths", "starts", "slots") for each in windows)
+    key, value = (scatter(side, "matrix", "mean") for side in inputs.packed.sides)
+    packed = scatter(replace(inputs.packed, key=key, value=value), "lengths", "starts", "floors")
+    return replace(inputs, query=spread(inputs.query), packed=packed, head=head, tail=tail)
 
 
 class Calls(TorchDispatchMode):
@@ -172,8 +160,7 @@ def test_grids_that_are_empty_or_too_large():
 
 @pytest.fixture
 def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
-    """`cuda_attention.attend` on a CPU. The queries and windows must be float32. What the kernels
-    do not write is NaN."""
+    """`cuda_attention.attend` in float32 on a CPU. What kernels do not write is NaN."""
 
     def compiled(blocks: list, variant: AttentionVariant, device: torch.device) -> Kernels:
         functions = compile_program("attention.cu", variant.macros())
@@ -199,8 +186,7 @@ def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
 COMPILED = {"dim": 64, "group": 7}
 """What the first case below has, and other tests."""
 MOVED = {"pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4}
-# Each is compiled anew; the first ones tell most. The first ones of segments have a head without
-# keys, and one without values.
+# Each is compiled anew; the first ones tell most. Some have heads without keys or values.
 RUN_ON_CPU = [
     ("sglang", COMPILED),
     ("vllm", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
@@ -284,6 +270,7 @@ def list_variants():
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(("format", "dim"), [*list_variants()])
 def test_every_variant_compiles(format, dim, tmp_path):
-    for columns in {4, choose_columns(8, *layouts(format, dim))}:
-        chosen = replace(variant(format, dim), columns=columns)
+    pair = layouts(format, dim)
+    for columns in {4, choose_columns(8, *pair)}:
+        chosen = AttentionVariant(*pair, torch.bfloat16, soft_cap=False, columns=columns)
         compile_kernels(kernels.read("attention.cu"), chosen.macros(), tmp_path, ONLY_COMPILE)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rotationzoo.codec.transform import NO_NUMBER, SCALES, SegmentLayout, arrange, sum_in_halves
+from rotationzoo.codec.transform import NO_NUMBER, SCALES, SegmentLayout, arrange
 from rotationzoo.linalg.transform_coding import SEGMENT
 
 HEADS, DIM, TOKENS = 3, 48, 16
@@ -13,9 +13,8 @@ def random_layout(seed=0):
     """Random widths; the last head stores nothing."""
     generator = torch.Generator().manual_seed(seed)
     widths = torch.randint(0, 9, (HEADS, DIM // SEGMENT), generator=generator)
-    widths = widths.sort(descending=True)[0]
     widths[-1] = 0
-    return SegmentLayout(tuple(map(tuple, widths.tolist())), TOKENS)
+    return SegmentLayout.of(widths.sort(descending=True)[0], TOKENS)
 
 
 def widths_of(layout):
@@ -119,13 +118,3 @@ def test_rows_that_are_no_numbers_read_so():
     read = layout.levels(codes, numbers)
     assert read[0, 0, 1].isnan().all()
     assert read.isnan().any(-1).sum() == 2
-
-
-@pytest.mark.parametrize("count", [1, 32, 48, 80])
-def test_sums_are_made_in_halves(count):
-    numbers = torch.rand(3, count, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(sum_in_halves(numbers), numbers.sum(-1))
-    halves = torch.nn.functional.pad(numbers, (0, 128 - count))
-    for half in (64, 32, 16, 8, 4, 2, 1):
-        halves = halves[:, :half] + halves[:, half:]
-    assert torch.equal(sum_in_halves(numbers), halves[:, 0]), "zeros change nothing"

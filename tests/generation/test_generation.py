@@ -1,5 +1,4 @@
-"""A text that a model writes through a 2-bit cache: the same as with the library alone, compared
-with the exact model's, written token by token, and ended by whoever reads it."""
+"""A text that a model writes through a 2-bit cache, token by token."""
 
 import shutil
 from collections.abc import Callable
@@ -90,7 +89,6 @@ def test_a_chat_ends_where_the_answer_begins(made, write, tmp_path):
 
 
 def test_a_model_ends_its_text_itself(made, tmp_path):
-    """With every token an end token, the first one ends the text."""
     folder = Path(shutil.copytree(DEMO, tmp_path / "short"))
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": {list(range(2048))}}}')
     report = generate(str(folder), TEXT, rotations=str(made), **SMALL)
@@ -109,10 +107,7 @@ def test_a_model_ends_its_text_itself(made, tmp_path):
         ({"format": "int3"}, "no format 'int3'"),
         ({"group_size": 48}, r"do not divide heads of 64 channels, but groups of 4, 8, 16, 32, 64"),
         ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
-        (
-            {"format": "segments", "rotations": None},
-            "a cache without rotations has no codes by transform coding",
-        ),
+        ({"format": "segments", "rotations": None}, "segments needs rotations with transform"),
         ({"rotations": "rotations/missing"}, "not an artifact"),
         ({"rotations": "Qwen/Qwen3-8B"}, "not an artifact"),
         ({"max_memory": "cpu=1GiB"}, "needs a device map"),
@@ -154,8 +149,7 @@ CHARACTERS = "def größe(x):\n    return '你好 👩‍👧' # naïve \N{ZERO 
 
 
 def words_with_spaces() -> PreTrainedTokenizerFast:
-    """A tokenizer that decodes the space before a word only after another word, as SentencePiece's
-    do."""
+    """Like SentencePiece's: it decodes the space before a word only after another word."""
     words = ["▁if", "▁x", ":", "\n", "▁▁▁▁return", "▁y"]
     vocabulary = {word: number for number, word in enumerate(["<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -194,6 +188,5 @@ def test_half_a_character_at_the_end_is_written_at_last(tokenizer):
 
 @pytest.mark.parametrize("prompt", [[1], [1, 2, 3, 4]])
 def test_spaces_before_words_stay_at_the_start_of_the_text_and_of_lines(prompt):
-    """transformers' own streamer loses those of a line's beginning."""
     ids = [2, 3, 4, 5, 6]
     assert "".join(stream(words_with_spaces(), prompt, ids)) == " x:\n    return y"

@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy.linalg import hadamard as sylvester
 
 from rotationzoo.errors import RotationZooError
@@ -18,7 +16,6 @@ from rotationzoo.linalg.compositions import (
     hadamard,
     permutation,
     recover_basis,
-    strongest_first,
 )
 from rotationzoo.linalg.orthogonality import invert, orthogonality_error
 from rotationzoo.linalg.transform_coding import decorrelate
@@ -83,23 +80,13 @@ def test_a_wrong_inverse_is_refused(wrong, monkeypatch):
         invert(moment(16))
 
 
-def test_the_strongest_directions_are_those_of_the_largest_eigenvalues():
-    second = moment(64)
-    eigenvalues, basis = eigenbasis(second)
-    assert (strongest_first(eigenvalues).diff() <= 0).all()
-    first = strongest_first(basis)[..., :1]
-    assert torch.allclose(first.mT @ second @ first, eigenvalues.amax(-1)[:, None, None])
-
-
 def test_permutation_is_the_published_one():
-    """As interop describes it: sorted descending, perm[br(i)] = sorted[i], and in closed form
-    perm[j] = D - 1 - br(j)."""
+    """Sorted descending, perm[br(i)] = sorted[i]; in closed form, perm[j] = D - 1 - br(j)."""
     eigenvalues = torch.arange(8).double()
     order = torch.argsort(eigenvalues, descending=True)
     reversal = [0, 4, 2, 6, 1, 5, 3, 7]
     perm = torch.zeros(8, dtype=torch.long)
-    for i in range(8):
-        perm[reversal[i]] = order[i]
+    perm[reversal] = order
     assert torch.equal(permutation(8), torch.eye(8, dtype=torch.float64)[:, perm])
     assert perm.tolist() == [7 - reversal[j] for j in range(8)]
 
@@ -112,8 +99,6 @@ def test_compositions_list_their_factors_left_to_right():
         "br": u @ p,
         "r_h": u @ h,
         "r_h_pbr": u @ h @ p,
-        "rdesc_h": u.flip(-1) @ h,
-        "rdesc_h_br": u.flip(-1) @ h @ p.flip(0),  # the plain bit reversal: P without its sorting
         "r_pbr_hblock": u @ p @ torch.block_diag(*[hadamard(4)] * 4),
     }
     assert set(expected) == set(AROUND_EIGENBASIS)
@@ -142,7 +127,7 @@ def test_is_a_normalised_hadamard_matrix(order):
     assert error.abs().max() < 1e-13  # measured 3e-15
 
 
-@pytest.mark.parametrize("order", [64, 128, 256, 512])
+@pytest.mark.parametrize("order", [64, 512])
 def test_powers_of_two_are_in_natural_order(order):
     assert torch.equal(hadamard(order), torch.from_numpy(sylvester(order)).double() / order**0.5)
 
@@ -153,18 +138,9 @@ def test_refuses_orders_out_of_reach(order):
         hadamard(order)
 
 
-@given(st.integers(1, 600))
-def test_bit_reversal_is_a_permutation(order):
-    assert sorted(bit_reversal(order).tolist()) == list(range(order))
-
-
-def test_bit_reversal_of_a_power_of_two_reverses_bits():
-    assert bit_reversal(8).tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
-    assert bit_reversal(128)[:5].tolist() == [0, 64, 32, 96, 16]
-
-
-@pytest.mark.parametrize("order", USED)
+@pytest.mark.parametrize("order", [1, *USED])
 def test_strongest_directions_land_in_distinct_groups(order):
+    assert sorted(bit_reversal(order).tolist()) == list(range(order))
     group = 2
     while order % group == 0 and group < order:
         strongest = bit_reversal(order)[: order // group]

@@ -1,5 +1,4 @@
-"""Second moments, means of texts that are paired, and moments by runs of float32 products against
-the float64 definition, `Moment.add`."""
+"""Second moments, also in runs of float32 products, and paired tests."""
 
 import numpy as np
 import pytest
@@ -8,12 +7,7 @@ from scipy import stats
 from support.memory import allocated
 
 from rotationzoo.linalg import moments
-from rotationzoo.linalg.moments import (
-    Moment,
-    add_runs,
-    rows_of_heads,
-    run_bytes,
-)
+from rotationzoo.linalg.moments import Moment, add_runs, rows_of_heads, run_bytes
 from rotationzoo.linalg.paired import holm, paired_difference, sign_flip
 
 
@@ -38,8 +32,7 @@ def test_second_moment_and_mean():
 
 
 def test_products_are_formed_in_float64():
-    """A direction ten thousand times weaker than the rest survives, which a float32 product would
-    lose."""
+    """A direction ten thousand times weaker than the rest survives."""
     basis, _ = torch.linalg.qr(rows(2, heads=1, count=8))
     scales = torch.tensor([1e3] * 7 + [1e-1], dtype=torch.float64)
     x = rows(3, heads=1, count=4096) * scales @ basis.mT

@@ -1,5 +1,4 @@
-"""What other engines' caches give back of rows, against other implementations of their formulas and
-worked rows; what they multiply rows with, and which models and tokens they store."""
+"""Caches of other engines against other implementations of their formulas, and worked rows."""
 
 import gguf
 import numpy as np
@@ -24,8 +23,8 @@ ROWS = torch.randn(3, 2, 17, 128, generator=torch.Generator().manual_seed(0))
 ROWS[0, 0, 0, :32] = 0  # a block whose scale is zero
 ROWS[..., 5] *= 30
 CLOSE = 1e-3
-"""The largest relative difference to a float64 loop: in rare rows sums in another order round a
-code otherwise, and 16-bit scales, too. Measured: at most 5e-7 where none does."""
+"""The largest relative difference to a float64 loop. In rare rows, sums in another order round a
+code or a 16-bit scale differently. Otherwise at most 5e-7 was measured."""
 
 
 def test_blocks_are_those_of_the_gguf_package():
@@ -46,8 +45,7 @@ def difference(rows: torch.Tensor, expected: np.ndarray) -> float:
 
 
 def test_int4_per_token_head_against_a_loop():
-    """Written anew from the kernel: halves away from zero, an integer zero in the scale's lowest
-    bits."""
+    """Halves away from zero, and an integer zero in the lowest bits of the scale."""
     generator = torch.Generator().manual_seed(0x9E3779B9)
     signs = 2 * torch.bernoulli(torch.full((128,), 0.5), generator=generator) - 1
     transformed = turn((ROWS[0, 0] * signs).double().numpy()) * np.sqrt(128)
@@ -60,7 +58,6 @@ def test_int4_per_token_head_against_a_loop():
         bits = (np.float32(scale).view(np.int32) & -16) | zero
         expected.append((codes - zero) * np.int32(bits).view(np.float32))
     expected = turn(np.array(expected)) * signs.numpy() / np.sqrt(128)
-    # Measured: 5.0e-7. Sums in another order round a code otherwise in rare rows.
     assert difference(read_int4_per_token_head(ROWS[0, 0]), expected) < CLOSE
 
 
@@ -88,18 +85,13 @@ def test_exl3_rounds_to_the_nearest_of_symmetric_levels(bits):
     assert difference(read_exl3(ROWS, bits), expected) < CLOSE
 
 
-LONG = torch.randn(3, 2, 300, 128, generator=torch.Generator().manual_seed(0))
-LONG[..., 5] *= 30
-
-
 def test_llama_cpp_spreads_a_towering_channel_over_the_row():
-    """Its Hadamard matrices: a whole row for keys, 64 channels for values, and none where 64 does
-    not divide the head dimension."""
+    """A whole row for keys, 64 channels for values, and none if 64 does not divide the head."""
     one = torch.zeros(1, 128)
     one[0, 3] = 8.0
     cache = ENGINE_CACHES["q4_0"]
     assert torch.allclose(cache["key"].read(one), one, atol=0.6)
-    mixed = torch.cat([one + 0.01 * LONG[0, 0, 1], one])
+    mixed = torch.cat([one + 0.01 * ROWS[0, 0, 1], one])
     tail_error = [
         (cache[side].read(mixed) - mixed)[0, 64:].abs().max().item() for side in ("key", "value")
     ]

@@ -1,7 +1,5 @@
-"""The simulated cache in every family of models; `tests/cache/test_cache.py` holds it against one
-that is really read call by call."""
+"""The simulated cache in every family of models; `tests/cache/test_cache.py` has the real one."""
 
-import functools
 from dataclasses import replace
 from functools import partial
 
@@ -40,7 +38,6 @@ def several_blocks(monkeypatch):
 
 @families(CALIBRATED)
 def test_a_cache_that_keeps_everything_changes_nothing_and_one_that_keeps_nothing_does(name):
-    """Windows, soft caps and sinks stay the model's although every position is there twice."""
     model = architectures.build(name, torch.float64)
     plain, arm = read_whole(model, IDS), random_arm(model)
     simulated = simulate(model, arm, CacheLayout(sink=24, recent=0), IDS)
@@ -52,8 +49,7 @@ def test_a_cache_that_keeps_everything_changes_nothing_and_one_that_keeps_nothin
 
 @families(CALIBRATED)
 def test_what_centring_moves_is_seen(name):
-    """A server never adds the mean of keys back, so nor does the simulation: where attention does
-    not ignore it, evaluation shows what that costs, and the look at the model says so before."""
+    """Where attention does not ignore the mean of keys, which is never added back."""
     model = architectures.build(name, torch.float64)
     generator = torch.Generator().manual_seed(0)
 
@@ -72,7 +68,7 @@ def test_what_centring_moves_is_seen(name):
         assert (name in SHIFTED, moved < 1e-4) == (False, True), moved
 
 
-KIVI = RivalCodec(functools.partial(store_as_kivi, tokens=8, channels=8))
+KIVI = RivalCodec(partial(store_as_kivi, tokens=8, channels=8))
 
 
 # ---- keys per channel over groups of tokens, against a cache that is filled token by token
@@ -170,6 +166,3 @@ def test_every_token_counts(arm, length):
     stored = sum(arm.stored_bits(0, side, 16, int2.SGLANG) for side in ("key", "value")) / 2
     expected = (16 * exact + stored * (length - exact)) / length
     assert codec_bits(GEOMETRY, arm, cache, length) == pytest.approx(expected)
-
-
-# ---- the mask over both copies of a cache

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -104,9 +105,7 @@ class CpuLauncher:
         with ExitStack() as stack:
             moved: dict[int, int] = {}
             values = []
-            for field, argument in zip(
-                kernels.fields_of(type(arguments)), flatten(arguments), strict=True
-            ):
+            for field, argument in zip(fields_of(type(arguments)), flatten(arguments), strict=True):
                 if isinstance(argument, torch.Tensor):
                     type_name = field.rpartition(" ")[0]
                     assert argument.dtype == _TYPES.get(type_name, argument.dtype), field
@@ -120,13 +119,25 @@ class CpuLauncher:
             kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values))
 
 
+def fields_of(arguments: type) -> list[str]:
+    """The types and names of the parameters that a kernel with these arguments takes."""
+    listed = []
+    for name, hint in get_type_hints(arguments, include_extras=True).items():
+        kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
+        if hasattr(kind, "_fields"):
+            parts = (each.rpartition(" ") for each in fields_of(kind))
+            listed += [f"{type} {name}_{inner}" for type, _, inner in parts]
+        else:
+            # Each argument has 64 bits: a pointer, an integer or a double.
+            type = {int: "Count", float: "double"}.get(kind) or kind.__metadata__[0]
+            listed.append(f"{type} {name}")
+    return listed
+
+
 def flatten(arguments: tuple) -> Iterator:
     """The arguments of a kernel, without groups."""
     for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from flatten(argument)
-        else:
-            yield argument
+        yield from flatten(argument) if isinstance(argument, tuple) else [argument]
 
 
 @contextmanager
@@ -244,14 +255,6 @@ def largest(rows: torch.Tensor) -> torch.Tensor:
 GENERATIONS = "-gencode=arch=compute_80,code=[sm_80,sm_90,sm_100]"
 # What compiles at all is compiled in half the time without optimization.
 ONLY_COMPILE = "-gencode=arch=compute_90,code=sm_90", "-Ofc=max"
-
-
-def spilled_registers(variant: cuda.Variant, folder: Path) -> list[str]:
-    """The line on spilled registers of each kernel, and of each generation."""
-    text = kernels.read("int2.cu")
-    assert "__CUDA_ARCH__" not in text
-    output = compile_kernels(text, variant.macros(), folder, [GENERATIONS])
-    return [line.strip() for line in output.splitlines() if "spill stores" in line]
 
 
 def compile_kernels(

@@ -1,5 +1,4 @@
-"""Cases of attention over packed codes: the rows, queries and windows of each, and attention in
-float64 to compare with."""
+"""Cases of attention over packed codes, and attention in float64 to compare with."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.linalg.transform_coding import SEGMENT
 
 SEGMENTS = "segments"
-"""In place of a format: random widths, up to the case's bits. Of several heads, the first has no
-keys and the last no values."""
+"""Random widths up to the case's bits. Of several heads, one has no keys and one no values."""
 DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -109,6 +107,9 @@ class Drawing:
         sinks = self.normal(case.kv_heads * case.group) * 2 + 3 if case.sinks else None
         return Inputs(query, packed, head, tail, Scores(case.dim**-0.5, case.soft_cap, sinks))
 
+    def ints(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
     def normal(self, *size: int) -> torch.Tensor:
         return torch.randn(size, generator=self.generator, device=self.device)
 
@@ -144,23 +145,17 @@ class Drawing:
                     rows = self.peak(place, rows, list(case.lengths))
             mean = self.normal(case.kv_heads, rows.shape[-1]) if case.means else None
             sides.append(self.side(layout, rows, mean))
-        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self.device)
-        starts, floors = (
-            torch.tensor(each, dtype=torch.int32, device=self.device) if each else None
-            for each in (case.pooled, case.floors)
-        )
-        key, value = sides
-        return PackedTokens(key, value, lengths, starts, floors)
+        moved = (self.ints(each) if each else None for each in (case.pooled, case.floors))
+        return PackedTokens(*sides, self.ints(case.lengths), *moved)
 
     def layouts(self) -> tuple[PageLayout, PageLayout] | tuple[SegmentLayout, SegmentLayout]:
-        case, both = self.case, []
+        case = self.case
         if case.format == SEGMENTS:
             return self.segments(0), self.segments(1)
-        for dim in (case.dim, self.value_dim):
-            group = case.group_size or dim
-            format = FORMATS[case.format]
-            both.append(PageLayout(case.kv_heads, dim, dim // group, case.page, format))
-        return both[0], both[1]
+        groups, format = case.dim // (case.group_size or case.dim), FORMATS[case.format]
+        key = PageLayout(case.kv_heads, case.dim, groups, case.page, format)
+        groups = self.value_dim // (case.group_size or self.value_dim)
+        return key, replace(key, dim=self.value_dim, groups=groups)
 
     def segments(self, side: int) -> SegmentLayout:
         case, dim = self.case, (self.case.dim, self.value_dim)[side]
@@ -187,7 +182,9 @@ class Drawing:
         if isinstance(layout, SegmentLayout):
             parts = layout.pack(*layout.quantize(channels, scales[..., 0]))
         else:
-            parts = quantize(layout, channels)
+            group = layout.dim // layout.groups
+            parts = int2.quantize(channels, 0.96, group, layout.format)
+            parts = parts._replace(codes=int2.pack(parts.codes, layout.format))
             if self.case.equal_rows:
                 parts.scale.fill_(1.4142)
                 parts.offset.fill_(1.5)
@@ -228,10 +225,8 @@ class Drawing:
     def window(self, part: str) -> ExactWindow:
         case = self.case
         counts = getattr(case, part)
-        lengths = None
-        if isinstance(counts, tuple):
-            lengths = torch.tensor(counts, dtype=torch.int32, device=self.device)
-        every = list(counts) if isinstance(counts, tuple) else [counts] * self.batch
+        lengths = self.ints(counts) if isinstance(counts, tuple) else None
+        every = [*counts] if isinstance(counts, tuple) else [counts] * self.batch
         key, value = (self.rows(side, max(every)) for side in ("key", "value"))
         if max(every):
             key = self.peak(part, key, every)
@@ -241,8 +236,8 @@ class Drawing:
         return self.in_slots(window, part == "tail") if case.pooled else window
 
     def in_slots(self, window: ExactWindow, is_tail: bool) -> ExactWindow:
-        """The same in a pool, where a row's first two tokens are not read, nor by its last query
-        those that it reads packed, and earlier ones do not."""
+        """The same in a pool, where the first two tokens of a row are not read, nor, by its last
+        query, those that only earlier queries read exact."""
         pieces = -(-window.key.shape[2] // 32)
         slots = torch.randperm(self.batch * pieces, generator=self.generator, device=self.device)
         pools = []
@@ -256,28 +251,15 @@ class Drawing:
             lengths = torch.full((self.batch,), window.key.shape[2], device=self.device)
         starts = lengths.clamp(max=2).int()
         if is_tail and self.case.floors:
-            packed, floors = (
-                torch.tensor(each, device=self.device)
-                for each in (self.case.lengths, self.case.floors)
-            )
-            starts += (packed - floors).clamp(max=self.case.new - 1).int()
+            moved = self.ints(self.case.lengths) - self.ints(self.case.floors)
+            starts += moved.clamp(max=self.case.new - 1)
         return ExactWindow(*pools, lengths.int(), starts, slots.int().unflatten(0, (-1, pieces)))
 
 
-def quantize(layout: PageLayout, rows: torch.Tensor) -> int2.Quantized:
-    """Rows `[B, H, T, D]` as the sections of pages hold them, of any number of pages."""
-    format = layout.format
-    stored = int2.quantize(rows, 0.96, layout.dim // layout.groups, format)
-    return stored._replace(codes=int2.pack(stored.codes, format))
-
-
 def reference(inputs: Inputs) -> torch.Tensor:
-    """What `attend` should return, in float64: each query by itself, over exactly those tokens that
-    it reads."""
-    new = inputs.query.shape[2]
-    rows = range(len(inputs.query))
-    outputs = [torch.stack([_read(inputs, row, at) for at in range(new)], 1) for row in rows]
-    return torch.stack(outputs)
+    """What `attend` should return, in float64: each query alone, over the tokens that it reads."""
+    rows, new = range(len(inputs.query)), range(inputs.query.shape[2])
+    return torch.stack([torch.stack([_read(inputs, row, at) for at in new], 1) for row in rows])
 
 
 def _read(inputs: Inputs, row: int, at: int) -> torch.Tensor:

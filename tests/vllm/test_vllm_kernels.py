@@ -67,11 +67,11 @@ def with_exact_products(layer: LayerPages) -> None:
         widths = rotations[side].widths.repeat_interleave(4, -1)[:, None]
         drawn = torch.randint(-4, 5, layer.codec.forward(0, side).shape, generator=generator)
         matrix = drawn * 2.0 ** (widths - 7) * (widths > 0)
-        layer.codec._matrices[0, side, "forward"] = matrix.to(device)
+        layer.codec._matrices[0, side, "to_steps"] = matrix.to(device)
         mean = torch.randint(-8, 9, rotations[side].mean.shape, generator=generator) / 4
         rotation = replace(rotations[side], mean=mean.to(device))
         rotations = replace(rotations, **{side: rotation})
-    layer.codec.rotations._layers[0] = rotations
+    layer.codec.rotations[0] = rotations
 
 
 @ON_EACH
@@ -123,12 +123,13 @@ def test_a_cache_packs_what_the_definition_packs(device, dtype, has_kernels):
         assert packed[-1].shape == (2, 1, 5, 0)
     for definition, found in zip(packed[: 2 * HEADS], packed[2 * HEADS :], strict=True):
         assert torch.equal(definition, found)
-    codec.check_packed(0, "key", settings.layout.format, rows.device)
+    encoder = codec.encoder(0, "key", settings.layout.format, rows.device)
+    encoder.check()
     rows[1, 0, 2, 3] = torch.inf
     codec.pack(rows, 0, "key", settings.layout.format)
     with pytest.raises(RotationZooError, match="is not finite or exceeds"):
-        codec.check_packed(0, "key", settings.layout.format, rows.device)
-    codec.check_packed(0, "key", settings.layout.format, rows.device)
+        encoder.check()
+    encoder.check()
     assert not codec.pack(rows[:, :, :0], 0, "key", settings.layout.format)[0].numel()
 
 

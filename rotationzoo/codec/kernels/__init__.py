@@ -1,22 +1,17 @@
 """The CUDA sources, and the one table of programs: which kernels a source has, and what each takes.
 
-Python hands a kernel one of the tuples below, whose fields have names. A field of a group is the
-parameter `group_field` of the kernel. `check` compares both sides when a program is compiled, so a
-wrong name, order or type is never launched.
+Python hands a kernel one of the tuples below. A field of a group is the parameter `group_field` of
+the kernel. `tests/codec/test_cuda.py` compares names, order and types with the sources.
 """
 
 import re
 from importlib.resources import files
-from itertools import zip_longest
-from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
-
-# A tensor, as the pointer to its memory that a kernel takes. Where it may be None, the pointer may
-# be null. Sources define `Element` and `Metadata` by the types that they are compiled for.
+# A tensor, as the pointer to its memory that a kernel takes; None is a null pointer. Sources define
+# `Element` and `Metadata` by the types that they are compiled for.
 Bytes = Annotated[torch.Tensor, "unsigned char*"]
 Ints = Annotated[torch.Tensor, "int*"]
 Counts = Annotated[torch.Tensor, "Count*"]
@@ -28,10 +23,6 @@ Signed = Annotated[torch.Tensor, "signed char*"]
 Headers = Annotated[torch.Tensor, "Header*"]
 Pairs = Annotated[torch.Tensor, "float2*"]
 Tally = Annotated[torch.Tensor, "unsigned long long*"]
-
-# Each argument has 64 bits: a pointer, an integer or a double.
-_NUMBERS = {int: "Count", float: "double"}
-_INTEGERS = {"long long": "Count", "Address": "Count"}
 
 
 class Quantize(NamedTuple):
@@ -59,7 +50,7 @@ class Dequantize(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Elements from one to the next of queries or results `[B, H_q, T, D]`."""
+    """In elements, of queries or results `[B, H_q, T, D]`."""
 
     row: int
     head: int
@@ -82,8 +73,7 @@ class Prepare(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The pages of packed keys or values: number n of `table` `[B, pages]` begins `n unit` bytes
-    after `base`."""
+    """Pages of keys or values: page n of `table` `[B, pages]` is at `base + n * unit` bytes."""
 
     table: Addresses
     base: int
@@ -92,7 +82,7 @@ class Pages(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """`slots.slot_table` of keys and of values, and all scales that a row may have."""
+    """`slots.slot_table` of keys and of values, and `transform.list_scales`."""
 
     key: Ints | None
     value: Ints | None
@@ -154,7 +144,7 @@ class Finish(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """`plan` of server_step.cu. The last ones are those of `Reads` in vllm/segments."""
+    """`plan` of server_step.cu. The last fields are those of `Reads` in vllm/segments."""
 
     table: Ints
     width: int
@@ -214,7 +204,7 @@ class CopyRows(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """The bytes at which the sections of a page begin, after its codes: `PageLayout.starts`."""
+    """Where the scales and offsets of a page begin, in bytes: see `PageLayout.starts`."""
 
     scales: int
     offsets: int
@@ -351,12 +341,7 @@ class RestoreSegments(NamedTuple):
 
 PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
     "int2.cu": {"quantize": Quantize, "dequantize": Dequantize},
-    "attention.cu": {
-        "prepare": Prepare,
-        "attend": Attend,
-        "finish": Finish,
-        "finish_many": Finish,
-    },
+    "attention.cu": {"prepare": Prepare, "attend": Attend, "finish": Finish, "finish_many": Finish},
     "server_step.cu": {"plan": Plan},
     "store.cu": {"copy_rows": CopyRows, "store": Store},
     "restore.cu": {"restore_rows": RestoreRows, "gather": Gather},
@@ -366,17 +351,14 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
         "restore_segments": RestoreSegments,
     },
 }
-"""What is compiled, by its source -> what the kernels take that this source adds."""
+"""Source -> its kernels, and what each takes. Kernels of files that it includes are not listed."""
 
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
-_KERNEL = re.compile(
-    r'extern "C" __global__ void (?:__launch_bounds__\([^()]*\) )?(\w+)\(([^()]*)\)'
-)
 
 
 def read(source: str) -> str:
-    """The text of a program: a source, with what it includes in the place of its lines that say so,
-    once each. NVRTC then needs no folder, and its cache misses no change."""
+    """The text of a program, with each included file in place of its first `#include`. So NVRTC
+    needs no folder, and its cache misses no change."""
     seen = {source}
 
     def include(found: re.Match[str]) -> str:
@@ -391,40 +373,3 @@ def read(source: str) -> str:
 def source_of(name: str) -> str:
     """The text of one source."""
     return files(__name__).joinpath(name).read_text("utf-8")
-
-
-def check(source: str) -> None:
-    """Compare the kernels of a source with the table. Raises `TypeError`, which names both sides,
-    at the first name, order or type that differs."""
-    kernels, table = dict(_KERNEL.findall(source_of(source))), PROGRAMS[source]
-    if kernels.keys() != table.keys():
-        both = ", ".join(kernels), ", ".join(table)
-        raise TypeError(f"{source} has the kernels {both[0]}, and its table {both[1]}")
-    for name, arguments in table.items():
-        declared = [_declared(each) for each in kernels[name].split(",")]
-        for theirs, ours in zip_longest(declared, fields_of(arguments), fillvalue="nothing more"):
-            if theirs != ours:
-                raise TypeError(
-                    f"{name} in {source} takes {theirs}, where {arguments.__name__} has {ours}"
-                )
-
-
-def _declared(parameter: str) -> str:
-    """The type and name of a parameter, without what a caller need not know."""
-    *words, name = (word for word in parameter.split() if word not in ("const", "__restrict__"))
-    type = " ".join(words)
-    return f"{_INTEGERS.get(type, type)} {name}"
-
-
-def fields_of(arguments: type) -> list[str]:
-    """The types and names of the parameters that a kernel with these arguments takes."""
-    listed = []
-    for name, hint in get_type_hints(arguments, include_extras=True).items():
-        kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
-        if hasattr(kind, "_fields"):
-            parts = (each.rpartition(" ") for each in fields_of(kind))
-            listed += [f"{type} {name}_{inner}" for type, _, inner in parts]
-        else:
-            type = _NUMBERS.get(kind) or kind.__metadata__[0]
-            listed.append(f"{type} {name}")
-    return listed
