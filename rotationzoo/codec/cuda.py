@@ -30,7 +30,9 @@ _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` 
 @cache
 def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> Any:
     """A program of `kernels.PROGRAMS`, compiled or from the cache: cuda.core's object code, whose
-    `get_kernel` takes a name. Raises `RotationZooError` if cuda.core or NVRTC is missing."""
+    `get_kernel` takes a name. Raises `RotationZooError` if cuda.core or NVRTC is missing, and
+    `TypeError` where a kernel takes what the table does not say."""
+    kernels.check(source)
     # Imported here because the package is optional.
     try:
         from cuda.core import Device, Program, ProgramOptions

@@ -1,14 +1,13 @@
 """The CUDA encoder: compiled for three GPU generations, and equal to its definition."""
 
 import math
-import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from support.cases import quick_first
-from support.codec import GENERATIONS, assert_stored, compile_kernels, fields_of, on_cpu, on_gpu
+from support.codec import GENERATIONS, assert_stored, compile_kernels, on_cpu, on_gpu
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.kernel import draw_rows, rows_of_each_type, validate_kernel
@@ -257,21 +256,14 @@ def test_an_encoder_of_a_cache_says_later_that_a_row_has_no_codes():
 # ---- the table of programs
 
 
-KERNEL = re.compile(
-    r'extern "C" __global__ void (?:__launch_bounds__\([^()]*\) )?(\w+)\(([^()]*)\)'
-)
-
-
-def declared(parameter: str) -> str:
-    """The type and name of a parameter, without what a caller need not know."""
-    *words, name = (word for word in parameter.split() if word not in ("const", "__restrict__"))
-    type = " ".join(words)
-    return f"{'Count' if type in ('long long', 'Address') else type} {name}"
-
-
 @pytest.mark.parametrize("source", kernels.PROGRAMS)
 def test_kernels_take_what_their_table_says(source):
-    found = {}
-    for name, parameters in KERNEL.findall(kernels.source_of(source)):
-        found[name] = [declared(each) for each in parameters.split(",")]
-    assert found == {name: fields_of(taken) for name, taken in kernels.PROGRAMS[source].items()}
+    kernels.check(source)
+
+
+def test_a_kernel_that_takes_something_else_is_named_with_what_the_table_has(monkeypatch):
+    text = kernels.source_of("server_step.cu").replace("const int* lengths", "const Count* lengths")
+    monkeypatch.setattr(kernels, "source_of", lambda name: text)
+    problem = r"plan in server_step.cu takes Count\* lengths, where Plan has int\* lengths"
+    with pytest.raises(TypeError, match=problem):
+        kernels.check("server_step.cu")

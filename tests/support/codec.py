@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from types import NoneType, SimpleNamespace
-from typing import get_args, get_type_hints
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,7 +104,9 @@ class CpuLauncher:
         with ExitStack() as stack:
             moved: dict[int, int] = {}
             values = []
-            for field, argument in zip(fields_of(type(arguments)), flatten(arguments), strict=True):
+            for field, argument in zip(
+                kernels.fields_of(type(arguments)), flatten(arguments), strict=True
+            ):
                 if isinstance(argument, torch.Tensor):
                     type_name = field.rpartition(" ")[0]
                     assert argument.dtype == _TYPES.get(type_name, argument.dtype), field
@@ -117,21 +118,6 @@ class CpuLauncher:
                 kind = "d" if isinstance(argument, float) else "q"
                 values.append(struct.pack(kind, argument or 0))
             kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values))
-
-
-def fields_of(arguments: type) -> list[str]:
-    """The types and names of the parameters that a kernel with these arguments takes."""
-    listed = []
-    for name, hint in get_type_hints(arguments, include_extras=True).items():
-        kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
-        if hasattr(kind, "_fields"):
-            parts = (each.rpartition(" ") for each in fields_of(kind))
-            listed += [f"{type} {name}_{inner}" for type, _, inner in parts]
-        else:
-            # Each argument has 64 bits: a pointer, an integer or a double.
-            type = {int: "Count", float: "double"}.get(kind) or kind.__metadata__[0]
-            listed.append(f"{type} {name}")
-    return listed
 
 
 def flatten(arguments: tuple) -> Iterator:

@@ -1,12 +1,15 @@
 """The CUDA sources, and the one table of programs: which kernels a source has, and what each takes.
 
 Python hands a kernel one of the tuples below. A field of a group is the parameter `group_field` of
-the kernel. `tests/codec/test_cuda.py` compares names, order and types with the sources.
+the kernel. `check` compares both sides when a program is compiled, so a wrong name, order or type
+is never launched.
 """
 
 import re
 from importlib.resources import files
-from typing import Annotated, Any, NamedTuple
+from itertools import zip_longest
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
@@ -23,6 +26,10 @@ Signed = Annotated[torch.Tensor, "signed char*"]
 Headers = Annotated[torch.Tensor, "Header*"]
 Pairs = Annotated[torch.Tensor, "float2*"]
 Tally = Annotated[torch.Tensor, "unsigned long long*"]
+
+# Each argument has 64 bits: a pointer, an integer or a double.
+_NUMBERS = {int: "Count", float: "double"}
+_INTEGERS = {"long long": "Count", "Address": "Count"}
 
 
 class Quantize(NamedTuple):
@@ -354,6 +361,9 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
 """Source -> its kernels, and what each takes. Kernels of files that it includes are not listed."""
 
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+_KERNEL = re.compile(
+    r'extern "C" __global__ void (?:__launch_bounds__\([^()]*\) )?(\w+)\(([^()]*)\)'
+)
 
 
 def read(source: str) -> str:
@@ -373,3 +383,40 @@ def read(source: str) -> str:
 def source_of(name: str) -> str:
     """The text of one source."""
     return files(__name__).joinpath(name).read_text("utf-8")
+
+
+def check(source: str) -> None:
+    """Compare the kernels of a source with the table. Raises `TypeError`, which names both sides,
+    at the first name, order or type that differs."""
+    kernels, table = dict(_KERNEL.findall(source_of(source))), PROGRAMS[source]
+    if kernels.keys() != table.keys():
+        both = ", ".join(kernels), ", ".join(table)
+        raise TypeError(f"{source} has the kernels {both[0]}, and its table {both[1]}")
+    for name, arguments in table.items():
+        declared = [_declared(each) for each in kernels[name].split(",")]
+        for theirs, ours in zip_longest(declared, fields_of(arguments), fillvalue="nothing more"):
+            if theirs != ours:
+                raise TypeError(
+                    f"{name} in {source} takes {theirs}, where {arguments.__name__} has {ours}"
+                )
+
+
+def _declared(parameter: str) -> str:
+    """The type and name of a parameter, without what a caller need not know."""
+    *words, name = (word for word in parameter.split() if word not in ("const", "__restrict__"))
+    type = " ".join(words)
+    return f"{_INTEGERS.get(type, type)} {name}"
+
+
+def fields_of(arguments: type) -> list[str]:
+    """The types and names of the parameters that a kernel with these arguments takes."""
+    listed = []
+    for name, hint in get_type_hints(arguments, include_extras=True).items():
+        kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
+        if hasattr(kind, "_fields"):
+            parts = (each.rpartition(" ") for each in fields_of(kind))
+            listed += [f"{type} {name}_{inner}" for type, _, inner in parts]
+        else:
+            type = _NUMBERS.get(kind) or kind.__metadata__[0]
+            listed.append(f"{type} {name}")
+    return listed
