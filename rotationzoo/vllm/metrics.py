@@ -1,6 +1,6 @@
 """What a server reports about its 2-bit cache at `/metrics`, next to vLLM's own metrics.
 
-Workers run in other processes than the API server. So each worker keeps its numbers in
+Workers and the API server run in different processes. So each worker keeps its numbers in
 prometheus_client's multiprocess files: where vLLM looks for them, or in a folder of ours that the
 API server passes to its child processes in an environment variable.
 """
@@ -26,44 +26,40 @@ from rotationzoo.vllm import FOLDER
 from rotationzoo.vllm.settings import parse_options, read_settings
 from rotationzoo.vllm.steps import Planner
 
-SHARED = "PROMETHEUS_MULTIPROC_DIR"
-"""Where vLLM looks, if it has several API servers or this variable is set."""
+SHARED = "PROMETHEUS_MULTIPROC_DIR"  # vLLM's folder, if this is set or it has several API servers
 METRICS = {
     "copy_slots_used": "Slots that hold the exact copies of a page",
-    "copies_forgotten_total": "Pages whose slot others took while they still held their tokens",
+    "copies_forgotten_total": "Pages that lost their slot while they still held their tokens",
     "requests_sink_from_codes": "Decoding requests that read some of their sink from codes",
-    "requests_recent_from_codes": "Those that read some of their recent window from codes",
+    "requests_recent_from_codes": "Decoding requests that read recent tokens from codes",
     "key_rows_not_finite_total": "Stored keys that are not finite, or too large",
     "value_rows_not_finite_total": "Stored values that are not finite, or too large",
-    "artifact_info": "The artifact in use, by its sha256, and how its codes are written",
-    "bits_per_element": "Bits of an element of the cache as stored, with scales and offsets",
+    "artifact_info": "The artifact in use, by its sha256, and the format of its codes",
+    "bits_per_element": "Stored bits per element of the cache, with scales and offsets",
     "layers": "Layers that are stored as codes",
-    "start_check_distance": "Between what was read at the start and the definition, at most .25",
+    "start_check_distance": "Distance of the self-check at the start from the definition, to 0.25",
     "copy_slots": "Slots for exact copies of the pages that windows touch",
 }
-COUNTED = [*METRICS][:6]
-"""In the order in which a worker counts them."""
+COUNTED = [*METRICS][:6]  # in the order in which a worker counts them
 
 
 def answer_for_workers() -> None:
-    """Let this process answer for the workers that it will start, unless vLLM does."""
+    """Make this process report for the workers that it will start, unless vLLM does."""
     if SHARED not in os.environ and FOLDER not in os.environ:
         os.environ[FOLDER] = folder = _make_folder().name
         MultiProcessCollector(REGISTRY, folder)
 
 
-# It is removed when the process ends.
-_make_folder = cache(lambda: TemporaryDirectory(prefix="rotationzoo-"))
+_make_folder = cache(lambda: TemporaryDirectory(prefix="rotationzoo-"))  # until the process ends
 
 
 class Metrics:
-    """The numbers of a worker with this planner, which was so far from the definition at the
-    start."""
+    """The numbers of a worker with this planner and this `distance` in its self-check."""
 
     def __init__(self, worker: Any, planner: Planner, distance: float) -> None:
         config, layers = worker.vllm_config, [*worker.stored]
         self._planner, self._bad_rows = planner, worker.bad_rows
-        answer_for_workers()  # on a machine where nobody does
+        answer_for_workers()  # on a machine without an API server
         folder = os.environ.get(SHARED) or os.environ[FOLDER]
         name = f"{os.getpid()}-rotationzoo.db"  # the process may have metrics of its own
         self._files = [MmapedDict(f"{folder}/{kind}_{name}") for kind in ("gauge_max", "counter")]
@@ -71,15 +67,14 @@ class Metrics:
         self._labels = {"engine": str(engine), "rank": str(worker.rank)}
         on_gpu, self._due = torch.cuda.is_available(), 0.0
         self._counts = torch.zeros(len(COUNTED), dtype=torch.int64, pin_memory=on_gpu)
-        options: Any = parse_options(config.additional_config)
-        settings: Any = read_settings(config)
+        options, settings = parse_options(config.additional_config), read_settings(config)
         codec, format = settings.codec, settings.layout.format
         sides = (each for each in codec.rotations.each() if each[0] in layers)
         bits = [codec.stored_bits(layer, side, each.dim, format) for layer, side, each in sides]
         self._write(
             {"artifact_info": 1},
             artifact=Artifact.open(Path(options.artifact).expanduser()).identity,
-            format={format: name for name, format in SIMULATED.items()}[settings.layout.format],
+            format={each: name for name, each in SIMULATED.items()}[format],
             version=__version__,
         )
         self._write({"bits_per_element": fmean(bits), "layers": len(layers)})
@@ -87,9 +82,8 @@ class Metrics:
         self._write(dict.fromkeys(COUNTED, 0))
 
     def follow(self, ends: bool) -> None:
-        """After a step, but once a second, write what was counted. For a GPU nothing waits: what is
-        not here yet is written next time. But it does where nothing is left to run, if the step
-        `ends`."""
+        """After a step, at most once a second, write what was counted. This does not wait for a
+        GPU, whose last counts are written next time, unless nothing is left to run (`ends`)."""
         if (now := time.monotonic()) < self._due and not ends:
             return
         self._due = now + 1

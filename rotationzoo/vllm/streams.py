@@ -1,5 +1,5 @@
 """Which work overlaps within a layer of a server's step. One object owns the GPU's second stream
-and the rule that whatever a step reads was written before."""
+and ensures that a step reads only what was written before."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -15,11 +15,11 @@ class StoreStream:
     the request that will fill it, and may schedule one that reads this block in the same step. So:
 
     * Exact copies are written on the current stream, before anything is read.
-    * Codes are stored from `start` on. The store begins after all that the current stream was given
-      before, such as the keys and values, the plan, and pages that a connector has loaded.
+    * `start` stores codes after all earlier work of the current stream, such as the keys and
+      values, the plan, and pages that a connector has loaded.
     * Reads of copies, or of the step's own keys and values, overlap with the store.
-    * Reads of codes that the step stores come after `wait`: those of another request, where the
-      plan says that they `meet`, and those of a new token that has no copy.
+    * Reads of codes that the step stores come after `wait`: those of another request, if the plan
+      says that they `meet`, and those of a new token without a copy.
     * A layer ends with `wait`. So the next layer, the next step, a connector that saves pages, and
       any new owner of the memory find everything written.
     """
@@ -54,11 +54,11 @@ find_stream = cache(StoreStream)
 
 
 def may_meet(scheduled: Any, block_tokens: Sequence[int]) -> bool:
-    """Whether a request may read blocks that another one fills in the same step, according to
-    vLLM's `SchedulerOutput`. `block_tokens`: tokens per block of each group.
+    """Whether a request may read blocks that another one fills in the same step, by vLLM's
+    `SchedulerOutput`. `block_tokens`: tokens per block of each group.
 
-    Only a new request can, because all others have read their blocks before. A running request may
-    fill any block, because the scheduler does not name its blocks again.
+    Only a new request can: all others have read their blocks before. A running request may fill any
+    block, because the scheduler does not list its blocks again.
     """
     begin, go_on = scheduled.scheduled_new_reqs, scheduled.scheduled_cached_reqs
     has_hits = any(request.num_computed_tokens for request in begin)
