@@ -169,7 +169,7 @@ def test_too_little_to_tell_is_an_outcome_of_its_own(inside, recorded):
     assert result["server"]["verdict"] == "unclear"
     assert "is sound" in said.stdout
     error, hint = said.stderr.splitlines()
-    assert error.startswith("Error: it is not decided which rotations the server at ")
+    assert error.startswith("Error: the check cannot tell which rotations the server at ")
     assert hint == "Hint: see in the server's log how many layers are stored in 2 bits"
     assert named.stdout.strip() == ""
     assert "exit 4" in inside("verify", "--help").stdout
@@ -181,7 +181,7 @@ def test_too_little_to_tell_is_an_outcome_of_its_own(inside, recorded):
         ({"models": {"data": [{"id": "a", "owned_by": "llamacpp"}]}}, "is not vLLM"),
         ({"models": {"data": []}}, "is damaged: data: "),
         ({"models": b"<html>"}, "no JSON that can be read"),
-        ({"status": 401}, f"wants another key than there is in {KEY}"),
+        ({"status": 401}, f"does not accept the key in {KEY}"),
         ({"status": 307, "models": b"elsewhere"}, "answers with status 307: elsewhere"),
         ({}, "gives no log probabilities"),
         (
