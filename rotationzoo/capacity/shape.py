@@ -22,7 +22,7 @@ from rotationzoo.model.files import indexed_bytes, text_config, weight_files
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
 from rotationzoo.sides import HEADS
-from rotationzoo.vllm.prompts import Scratch
+from rotationzoo.vllm.prompts import scratch_sizes
 from rotationzoo.vllm.segments import LONG
 from rotationzoo.vllm.steps import count_slots
 
@@ -85,7 +85,7 @@ class Shape:
         for layer in layers[:1]:  # all share this memory
             room = max(LONG, _STEP + storage.sink + storage.recent)
             queries = _STEP, layer.query_heads, layer.key_dim
-            sizes = Scratch.sizes(queries, layer.kv_heads, room, torch.bfloat16)
+            sizes = scratch_sizes(queries, layer.kv_heads, room, torch.bfloat16)
             total += sum(math.prod(size) * dtype.itemsize for size, dtype in sizes)
         return total
 

@@ -1,7 +1,6 @@
 """vLLM's attention backend for keys and values in 2 bits, and the worker that gives it to layers.
 
-Layers with a sliding window keep vLLM's own backend and the model's dtype. So do those of a model
-that drafts tokens.
+Layers with a sliding window, and a model that drafts tokens, keep vLLM's own backend and dtype.
 """
 
 from collections.abc import Callable
@@ -21,12 +20,11 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import CPU_BACKENDS, SERVE
 from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm import upstream as base
-from rotationzoo.vllm.bad_rows import BadRows
 from rotationzoo.vllm.flash_attention import choose_attention
-from rotationzoo.vllm.metrics import Metrics
+from rotationzoo.vllm.metrics import BadRows, Metrics
 from rotationzoo.vllm.pages import LayerPages, page_tokens, split_blocks
 from rotationzoo.vllm.plugin import claim
-from rotationzoo.vllm.prompts import LayerReader, Scratch
+from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.segments import FEW, Known
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 from rotationzoo.vllm.streams import may_meet
@@ -63,8 +61,7 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
 
     @cached_property
     def planner(self) -> Planner:
-        """The planner, made with the first step: vLLM may count its pages after it has made this
-        builder."""
+        # Made with the first step: vLLM may count its pages after it has made this builder.
         settings = serving.read_settings(self.vllm_config)
         layers = self.vllm_config.compilation_config.static_forward_context
         return Planner(
@@ -80,10 +77,10 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> RotatedMetadata:
-        """Plan a step, or return the plan for the same metadata. A draft model changes its metadata
-        between steps, and asks for a fast build."""
+        """Plan a step, or return the plan for the same metadata."""
         if self.leader is not self:
             return self.leader.build(common_prefix_len, common_attn_metadata, fast_build)
+        # A draft model changes its metadata between steps, and asks for a fast build.
         if fast_build or self._planned is None or self._planned[0] is not common_attn_metadata:
             self._planned = common_attn_metadata, self._plan(common_attn_metadata)
         return self._planned[1]
@@ -235,11 +232,10 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             queries = self.most_tokens, self.num_heads, self.head_size
             windows = self.settings.layout.sink + self.settings.layout.recent
             room = max(self.attention.segment, self.most_tokens + windows)
-            sizes = Scratch.sizes(queries, self.num_kv_heads, room, like.dtype)
+            sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
             base.current_workspace_manager().get_simultaneous(*sizes)
 
     def own_settings(self) -> CacheSettings:
-        """The settings for the KV heads of this process."""
         first = base.get_tensor_model_parallel_rank() * self.num_kv_heads
         return serving.select_heads(self.settings, slice(first, first + self.num_kv_heads))
 
@@ -301,8 +297,7 @@ def _make_known(counts: tuple[int, ...], lengths: tuple[int, ...], *others: Any)
 
 
 def _load_drafter(config: Any, load: Callable[..., Any], *arguments: Any) -> Any:
-    """Load a model that drafts tokens as if no artifact were named, so that it keeps vLLM's backend
-    and worker."""
+    """Load a model that drafts tokens as if no artifact were named."""
     chosen = {"backend": config.speculative_config.attention_backend, "backend_per_kind": {}}
     own = {"additional_config": {}, "attention_config": replace(config.attention_config, **chosen)}
     base.AttentionBackendEnum.CPU_ATTN.clear_override()
@@ -320,8 +315,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
     """vLLM's own worker, for a config that names an artifact."""
 
     def load_model(self, **options: Any) -> None:
-        """Raises `RotationZooError` for what is not served, before weights are read, and for a
-        layer that got an exact cache."""
+        """Raises `RotationZooError` for what is not served, and for a layer with an exact cache."""
         config = self.vllm_config
         claim(config)
         settings = serving.read_settings(config)
@@ -389,7 +383,6 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         return output
 
     def _builders(self) -> list[RotatedBuilder]:
-        """The builders that plan."""
         groups = (each for groups in self.model_runner.attn_groups for each in groups)
         builders = (builder for group in groups for builder in group.metadata_builders)
         leaders = (each.leader for each in builders if isinstance(each, RotatedBuilder))

@@ -1,20 +1,14 @@
-"""Our attention backends in the places of vLLM's own for CPUs: one for all layers with keys and
-values, and two for latents (MLA).
+"""Our attention backends in the places of vLLM's for CPUs, for keys and values and for latents.
 
-What vLLM 0.32 does with latents, in `model_executor/layers/attention/mla_attention.py`:
+What vLLM 0.32 does with latents (MLA), in `model_executor/layers/attention/mla_attention.py`:
 
-* `MLAAttention` asks its platform for a backend. A CPU's has two, `AMX_MLA` and, without AMX,
-  `CPU_MLA`, and looks up their classes in the registry, where ours are registered. With `CPU_MLA`
-  it takes blocks of 16 tokens, whole prompts and no prefix caching.
-* A layer's cache is one head of 512 + 64, an `MLAAttentionSpec`, and `bind_kv_cache` drops the axis
-  of heads.
-* New rows come in `do_kv_cache_update`, and their queries in a second call. In between,
-  `forward_impl` takes the first `num_decode_tokens` queries to the frame of latents (`W_UK_T`),
-  calls `forward_mqa`, and takes its output to values (`W_UV`). The other queries go to
-  `forward_mha`. We report all tokens as those of decodes.
-* RoPE of queries `[T, heads, D]` is wrong in vLLM's kernel for CPUs, which `plugin.claim` switches
-  off.
-* `VLLM_MLA_DISABLE` caches full heads instead.
+* The CPU platform has two backends, `AMX_MLA` and, without AMX, `CPU_MLA`, and looks up their
+  classes in the registry. `CPU_MLA` takes blocks of 16 tokens, whole prompts and no prefix caching.
+* A layer's cache is one head of 512 + 64, an `MLAAttentionSpec`, without an axis of heads.
+* New rows come in `do_kv_cache_update`, their queries in a second call. `forward_impl` takes the
+  first `num_decode_tokens` queries to the frame of latents (`W_UK_T`), calls `forward_mqa`, and
+  takes its output to values (`W_UV`). Other queries would go to `forward_mha`: we have none.
+* RoPE of queries `[T, heads, D]` is wrong in vLLM's CPU kernel, which `plugin.claim` turns off.
 """
 
 from inspect import signature
@@ -46,7 +40,7 @@ class RotatedCpuBackend(base.CPUAttentionBackend):  # type: ignore[misc]
 
 
 class LatentMetadata(RotatedMetadata):
-    """What the layers of a step get: all its tokens are those of decodes."""
+    """What the layers of a step get: all tokens count as decodes."""
 
     num_decodes = 1
     num_prefills = 0
@@ -54,7 +48,6 @@ class LatentMetadata(RotatedMetadata):
 
     @property
     def num_decode_tokens(self) -> int:
-        """The number of tokens that come to `forward_mqa`."""
         return self.num_actual_tokens
 
     @property

@@ -1,8 +1,5 @@
-"""vLLM's KV connectors, which here report the blocks that they load: loaded pages have no exact
-copies, and must not get those of the block's former tokens.
-
-vLLM takes its connectors from this module by their own names: see `refusals.name_connector`.
-"""
+"""vLLM's KV connectors, by their own names (`refusals.name_connector`). Here they report the blocks
+that they load, which must not keep the exact copies of former tokens."""
 
 from functools import cache
 from pathlib import Path
@@ -16,8 +13,7 @@ from rotationzoo.vllm.upstream import KVConnectorFactory
 
 
 class SaysWhatItLoads:
-    """Wraps a connector of vLLM's. In the scheduler, it notes the blocks of each load, and sends
-    them to the workers with the connector's own message of the same step."""
+    """Wraps a connector of vLLM's: the scheduler sends its workers the blocks of each load."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
@@ -46,8 +42,8 @@ class SaysWhatItLoads:
         return message
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """As in vLLM. Two servers compare a hash before one loads pages of the other. It gets all
-        that decides what the bytes of a block mean, besides what vLLM itself compares."""
+        # Two servers compare a hash before one loads pages of the other: it gets all that decides
+        # what the bytes of a block mean, besides what vLLM itself compares.
         worker: Any = getattr(self, "connector_worker", None)
         if hasattr(worker, "backend_name"):
             config = self._vllm_config  # type: ignore[attr-defined]

@@ -34,8 +34,7 @@ class LatentKeys(PackedSide):
 
 
 class LatentPages(LayerPages):
-    """The pages of one layer with latents. `rows` of tokens are keys `[T, 1, R + rope channels]`
-    and values `[T, 1, R]`."""
+    """The pages of one layer: keys `[T, 1, R + rope channels]` and values `[T, 1, R]`."""
 
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
         layout = self.codec.page_layout(self.layer, LATENT, self.tokens, self.format)
@@ -79,8 +78,7 @@ class LatentReader(LayerReader):
     pages: LatentPages
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keys `[T, 1, D]` without the mean of their latents, which softmax ignores and keys from
-        codes lack too."""
+        """Keys `[T, 1, D]` without the mean of their latents, as those from codes."""
         pages = self.pages
         mean = pages.codec.rotations[pages.layer][LATENT].mean
         if mean is None:

@@ -39,8 +39,7 @@ Rows = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PageBlocks(Sequence[torch.Tensor]):
-    """One section of the pages of B requests, as blocks `[B, bytes]` that are copied when they are
-    read. Kernels read pages in place."""
+    """One section of the pages of B requests as blocks `[B, bytes]`, copied when they are read."""
 
     memory: torch.Tensor  # uint8 [pages, bytes of the section]
     page_table: torch.Tensor  # int64 [B, N]: the pages of each request
@@ -111,8 +110,7 @@ class LayerPages:
             raise RotationZooError(f"a page of layer {layer} takes {taken} bytes, and has {given}")
 
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
-        """Lay out pages uint8 `[pages, bytes]` and allocate the copies. Returns the bytes that a
-        page takes."""
+        """Lay out pages uint8 `[pages, bytes]`, allocate copies, and return the bytes of a page."""
         begin = 0
         # A page holds the keys of its tokens, then their values.
         for side in SIDES:

@@ -1,7 +1,5 @@
-"""The entry point that vLLM calls in each of its processes, before it builds a model.
-
-Without an artifact among vLLM's options, vLLM works as before.
-"""
+"""The entry point that vLLM calls in each of its processes, before it builds a model. Without an
+artifact among its options, vLLM works as before."""
 
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
-"""Prefill: new tokens of prompts read each other and the windows before them exact, and all else
-from codes. Codes are dequantized but not rotated back: queries are rotated to their frame instead,
-and the output is rotated back once.
-"""
+"""Prefill: new tokens read each other and the windows before them exact, and all else from codes.
+Codes are dequantized in their own frame: queries are rotated to it, and their output back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,27 +93,15 @@ class TorchAttention:
         return Read(output, totals)
 
 
-class Scratch:
-    """Borrowed memory for the attention of prompts: tensors of `sizes`."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]):
-        self.exact, self.turned, *self.parts, keys, values = tensors
-        self.rows = keys, values
-
-    @staticmethod
-    def sizes(
-        queries: Sequence[int],
-        heads: int,
-        room: int,
-        dtype: torch.dtype,
-        value_dim: int | None = None,
-    ) -> list[Size]:
-        """For queries `[T, H_q, D]`: the exact output, the rotated queries, three partial outputs,
-        and `room` rows of keys and of values. `value_dim`: that of values, if not D."""
-        *some, dim = queries
-        value = value_dim or dim
-        sizes = [((*some, each), dtype) for each in (value, dim, value, value, value)]
-        return sizes + [((room, heads, each), dtype) for each in (dim, value)]
+def scratch_sizes(
+    queries: Sequence[int], heads: int, room: int, dtype: torch.dtype, value_dim: int | None = None
+) -> list[Size]:
+    """The scratch memory of queries `[T, H_q, D]`: their exact output, the rotated queries, three
+    partial outputs, and `room` rows of keys and of values, which have `value_dim` channels or D."""
+    *some, dim = queries
+    value = value_dim or dim
+    sizes = [((*some, each), dtype) for each in (value, dim, value, value, value)]
+    return sizes + [((room, heads, each), dtype) for each in (dim, value)]
 
 
 class LayerReader:
@@ -134,12 +120,9 @@ class LayerReader:
     def run(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
-        """Store new keys and values `rows` `[T, H, D]`, and write what their queries
-        `[T, H_q, D]` read to `output` `[T, H_q, D]`. `StoreStream` says what waits for what.
-
-        Few new tokens of a request read as in `LayerPages.attend`. Many read themselves, the
-        `recent` tokens before them and the sink exact.
-        """
+        """Store new keys and values `rows` `[T, H, D]`, and attend with their queries
+        `[T, H_q, D]`, in the order that `StoreStream` requires. Few new tokens of a request read as
+        in `LayerPages.attend`; many read the sink, the recent window and themselves exact."""
         pages, prompts, stream = self.pages, step.prompts, self.stream
         # Kernels read the rows of a token without gaps.
         rows = {side: each.to(pages.copies[side].dtype) for side, each in rows.items()}
@@ -175,14 +158,14 @@ class LayerReader:
             return
         room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
         heads = rows["key"].shape[1]
-        sizes = Scratch.sizes(query.shape, heads, room, query.dtype, output.shape[-1])
-        scratch = Scratch(self.lend(*sizes))
-        exact, totals = scratch.exact if prompts.codes else output, []
+        sizes = scratch_sizes(query.shape, heads, room, query.dtype, output.shape[-1])
+        scratch, totals = self.lend(*sizes), []
+        exact, read_rows = scratch[0] if prompts.codes else output, scratch[-2:]
         for group in prompts.exact:
-            self._gather(step, group, rows, scratch.rows)
-            queries, into = (_part(each, group.tokens) for each in (query, exact))
+            self._gather(step, group, rows, read_rows)
+            queries, into = (each[group.tokens] for each in (query, exact))
             own = Packed((queries,), group.bounds, group.longest)
-            read = Packed(scratch.rows, group.read.bounds, group.read.longest)
+            read = Packed(read_rows, group.read.bounds, group.read.longest)
             totals.append(self.attention.attend(own, read, scores, True, into).totals)
         if not prompts.codes:
             return
@@ -194,18 +177,17 @@ class LayerReader:
         self.attention.merge(Read(exact, total), codes, output)
 
     def _read_codes(
-        self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: Scratch
+        self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: list[torch.Tensor]
     ) -> Read:
         """Let prompts read from codes, in segments."""
         self._turns = self._turns or self._make_turns(query)
         to_codes, from_codes, mean = self._turns
-        turned = _multiply(query, to_codes, scratch.turned)
-        queries = Packed((turned,), prompts.bounds, prompts.longest)
-        first, second, spare = scratch.parts
-        codes, into = None, first
+        _, turned, into, second, spare, *rows = scratch
+        queries = Packed((_multiply(query, to_codes, turned),), prompts.bounds, prompts.longest)
+        codes = None
         for segment in prompts.codes:
-            self._restore(prompts.page_table, segment, scratch.rows)
-            read = Packed(scratch.rows, segment.bounds, segment.longest)
+            self._restore(prompts.page_table, segment, rows)
+            read = Packed(rows, segment.bounds, segment.longest)
             part = self.attention.attend(queries, read, scores, False, into)
             if codes is not None:
                 part, spare = self.attention.merge(codes, part, spare), codes.output
@@ -236,7 +218,7 @@ class LayerReader:
         """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
         each: copies, then new `rows` `[T, H, D]`; keys without their mean."""
         table, contexts = exact.page_table, exact.contexts
-        new = {side: _part(rows[side], exact.tokens) for side in SIDES}
+        new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
             mean = None if mean is None else mean.float()
@@ -267,34 +249,22 @@ class LayerReader:
 
     def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
-        if self.pages.has_segments:
-            self._restore_segments(table, segment, into)
+        pages, layout = self.pages, self.pages.layouts["key"]
+        given = _tokens(segment, table), len(into[0]), pages.page_bytes
+        if pages.has_segments:
+            sides = zip(pages.segments.values(), into, strict=True)
+            of_sides = (RestoredSegments(stored.places, stored.memory, to) for stored, to in sides)
+            restored = RestoreSegments(*given, list_scales(table.device), *of_sides)
+            self._launch("restore_segments", segment, restored)
             return
-        layout = self.pages.layouts["key"]
-        both = [
-            RestoredRows(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)
-        ]
+        both = [RestoredRows(pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)]
         if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
-            begin, tokens = Begin(*layout.starts[1:3]), _tokens(segment, table)
-            arguments = RestoreRows(tokens, len(into[0]), self.pages.page_bytes, begin, *both)
+            arguments = RestoreRows(*given, Begin(*layout.starts[1:3]), *both)
             self._launch("restore_rows", segment, arguments)
             return
-        pages, at = self._places(table, *segment.positions())
+        places = self._places(table, *segment.positions())
         for side, (memory, target) in zip(SIDES, both, strict=True):
-            layout = self.pages.layouts[side]
-            target[: len(pages)] = self.pages.dequantize(layout, memory, pages, at)
-
-    def _restore_segments(
-        self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
-    ) -> None:
-        both = (
-            RestoredSegments(stored.places, stored.memory, to)
-            for stored, to in zip(self.pages.segments.values(), into, strict=True)
-        )
-        scales = list_scales(table.device)
-        tokens = _tokens(segment, table)
-        arguments = RestoreSegments(tokens, len(into[0]), self.pages.page_bytes, scales, *both)
-        self._launch("restore_segments", segment, arguments)
+            target[: len(places[0])] = pages.dequantize(pages.layouts[side], memory, *places)
 
     def _places(
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor
@@ -319,8 +289,7 @@ class LayerReader:
 def _restore_kernel(
     name: str, layout: PageLayout | SegmentLayout, dtype: torch.dtype, device: torch.device
 ) -> Kernel:
-    """A kernel of `restore.cu`, or of `segments.cu`, which includes it, for pages of this layout
-    and rows of this type."""
+    """A kernel of `restore.cu`, or of `segments.cu`, which includes it."""
     source, variant = "segments.cu", Variant(layout.dim, layout.dim, dtype)
     if isinstance(layout, PageLayout):
         group = layout.dim // layout.groups
@@ -338,11 +307,6 @@ def _tokens(of: Segment, table: torch.Tensor) -> Tokens:
 
 def _allocate(device: torch.device, *sizes: Size) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-
-
-def _part(rows: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """Some rows, or the same tensor for all of them: most steps have one group of prompts."""
-    return rows if tokens == slice(0, len(rows)) else rows[tokens]
 
 
 def _multiply(rows: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

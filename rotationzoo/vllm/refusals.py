@@ -1,5 +1,4 @@
-"""Checks of vLLM's options with an artifact: which are refused, and what users should know. They
-run once, where vLLM makes a config."""
+"""The options of vLLM that are refused with an artifact, and notes on those that are served."""
 
 from itertools import product
 from pathlib import Path
@@ -83,8 +82,7 @@ def check_server(settings: CacheSettings, config: Any) -> None:
 
 
 def check_latents(config: Any, on_gpu: bool) -> None:
-    """Raise `UnsupportedModel` for a model that caches latents (MLA), by its config, if no backend
-    reads them."""
+    """Raise `UnsupportedModel` for a model with latents (MLA) that no backend reads."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None) is None:
         return
@@ -126,8 +124,7 @@ def describe(settings: CacheSettings, config: Any) -> list[str]:
 
 
 def name_connector(config: Any) -> None:
-    """Let vLLM take its KV connector, if any, from our module, which tells workers which blocks it
-    loads."""
+    """Let vLLM take its KV connector, if any, from our module."""
     if _has_connector(config):
         from rotationzoo.vllm.upstream import KVTransferConfig
 

@@ -31,14 +31,12 @@ class LayerRun:
 
     def __init__(self, config: Any, name: str, spec: Any):
         layer = self.layer = config.compilation_config.static_forward_context[name]
-        self.cache, self.device = layer.kv_cache, layer.kv_cache.device
+        self.cache, self.impl, device = layer.kv_cache, layer.impl, layer.kv_cache.device
         self.block = self.cache.shape[-2]
-        self._made_with = spec.copy_with_new_block_size(self.block), [name], config, self.device
-        impl = layer.impl
-        self.settings: CacheSettings = impl.own_settings()
-        self.scores: Scores = impl.scores
-        self.heads, self.query_heads = impl.num_kv_heads, impl.num_heads
-        self.dims = dict(zip(SIDES, (impl.head_size, impl.value_size), strict=True))
+        self._made_with = spec.copy_with_new_block_size(self.block), [name], config, device
+        self.settings: CacheSettings = self.impl.own_settings()
+        sizes = self.impl.head_size, self.impl.value_size
+        self.dims: dict[str, int] = dict(zip(SIDES, sizes, strict=True))
         self.dtype: torch.dtype = config.model_config.dtype
         self.room = (len(self.cache) - 1) * self.block  # vLLM does not use block 0
 
@@ -49,7 +47,7 @@ class LayerRun:
 
         if alone:
             self._builder = self.layer.attn_backend.get_builder_cls()(*self._made_with)
-        count, end, place = len(query), start + len(query), self.device
+        count, end, place = len(query), start + len(query), self.cache.device
         position, length = torch.arange(start, end), torch.tensor([end], dtype=torch.int32)
         bounds = torch.tensor([0, count], dtype=torch.int32)
         blocks = len(self.cache) - 1 - torch.arange(-(-end // self.block))
@@ -63,8 +61,7 @@ class LayerRun:
         step = self._builder.build(0, common)
         given = [each.to(place) for each in (query, rows["key"], rows["value"])]
         output = given[0].new_empty(*query.shape[:-1], self.dims["value"])
-        self.layer.impl.forward(self.layer, *given, self.cache, step, output)
-        return output.cpu()
+        return self.impl.forward(self.layer, *given, self.cache, step, output).cpu()
 
 
 @torch.no_grad()
@@ -103,11 +100,11 @@ def check_layer(run: LayerRun, layer: int, most: int) -> float:
         drawn = torch.randn(prompt + later, heads, dim, generator=random)
         return drawn.to(run.dtype)
 
-    rows = {side: draw(run.heads, dim) for side, dim in run.dims.items()}
+    rows = {side: draw(run.impl.num_kv_heads, dim) for side, dim in run.dims.items()}
     if run.settings.codec.rotations.cached is LATENTS:  # the first channels of keys
         rows["value"] = rows["key"][..., : run.dims["value"]]
-    queries = draw(run.query_heads, run.dims["key"])
-    definition = Definition(run.settings, layer, run.scores, rows)
+    queries = draw(run.impl.num_heads, run.dims["key"])
+    definition = Definition(run.settings, layer, run.impl.scores, rows)
     distances = []
     for start, end, exact in definition.steps(prompt):
         new, alone = slice(start, end), start == 0 or end - start > FEW
@@ -156,9 +153,8 @@ class Definition:
     def distance(
         self, output: torch.Tensor, queries: torch.Tensor, first: int, exact: torch.Tensor
     ) -> float:
-        """The distance from the definition of the `output` of queries `[T, H_q, D]` from position
-        `first` on, as a fraction of what quantization changes. `exact` `[T, L]`: tokens that they
-        read exact."""
+        """The distance of the `output` of queries `[T, H_q, D]` from position `first` on, as a
+        fraction of what quantization changes. `exact` `[T, L]`: tokens that they read exact."""
         position = torch.arange(self.exact[0].shape[2])
         causal = position <= torch.arange(first, first + len(queries))[:, None]
         query = queries.float().transpose(0, 1)[None]

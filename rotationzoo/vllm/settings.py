@@ -1,5 +1,4 @@
-"""The settings of a server's cache: what vLLM's `additional_config` names under `rotationzoo`, read
-from the artifact and compared with the model."""
+"""The settings of a server's cache, from our options in vLLM's `additional_config`."""
 
 import functools
 import math
@@ -42,14 +41,12 @@ class Options(strict_json.Strict, extra="forbid"):
     """Bits per element, in place of the budget that the artifact must have."""
     sink: int | None = Field(default=None, ge=0)
     recent: int | None = Field(default=None, ge=1)
-    """First and last tokens that stay exact, by default the recipe's. A new token reads itself
-    exact."""
+    """First and last tokens that stay exact (the recipe's). A new token reads itself exact."""
     anyway: bool | None = None  # try a newer vLLM than those that were tested
 
 
 def parse_options(additional_config: Any) -> Options:
-    """The options in vLLM's `additional_config`. Raises `RotationZooError` if there are none, and
-    for anything that is no option."""
+    """Our options in vLLM's `additional_config`. Raises `RotationZooError` for none or others."""
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         problem = "vLLM was asked for rotationzoo's backend, and no artifact is named"
         raise RotationZooError(problem, SERVE)
@@ -57,11 +54,8 @@ def parse_options(additional_config: Any) -> Options:
 
 
 def read_settings(config: Any) -> CacheSettings:
-    """The settings of the cache that a `VllmConfig` asks for, read once in a process.
-
-    Raises `RotationZooError` without an artifact or for one of another model, and
-    `UnsupportedModel` for what this backend cannot serve.
-    """
+    """The settings of the cache that a `VllmConfig` asks for, read once in a process. Raises as
+    `parse_options` and `check_model`."""
     options, model = parse_options(config.additional_config), config.model_config
     folder = _config_folder(model.model, model.revision)
     return _settings_of(options, model.model, folder, shares_blocks(model.hf_config))

@@ -5,7 +5,7 @@ All of it is computed on the device of the block table, and nothing waits for th
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,9 +38,8 @@ class DecodeMetadata:
     copied: bool
     """Whether all new tokens have copies and are read only from these, by other requests too."""
     spread: tuple[torch.Tensor, torch.Tensor] | None
-    """int64 `[B new]`: the row of each of the `new` queries of each request, any row where a
-    request has fewer; and for every row, its query. None: rows are those of the requests in turn.
-    """
+    """int64: the row of each of the `new` queries of each request (any row if it has fewer), and
+    the query of each row. None: these are the same."""
     page_table: torch.Tensor  # int64 [B, N]
     starts: torch.Tensor  # int32 [B]: the first token that is read from codes
     floors: torch.Tensor  # int32 [B]: the token after the last one that the first query so reads
@@ -59,9 +58,9 @@ class Step:
     decode: DecodeMetadata  # of the requests with few new tokens, which come first
     room: int  # pages of one request, at most
     prompts: Prompts | None  # the other requests
-    slot_of: torch.Tensor
-    """int64 `[pages]`: the slot of each page's copies, or 0. Valid until the next step is planned.
-    """
+    slot_of: (
+        torch.Tensor
+    )  # int64 [pages]: the slot of each page's copies, or 0, until the next step
     meets: bool  # whether a request may read tokens that another one stores in this step
 
 
@@ -114,28 +113,22 @@ class Planner:
         new. `mapping` int64 `[T]` says where each new token is stored: page times tokens of a page
         plus offset, or -1 for padding. Steps of few tokens reuse the same addresses, for graphs."""
         self._now += 1
-        rows, device, new = known.decodes, table.device, known.most_new
+        rows, new = known.decodes, known.most_new
         recent_pages = _window_pages(self.layout, self.tokens, new)[1]
         # Graphs replay only few tokens. The tokens of a prompt must not move their buffers.
-        make = _new if known.has_prompts else self._buffer
-        like = partial(make, device=device)
+        like = self._new if known.has_prompts else self._buffer
         page_table = like("page_table", len(table), table.shape[1], dtype=torch.int64)
         page_table.copy_(table)
         pages, page_offsets, slots = (
             like(name, len(mapping), dtype=torch.int64)
             for name in ("pages", "page_offsets", "slots")
         )
-        starts, floors, ends = (like(name, rows) for name in ("starts", "floors", "ends"))
-        sink = CopiedTokens(
-            like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows)
-        )
-        recent = CopiedTokens(
-            like("recent slots", rows, recent_pages),
-            like("recent starts", rows),
-            like("recent lengths", rows),
-        )
+        names = "starts", "floors", "ends", "sink lengths", "recent starts", "recent lengths"
+        starts, floors, ends, sink_lengths, *recents = (like(name, rows) for name in names)
+        sink = CopiedTokens(like("sink slots", rows, self.sink_pages), None, sink_lengths)
+        recent = CopiedTokens(like("recent slots", rows, recent_pages), *recents)
         # The batch of a graph has padding, which belongs to no request.
-        spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), device)
+        spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), table.device)
         bounds = page_table[:rows], starts, floors, ends
         # A request may begin right after the new tokens of another. Its last query reads both
         # exact where `recent` holds twice as many.
@@ -144,9 +137,10 @@ class Planner:
         room = -(-known.most_tokens // self.tokens)
         self._last = decode, lengths, counts
         step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of, known.meets)
-        many, most = known.count_segments(self._segment), self._segment
-        if kernels_run_on(device):
-            reads = Reads.allocate(len(table) - rows, many, device) if known.has_prompts else None
+        many, reads = known.count_segments(self._segment), None
+        if kernels_run_on(table.device):
+            if known.has_prompts:
+                reads = Reads.allocate(len(table) - rows, many, table.device)
             numbers = table.int(), lengths.int(), counts.int(), mapping.long()
             self._plan_in_kernel(step, reads, *numbers)
         else:
@@ -155,7 +149,8 @@ class Planner:
         if reads is None or not known.has_prompts:
             return step
         windows = self.sink + self.recent
-        return replace(step, prompts=plan_prompts(known, reads, page_table, windows, most))
+        prompts = plan_prompts(known, reads, page_table, windows, self._segment)
+        return replace(step, prompts=prompts)
 
     def forget(self, pages: torch.Tensor) -> None:
         """Drop the copies of these pages. Page 0 never has any."""
@@ -173,14 +168,15 @@ class Planner:
         used, forgotten = self.slot_of.count_nonzero(), self._forgotten[0]
         return torch.stack([used, forgotten, sinks.sum(), recents.sum()])
 
-    def _buffer(
-        self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
-    ) -> torch.Tensor:
+    def _new(self, _: str, rows: int, *size: int, dtype: Any = torch.int32) -> torch.Tensor:
+        return torch.empty(rows, *size, dtype=dtype, device=self.slot_of.device)
+
+    def _buffer(self, name: str, rows: int, *size: int, dtype: Any = torch.int32) -> torch.Tensor:
         """A tensor `[rows, ...]` that keeps its address."""
         place = name, size
         if place not in self._buffers or len(self._buffers[place]) < rows:
             room = max(rows, self._most_rows)
-            self._buffers[place] = _new(name, room, *size, device=device, dtype=dtype)
+            self._buffers[place] = self._new(name, room, *size, dtype=dtype)
         return self._buffers[place][:rows]
 
     def _plan_in_kernel(self, step: Step, reads: Reads | None, *numbers: torch.Tensor) -> None:
@@ -351,8 +347,7 @@ class Planner:
         pages: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The first token `[B]` of the window at `firsts` `[B]` from which all up to `lengths`
-        `[B]` have copies; their slots `[B, pages]`; and the tokens before the first slot's `[B]`.
-        """
+        `[B]` have copies; their slots `[B, pages]`; and the tokens before the first slot `[B]`."""
         first = self._first_page(firsts)
         number, counts = self._number(first, lengths, pages)
         slots = self.slot_of[self._pages(table, number, counts)]
@@ -362,12 +357,6 @@ class Planner:
         begin = torch.maximum(firsts - self.recent, missing)
         begin = torch.minimum(torch.maximum(begin, sink), lengths)
         return begin, slots, first * self.tokens
-
-
-def _new(
-    _: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
-) -> torch.Tensor:
-    return torch.empty(rows, *size, dtype=dtype, device=device)
 
 
 def count_slots(layout: CacheLayout, tokens: int, most_requests: int, verified: int = 1) -> int:

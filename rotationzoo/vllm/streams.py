@@ -1,5 +1,4 @@
-"""Which work overlaps within a layer of a server's step. One object owns the GPU's second stream
-and ensures that a step reads only what was written before."""
+"""The work that overlaps within a layer of a server's step, on a second stream of the GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property

@@ -82,8 +82,7 @@ def worker_path() -> str:
 
 
 def missing_names() -> list[str]:
-    """The names and members that this package needs and the vLLM on this machine lacks, with their
-    modules. Imports all of them."""
+    """The paths of names and members that the vLLM on this machine lacks. Imports all of them."""
     try:
         others = ON_GPU if __getattr__("current_platform").is_cpu() else ON_CPU
     except Exception:  # of any kind: an import runs unknown code
