@@ -54,8 +54,7 @@ class Shape:
     embeddings: int  # parameters of the input embedding and of an output projection of its own
     parameters: int = 0
     expert_parameters: int = 0  # of routed experts, in all layers together
-    state_bytes: int = 0
-    """Bytes per request of linear attention's, Mamba's and convolutions' states, of any context."""
+    state_bytes: int = 0  # per request, of linear attention, Mamba and convolutions
     uncounted_states: bool = False  # of unknown size, or keys of a sparse attention's index
 
     def elements(self, context: int) -> int:
@@ -63,12 +62,9 @@ class Shape:
         return sum(each.elements * each.tokens_held(context) for each in self.layers)
 
     def request_bytes(self, cache: str, context: int, storage: "Storage") -> int:
-        """Bytes of the cache of one request of `context` tokens, with states.
-
-        * `bf16`, `fp8`: 16 and 8 bits per element, nothing else.
-        * `int2`: as `storage` says. Our backend for vLLM stores every token in pages, with copies
-          of pages that windows touch, and layers with a sliding window in bf16.
-        """
+        """Bytes of the cache of one request of `context` tokens, with states. `int2` is stored as
+        `storage` says: our backend for vLLM stores every token in pages, with copies of pages that
+        windows touch, and layers with a sliding window in bf16."""
         if cache in _PLAIN_BITS:
             bits: float = _PLAIN_BITS[cache] * self.elements(context)
         else:

@@ -79,8 +79,7 @@ class KernelComparison:
     def compare(
         self, name: str, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
     ) -> None:
-        """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios
-        `[H]`."""
+        """Compare on unrotated rows `[H, N, D]`, rotations `[H, D, D]` and clip ratios `[H]`."""
         self.name = name
         self.rows += rows.shape[0] * rows.shape[1]
         rotated = torch.empty(rows.shape, device="cuda")
@@ -104,8 +103,7 @@ class KernelComparison:
     def _check_quantized(
         self, packed: cuda.Packed, rows: torch.Tensor, clip: torch.Tensor, format: int2.Format
     ) -> int2.Quantized:
-        """Check that the kernel stored rotated rows as the definition does, and that the reader
-        restores them. Returns what the definition stores."""
+        """Check how the kernel stores and restores rotated rows. Returns what it should store."""
         expected = int2.quantize(rows, clip[:, None], self.group_size, format)
         codes = int2.unpack(packed.codes.cpu(), format)
         self._check_equal("code", codes, expected.codes)
@@ -119,8 +117,7 @@ class KernelComparison:
         return expected
 
     def _check_equal(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise `RotationZooError` unless the tensors are equal bit by bit: -0 differs from 0, and
-        NaN equals NaN."""
+        """Raise `RotationZooError` unless the bits are equal: -0 is not 0, and NaN equals NaN."""
         bits = _SAME_SIZE[expected.element_size()]
         different = (actual.view(bits) != expected.view(bits)).nonzero()
         if len(different):
@@ -153,10 +150,8 @@ def validate_kernel(
     artifact: Artifact, rows: int = 1024, progress: Progress = silent
 ) -> dict[str, Any]:
     """Compare the kernel with the codec's definition on `rows` rows of every layer, KV head and
-    side, and return the report, which is added to the artifact with the source that ran.
-
-    Raises `RotationZooError` at the first difference, and without a GPU.
-    """
+    side, and return the report, which is added to the artifact with the source that ran. Raises
+    `RotationZooError` at the first difference, and without a GPU."""
     if not torch.cuda.is_available():
         needs = "the CUDA reference needs an NVIDIA GPU, and there is none here"
         problem = f"{artifact.folder} is not validated: {needs}"

@@ -26,10 +26,9 @@ from rotationzoo.words import shortened
 KEY = "OPENAI_API_KEY"  # with the server's key, as for vLLM's and OpenAI's clients
 SECONDS = 120.0  # for one answer: a CPU takes 0.15 s a token, and other requests may come first
 NEAR = 0.6
-"""Up to this fraction of what rounding changes, two readings are the same. Measured with the demo
-model in float32 and bfloat16: with the artifact, a server is 0 to 0.49 from the record; without, 0
-to 0.34 from the exact model; with other rotations or rounding, 1.08 or more from both; with half of
-the recent window, 0.70 from the record."""
+"""Up to this fraction of what rounding changes, two readings are the same. For the demo model in
+float32 and bfloat16, a server is 0 to 0.49 from the record; without the artifact, 0 to 0.34 from
+the exact model; with other rotations or rounding, 1.08 or more; with half the window, 0.70."""
 LEAST_CHANGE = 0.05  # nats: the demo's are 0.15, and bfloat16 alone moves a server by 0.05
 LEAST_COMPARED = 40  # log probabilities, of at least eight tokens
 _ARTIFACT = re.compile(r'(?m)^rotationzoo_artifact_info\{.*artifact="([0-9a-f]+)"')

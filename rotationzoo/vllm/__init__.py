@@ -3,8 +3,7 @@
 
 from rotationzoo.sides import HEADS, LATENTS
 
-KEY = "rotationzoo"
-"""The key of our options in vLLM's `additional_config`, and the name of the plugin."""
+KEY = "rotationzoo"  # of our options in vLLM's `additional_config`; the plugin has the same name
 BACKENDS = "rotationzoo.vllm.backend"
 WORKER = f"{BACKENDS}.RotatedWorker"
 CPU_BACKENDS = {
@@ -14,5 +13,4 @@ CPU_BACKENDS = {
 """What a layer caches -> our backend, and vLLM's for CPUs that it replaces."""
 CONNECTORS = "rotationzoo.vllm.connectors"
 SERVE = "start it with: rotationzoo serve MODEL --rotations ROTATIONS"
-FOLDER = "ROTATIONZOO_METRICS"
-"""The variable with the folder of `metrics`; empty in a process that serves no requests."""
+FOLDER = "ROTATIONZOO_METRICS"  # the folder of `metrics`; empty in a process without requests

@@ -2,11 +2,9 @@
 that they load, which must not keep the exact copies of former tokens."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from rotationzoo import __version__
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.vllm.refusals import SERVED_CONNECTORS
 from rotationzoo.vllm.settings import parse_options, read_settings
 from rotationzoo.vllm.upstream import KVConnectorFactory
@@ -48,9 +46,8 @@ class SaysWhatItLoads:
         if hasattr(worker, "backend_name"):
             config = self._vllm_config  # type: ignore[attr-defined]
             options, settings = parse_options(config.additional_config), read_settings(config)
-            identity = Artifact.open(Path(options.artifact).expanduser()).identity
             sizes = config.cache_config.block_size, config.parallel_config.tensor_parallel_size
-            stored = f"{identity} {settings.layout.format} {options.bits} {sizes}"
+            stored = f"{options.open().identity} {settings.layout.format} {options.bits} {sizes}"
             worker.backend_name += f" {__version__} {stored}"
         super().register_kv_caches(kv_caches)  # type: ignore[misc]
 

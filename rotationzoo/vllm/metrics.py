@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping
 from functools import cache
 from logging import getLogger
-from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +22,6 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rotationzoo import __version__
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.codec.int2 import LARGEST
 from rotationzoo.rotations import SIDES
@@ -78,7 +76,7 @@ class Metrics:
         bits = [codec.stored_bits(layer, side, each.dim, format) for layer, side, each in sides]
         self._write(
             {"artifact_info": 1},
-            artifact=Artifact.open(Path(options.artifact).expanduser()).identity,
+            artifact=options.open().identity,
             format={each: name for name, each in SIMULATED.items()}[format],
             version=__version__,
         )
@@ -118,8 +116,8 @@ class BadRows:
         caller then fills `block_sizes`: the tokens of a block of each layer, by name."""
         self.layers, self.block_sizes = list(layers.items()), dict[str, int]()
         self.rows = [_WORDS.get(each, each) for each in rows]
+        # `LayerPages.bad` of each layer
         self.counted = torch.zeros(len(layers), 2, 2, dtype=torch.int64, device=device)
-        """`LayerPages.bad` of each layer."""
         self._owners, self._named = dict[int, str](), deque[str](maxlen=1000)
         self._copy, self._said = self.counted, torch.zeros(len(layers), 2, dtype=torch.int64)
         self._arrived: torch.cuda.Event | None = None

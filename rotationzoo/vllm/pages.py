@@ -13,19 +13,10 @@ from typing import Any
 
 import torch
 
-from rotationzoo.codec import attention, cuda, cuda_attention, cuda_segments
+from rotationzoo.codec import attention, cuda, cuda_attention, cuda_segments, kernels
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
-from rotationzoo.codec.kernels import (
-    Begin,
-    CopiedRows,
-    CopyRows,
-    IntoPages,
-    SegmentSide,
-    Store,
-    StoreFewSegments,
-)
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.transform import SegmentLayout, list_scales
@@ -129,17 +120,20 @@ class LayerPages:
     @torch.no_grad()
     def copy(self, step: Step, rows: Rows) -> None:
         """Write new tokens `[T, H, D]` of each side to the copies of their pages, if any."""
-        if not kernels_run_on(rows["key"].device):
+        device, (tokens, heads, dim) = rows["key"].device, rows["key"].shape
+        if not kernels_run_on(device):
             for side, of_side in rows.items():
                 self.copies[side][step.slots, :, step.page_offsets] = of_side
             return
         size = self.copies["key"].element_size()
         key, value = (
-            CopiedRows(rows[side], rows[side].stride(0) * size, self.copies[side]) for side in SIDES
+            kernels.CopiedRows(rows[side], rows[side].stride(0) * size, self.copies[side])
+            for side in SIDES
         )
-        row_bytes, grid = self.layouts["key"].dim * size, (len(rows["key"]), self.heads, 2)
-        arguments = CopyRows(step.page_offsets, step.slots, row_bytes, key=key, value=value)
-        Launcher(rows["key"].device)(self._kernel("copy_rows"), grid, 64, arguments)
+        places = step.page_offsets, step.slots
+        arguments = kernels.CopyRows(*places, dim * size, key=key, value=value)
+        kernel = _store_kernel("copy_rows", self.tokens, device)
+        Launcher(device)(kernel, (tokens, heads, 2), 64, arguments)
 
     @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
@@ -172,7 +166,7 @@ class LayerPages:
         """Write packed rows to pages, in one launch."""
         layout, memory = self.layouts[side], self.memory[side]
         assert isinstance(layout, PageLayout)
-        arguments = Store(
+        arguments = kernels.Store(
             codes=packed.codes,
             numbers=packed.metadata,
             pages=step.pages,
@@ -180,13 +174,14 @@ class LayerPages:
             memory=memory,
             page_bytes=self.page_bytes,
             code_bytes=layout.dim // 4,
-            begin=Begin(*layout.starts[1:3]),
+            begin=kernels.Begin(*layout.starts[1:3]),
             groups=layout.groups,
             number_bytes=packed.metadata.element_size(),
             bad=self.bad[SIDES.index(side)],
         )
+        kernel = _store_kernel("store", self.tokens, memory.device)
         grid = len(step.pages), self.heads, 1
-        Launcher(memory.device)(self._kernel("store"), grid, 64, arguments, early=False)
+        Launcher(memory.device)(kernel, grid, 64, arguments, early=False)
 
     @staticmethod
     def dequantize(
@@ -209,43 +204,35 @@ class LayerPages:
         return self.codec.rounding == "transform" and kernels_run_on(self.bad.device)
 
     @cached_property
-    def segments(self) -> dict[str, IntoPages]:
+    def segments(self) -> dict[str, kernels.IntoPages]:
         """The arguments of these kernels for the pages of each side."""
         into = {}
         for side, bad in zip(SIDES, self.bad, strict=True):
             layout, steps = self.layouts[side], self.codec.steps(self.layer, side)
             assert isinstance(layout, SegmentLayout)
-            into[side] = IntoPages(steps, layout.places(bad.device), self.memory[side], bad)
+            into[side] = kernels.IntoPages(steps, layout.places(bad.device), self.memory[side], bad)
         return into
 
     def _store_segments(self, step: Step, rows: Rows) -> None:
         """Store rows by transform coding: few in one launch, many after torch has rotated them."""
         device, (tokens, heads, dim) = rows["key"].device, rows["key"].shape
         pages = step.pages, step.page_offsets, self.page_bytes
-        kernel = self.segment_kernel
+        of_pages = dim, self.tokens, self.copies["key"].dtype, device
         if self.is_few(rows):
             both = []
             for side, into in self.segments.items():
                 matrix = self.codec.forward(self.layer, side)
                 mean = self.codec.rotations[self.layer][side].mean
-                both.append(SegmentSide(rows[side], rows[side].stride(0), matrix, mean, into))
-            few = StoreFewSegments(*pages, list_scales(device), *both)
-            grid = tokens, heads, 2
-            Launcher(device)(kernel("store_few_segments"), grid, 4 * dim, few)
+                given = rows[side], rows[side].stride(0)
+                both.append(kernels.SegmentSide(*given, matrix, mean, into))
+            few = kernels.StoreFewSegments(*pages, list_scales(device), *both)
+            kernel = cuda_segments.compiled("store_few_segments", *of_pages)
+            Launcher(device)(kernel, (tokens, heads, 2), 4 * dim, few)
             return
+        kernel = cuda_segments.compiled("store_segments", *of_pages)
         for side, of_side in rows.items():
             channels = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
-            into = self.segments[side]
-            cuda_segments.store_many(channels, *pages, into, kernel("store_segments"))
-
-    def segment_kernel(self, name: str) -> Any:
-        """A kernel of `segments.cu` for these pages."""
-        copies = self.copies["key"]
-        kind = copies.shape[-1], self.tokens, copies.dtype, copies.device
-        return cuda_segments.compiled(name, *kind)
-
-    def _kernel(self, name: str) -> Any:
-        return _store_kernel(name, self.tokens, self.memory["key"].device)
+            cuda_segments.store_many(channels, *pages, self.segments[side], kernel)
 
     @torch.no_grad()
     def attend(self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor) -> None:

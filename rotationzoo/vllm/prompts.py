@@ -8,19 +8,10 @@ from itertools import pairwise
 
 import torch
 
+from rotationzoo.codec import kernels
 from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.cuda import THREADS, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.kernels import (
-    Begin,
-    Gather,
-    GatheredRows,
-    RestoredRows,
-    RestoredSegments,
-    RestoreRows,
-    RestoreSegments,
-    Tokens,
-)
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.rotations import SIDES
@@ -29,6 +20,7 @@ from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
 from rotationzoo.vllm.steps import Step
 from rotationzoo.vllm.streams import find_stream
 
+_Restore = kernels.Gather | kernels.RestoreRows | kernels.RestoreSegments
 _BEHIND = 256  # the most tokens after the last one that may share its tile
 Size = tuple[tuple[int, ...], torch.dtype]
 Lend = Callable[..., list[torch.Tensor]]
@@ -221,18 +213,18 @@ class LayerReader:
         new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
-            mean = None if mean is None else mean.float()
+            held, sides = self.pages.copies, zip(SIDES, into, strict=True)
             key, value = (
-                GatheredRows(self.pages.copies[side], new[side], new[side].stride(0), target)
-                for side, target in zip(SIDES, into, strict=True)
+                kernels.GatheredRows(held[side], new[side], new[side].stride(0), target)
+                for side, target in sides
             )
-            arguments = Gather(
+            arguments = kernels.Gather(
                 tokens=_tokens(exact.read, table),
                 room=len(into[0]),
                 slot_of=step.slot_of,
                 contexts=contexts,
                 news=exact.bounds,
-                mean=mean,
+                mean=None if mean is None else mean.float(),
                 key=key,
                 value=value,
             )
@@ -252,19 +244,22 @@ class LayerReader:
         pages, layout = self.pages, self.pages.layouts["key"]
         given = _tokens(segment, table), len(into[0]), pages.page_bytes
         if pages.has_segments:
-            sides = zip(pages.segments.values(), into, strict=True)
-            of_sides = (RestoredSegments(stored.places, stored.memory, to) for stored, to in sides)
-            restored = RestoreSegments(*given, list_scales(table.device), *of_sides)
+            of_sides = (
+                kernels.RestoredSegments(each.places, each.memory, to)
+                for each, to in zip(pages.segments.values(), into, strict=True)
+            )
+            restored = kernels.RestoreSegments(*given, list_scales(table.device), *of_sides)
             self._launch("restore_segments", segment, restored)
             return
-        both = [RestoredRows(pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)]
+        memory = (pages.memory[side] for side in SIDES)
+        both = [kernels.RestoredRows(*pair) for pair in zip(memory, into, strict=True)]
         if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
-            arguments = RestoreRows(*given, Begin(*layout.starts[1:3]), *both)
+            arguments = kernels.RestoreRows(*given, kernels.Begin(*layout.starts[1:3]), *both)
             self._launch("restore_rows", segment, arguments)
             return
         places = self._places(table, *segment.positions())
-        for side, (memory, target) in zip(SIDES, both, strict=True):
-            target[: len(places[0])] = pages.dequantize(pages.layouts[side], memory, *places)
+        for side, (stored, target) in zip(SIDES, both, strict=True):
+            target[: len(places[0])] = pages.dequantize(pages.layouts[side], stored, *places)
 
     def _places(
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor
@@ -274,9 +269,7 @@ class LayerReader:
         number = (position // tokens).clamp(max=table.shape[1] - 1)  # any page for new tokens
         return table[prompt, number], position % tokens
 
-    def _launch(
-        self, name: str, of: Segment, arguments: Gather | RestoreRows | RestoreSegments
-    ) -> None:
+    def _launch(self, name: str, of: Segment, arguments: _Restore) -> None:
         """Launch a kernel of `restore.cu` or `segments.cu` for both sides of a segment."""
         device, pages = of.bounds.device, self.pages
         kernel = _restore_kernel(name, pages.layouts["key"], pages.copies["key"].dtype, device)
@@ -299,10 +292,10 @@ def _restore_kernel(
     return Kernel(code.get_kernel(name), variant.block_rows)
 
 
-def _tokens(of: Segment, table: torch.Tensor) -> Tokens:
+def _tokens(of: Segment, table: torch.Tensor) -> kernels.Tokens:
     """A kernel's argument for tokens of prompts whose pages are in this table."""
     starts = of.bounds, of.firsts, of.jumps, of.gaps
-    return Tokens(*starts, prompts=len(of.firsts), table=table, stride=table.stride(0))
+    return kernels.Tokens(*starts, prompts=len(of.firsts), table=table, stride=table.stride(0))
 
 
 def _allocate(device: torch.device, *sizes: Size) -> list[torch.Tensor]:

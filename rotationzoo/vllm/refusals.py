@@ -1,10 +1,8 @@
 """The options of vLLM that are refused with an artifact, and notes on those that are served."""
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import full_attention_layers
@@ -84,15 +82,13 @@ def check_server(settings: CacheSettings, config: Any) -> None:
 def check_latents(config: Any, on_gpu: bool) -> None:
     """Raise `UnsupportedModel` for a model with latents (MLA) that no backend reads."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None) is None:
+    has_index = getattr(text, "index_topk", None) is not None
+    if getattr(text, "kv_lora_rank", None) is None or not (on_gpu or has_index):
         return
-    problem = None
+    problem = "vLLM's CPU engine has no sparse attention over latents"
     if on_gpu:
         problem = "no kernel reads latents (MLA) on a GPU: only vLLM's CPU engine serves them"
-    elif getattr(text, "index_topk", None) is not None:
-        problem = "vLLM's CPU engine has no sparse attention over latents"
-    if problem:
-        raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
+    raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
 
 
 def describe(settings: CacheSettings, config: Any) -> list[str]:
@@ -103,24 +99,20 @@ def describe(settings: CacheSettings, config: Any) -> list[str]:
     copies, how = byte_count(_copied_bytes(settings, config)), "transform coding"
     if settings.codec.rounding != "transform":
         how = "nearest codes"
-    notes = [
+    quantization = config.model_config.quantization
+    notes = {
         f"Serving {how}, the first {layout.sink} and the last "
         f"{layout.recent} tokens exact, which takes {copies} for {requests} requests at a time "
-        "(--max-num-seqs)"
-    ]
-    if quantization := config.model_config.quantization:
-        notes.append(
-            f"Weights are quantized ({quantization}): rotations were made for these, or for the "
-            "weights that they were quantized from"
-        )
-    if _has_connector(config):
-        notes.append(
-            "Pages that a KV connector loads have no exact copies: they are read from codes, even "
-            "the first tokens of a request"
-        )
-    if config.lora_config is not None:
-        notes.append("Rotations were made without the adapters of --enable-lora, which change keys")
-    return notes
+        "(--max-num-seqs)": True,
+        f"Weights are quantized ({quantization}): rotations were made for these, or for the "
+        "weights that they were quantized from": quantization,
+        "Pages that a KV connector loads have no exact copies: they are read from codes, even "
+        "the first tokens of a request": _has_connector(config),
+        "Rotations were made without the adapters of --enable-lora, which change keys": (
+            config.lora_config is not None
+        ),
+    }
+    return [note for note, is_true in notes.items() if is_true]
 
 
 def name_connector(config: Any) -> None:
@@ -171,7 +163,7 @@ def _changed_keys(config: Any) -> list[str]:
     """The keys of the model's config that vLLM's options change, except for RoPE that is scaled as
     in calibration. Raises `UnsupportedModel` for RoPE that is not."""
     model, options = config.model_config, parse_options(config.additional_config)
-    wanted = Artifact.open(Path(options.artifact).expanduser()).recipe.rope_scaling
+    wanted = options.open().recipe.rope_scaling
     if not (model.hf_overrides or model.hf_config_path or wanted):
         return []
     from rotationzoo.vllm.upstream import get_config

@@ -1,10 +1,9 @@
 """What the host knows of a step, and what its prompts read. Codes are restored in segments, one at
 a time, so that the memory for them does not grow with the context."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ FEW = 8
 per KV head, it needs 0.35 to 0.77 of a prompt's time; for 16 tokens, 0.60 to 1.30."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Known:
     """What is known of a step without waiting for a device: int64 tensors on the CPU."""
 
@@ -110,8 +109,7 @@ class Prompts:
     page_table: torch.Tensor  # int64 [C, N]: their rows of the step's
     bounds: torch.Tensor  # int32 [C + 1]: where the new tokens of each begin, from `token` on
     longest: int  # new tokens of one request, at most
-    exact: Sequence[Exact]
-    """All prompts; empty if there is only one, without a token before its new ones."""
+    exact: Sequence[Exact]  # all prompts; empty for a single one without a context
     codes: Sequence[Segment]  # all other tokens
 
 
@@ -132,9 +130,7 @@ class Reads:
         """Empty tensors, for a kernel to fill."""
         one, ends = (prompts,), (prompts + 1,)
         shapes = one, one, one, ends, ends, (segments, *ends), (segments, *one)
-        sizes = [math.prod(shape) for shape in shapes]
-        parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-        return cls(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+        return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
 
 
 def find_reads(
@@ -156,7 +152,6 @@ def find_reads(
     return Reads(contexts, starts, gaps, own, exact, codes, offsets + starts)
 
 
-@lru_cache(maxsize=1)  # the pages of all sizes are planned for one step
 def _cut(known: Known, windows: int, most: int) -> tuple[list[Any], list[tuple[int, int]]]:
     """For each group of prompts: its slice of the prompts and of their new tokens, the most new
     tokens of one, and the tokens that all and that one reads exact, at most. For each segment: the

@@ -17,13 +17,11 @@ from rotationzoo.vllm.pages import Rows
 from rotationzoo.vllm.plugin import OTHER_VERSION
 
 FURTHEST = 0.25
-"""The largest allowed distance of a step from the definition, where 1 is the change that
-quantization makes. The demo model is within 0.001 in float32 and 0.05 in bfloat16; another layer's
-rotations are 1.05 away."""
+"""The largest allowed distance from the definition, as a fraction of what quantization changes. The
+demo model has 0.001 in float32 and 0.05 in bfloat16; another layer's rotations make it 1.05."""
 MOST = 512  # tokens of a prompt, whatever the windows are
 LAYERS = 8  # that are checked: in torch, the codes of one take 10 to 20 ms a side
-CHUNK, FEW = 16, 3
-"""New tokens of the last two steps. The last `CHUNK` queries of a step are compared."""
+CHUNK, FEW = 16, 3  # new tokens of the last two steps; the last `CHUNK` queries are compared
 
 
 class LayerRun:
@@ -61,7 +59,8 @@ class LayerRun:
         step = self._builder.build(0, common)
         given = [each.to(place) for each in (query, rows["key"], rows["value"])]
         output = given[0].new_empty(*query.shape[:-1], self.dims["value"])
-        return self.impl.forward(self.layer, *given, self.cache, step, output).cpu()
+        self.impl.forward(self.layer, *given, self.cache, step, output)
+        return output.cpu()
 
 
 @torch.no_grad()

@@ -37,12 +37,14 @@ class Options(strict_json.Strict, extra="forbid"):
     artifact: str  # its folder
     format: Literal["sglang", "vllm", "segments"] | None = None
     """By default `segments` if the artifact has transform coding, otherwise `vllm`."""
-    bits: float | None = None
-    """Bits per element, in place of the budget that the artifact must have."""
+    bits: float | None = None  # per element, in place of the artifact's budget, which it must have
     sink: int | None = Field(default=None, ge=0)
     recent: int | None = Field(default=None, ge=1)
     """First and last tokens that stay exact (the recipe's). A new token reads itself exact."""
     anyway: bool | None = None  # try a newer vLLM than those that were tested
+
+    def open(self) -> Artifact:
+        return Artifact.open(Path(self.artifact).expanduser())
 
 
 def parse_options(additional_config: Any) -> Options:
@@ -86,7 +88,7 @@ def _settings_of(options: Options, name: str, folder: Path, has_others: bool) ->
 def make_settings(options: Options, name: str, folder: Path, has_others: bool) -> CacheSettings:
     """The settings that options make for the model of this name, whose config is in `folder`.
     `has_others`: what `shares_blocks` returns for it. Raises as `read_settings`."""
-    artifact = Artifact.open(Path(options.artifact).expanduser())
+    artifact = options.open()
     check_model(artifact, name, folder)
     recipe = artifact.recipe
     budget = None if options.bits is None else Budget(options.bits)
@@ -171,11 +173,10 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
 def cell_bytes(
     settings: CacheSettings, head_size: int, layer: int, itemsize: int = 2, held: int | None = None
 ) -> int:
-    """The bytes of one token of one KV head of a layer: codes, scale and offset of its key and
-    value; or of its latent, and exact elements of `itemsize` bytes up to the head size. If heads
-    take different bytes, it is the mean, rounded up, of the process that takes most; each process
-    holds `held` heads, by default all. Raises `UnsupportedModel` if the head size is not that of
-    the rotations, and `RotationZooError` for one that the format cannot store."""
+    """The bytes of a token in one KV head of a layer: its key and value with scales and offsets; or
+    its latent, and exact elements of `itemsize` bytes up to the head size. If heads differ, it is
+    the mean, rounded up, of the process of `held` heads (None: all) that takes most. Raises
+    `RotationZooError` for a head size that is not that of the rotations or of the format."""
     codec, sizes = settings.codec, list[torch.Tensor]()
     has_latents = codec.rotations.cached is LATENTS
     for side in codec.rotations.cached.sides:

@@ -35,8 +35,7 @@ class DecodeMetadata:
     """What the few new tokens of B requests read, as if each were a step of its own."""
 
     new: int  # the last `new` tokens of each request are queries
-    copied: bool
-    """Whether all new tokens have copies and are read only from these, by other requests too."""
+    copied: bool  # whether all new tokens are read from copies alone, by other requests too
     spread: tuple[torch.Tensor, torch.Tensor] | None
     """int64: the row of each of the `new` queries of each request (any row if it has fewer), and
     the query of each row. None: these are the same."""
@@ -65,13 +64,10 @@ class Step:
 
 
 class Planner:
-    """Plans steps, and tracks which pages have exact copies.
-
-    Copies belong to a page, so that a request that begins with the prefix of another finds them. A
-    page without a slot gets the least recently read one when a token is stored in it, if this
-    step's windows touch it. That token and later ones are copied. A page whose first token is
-    stored again has lost its former tokens.
-    """
+    """Plans steps, and tracks which pages have exact copies, which requests with a common prefix
+    share. When a token is stored in a page without a slot that this step's windows touch, the page
+    gets the least recently read slot: that token and later ones are copied. A page whose first
+    token is stored again has lost its former tokens."""
 
     def __init__(  # noqa: PLR0913 (what a server and its device have)
         self,
@@ -252,16 +248,12 @@ class Planner:
         ends = torch.where(
             contexts < self.sink, floors, torch.maximum(floors, lengths - self.recent)
         )
-        for target, source in (
-            (decode.starts, sink),
-            (decode.floors, floors),
-            (decode.ends, ends),
-            (decode.sink.slots, sink_slots),
-            (decode.sink.lengths, sink),
-            (decode.recent.slots, recent_slots),
-            (decode.recent.starts, ends - skipped),
-            (decode.recent.lengths, lengths - skipped),
-        ):
+        targets: list[torch.Tensor | None] = [decode.starts, decode.floors, decode.ends]
+        targets += [decode.sink.slots, decode.sink.lengths]
+        targets += [decode.recent.slots, decode.recent.starts, decode.recent.lengths]
+        sources = [sink, floors, ends, sink_slots, sink]
+        sources += [recent_slots, ends - skipped, lengths - skipped]
+        for target, source in zip(targets, sources, strict=True):
             assert target is not None
             target.copy_(source[:rows])
         recents = self._find_recent(table, contexts, contexts, sink, self.recent_pages)[0]

@@ -10,8 +10,8 @@ import torch
 class StoreStream:
     """The stream that chooses and stores the codes of a step while its queries attend.
 
-    Requests of one step may share pages. vLLM gives a block to its prefix cache when it schedules
-    the request that will fill it, and may schedule one that reads this block in the same step. So:
+    Requests of one step may share pages: vLLM may schedule one that reads a block from the prefix
+    cache together with the one that will fill it. So:
 
     * Exact copies are written on the current stream, before anything is read.
     * `start` stores codes after all earlier work of the current stream, such as the keys and
@@ -48,8 +48,7 @@ class StoreStream:
             self._is_running = False
 
 
-find_stream = cache(StoreStream)
-"""One object per device is enough, because a layer ends before the next one starts."""
+find_stream = cache(StoreStream)  # one per device: a layer ends before the next one starts
 
 
 def may_meet(scheduled: Any, block_tokens: Sequence[int]) -> bool:
