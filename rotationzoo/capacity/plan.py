@@ -122,7 +122,6 @@ class Capacity:
         return max(0, self.free_bytes(weights, cache, card) // self.request_bytes[cache])
 
     def cache_words(self, cache: str) -> str:
-        """The name of a cache; ours by its bits."""
         dim = self.shape.layers[0].key_dim
         return f"{self.wish.storage.row_bits(dim) / dim:.3g} bits" if cache == _SMALLEST else cache
 

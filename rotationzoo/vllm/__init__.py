@@ -9,8 +9,7 @@ WORKER = f"{BACKENDS}.RotatedWorker"
 CPU_BACKENDS = {
     HEADS: (f"{BACKENDS}_cpu.RotatedCpuBackend", "CPU_ATTN"),
     LATENTS: (f"{BACKENDS}_cpu.LatentBackend", "AMX_MLA", "CPU_MLA"),
-}
-"""What a layer caches -> our backend, and vLLM's for CPUs that it replaces."""
+}  # what a layer caches -> our backend, and those of vLLM that it replaces
 CONNECTORS = "rotationzoo.vllm.connectors"
 SERVE = "start it with: rotationzoo serve MODEL --rotations ROTATIONS"
 FOLDER = "ROTATIONZOO_METRICS"  # the folder of `metrics`; empty in a process without requests

@@ -281,8 +281,7 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
 
 _lend_scratch = lru_cache(1)(
     lambda *sizes: base.current_workspace_manager().get_simultaneous(*sizes)
-)
-"""Scratch memory, which all layers of a step share."""
+)  # which all layers of a step share
 
 
 def _load_drafter(config: Any, load: Callable[..., Any], *arguments: Any) -> Any:

@@ -87,7 +87,6 @@ class LatentReader(LayerReader):
         return (rows.float() - mean.to(rows.device)).to(rows.dtype)
 
     def _make_turns(self, like: torch.Tensor) -> Turns:
-        """As in `LayerReader`. Keys with RoPE are not rotated."""
         pages, heads = self.pages, (like.shape[1], -1, -1)
         matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(like)
         mean = pages.codec.rotations[pages.layer][LATENT].mean

@@ -114,7 +114,6 @@ class LayerPages:
         return begin
 
     def holds(self, cache: torch.Tensor) -> bool:
-        """Whether these are the pages of this tensor."""
         return self._place == (cache.data_ptr(), cache.shape)
 
     @torch.no_grad()

@@ -30,10 +30,8 @@ OTHER_VERSION = "install a version that this backend was tested with: rotationzo
 def find_installed() -> tuple[str, str] | None:
     """The package and version of vLLM on this machine; None without vLLM."""
     for package in (GPU_PACKAGE, CPU_PACKAGE):
-        try:
+        with suppress(PackageNotFoundError):
             return package, version(package).partition("+")[0]
-        except PackageNotFoundError:
-            continue
     return None
 
 

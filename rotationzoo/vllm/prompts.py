@@ -26,8 +26,7 @@ Size = tuple[tuple[int, ...], torch.dtype]
 Lend = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, valid until the next call."""
 Turns = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""The matrices `[H_q, D, D]` of queries to the frame of the codes and of outputs back, and the mean
-`[H_q, D]` of the values, if they are centered."""
+"""Matrices `[H_q, D, D]` to the frame of the codes and back, and the mean `[H_q, D]` of values."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,6 @@ class LayerReader:
         return pages.codec.keep_exact(by_head, pages.layer, "key").transpose(0, 1)
 
     def _make_turns(self, like: torch.Tensor) -> Turns:
-        """The `Turns` for queries `[T, H_q, D]` like these."""
         pages, group = self.pages, like.shape[1] // self.pages.heads
         key, value = (pages.codec.inverse(pages.layer, side) for side in SIDES)
         mean = pages.codec.rotations[pages.layer]["value"].mean

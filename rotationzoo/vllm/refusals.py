@@ -96,9 +96,8 @@ def describe(settings: CacheSettings, config: Any) -> list[str]:
     layout, requests = settings.layout, config.scheduler_config.max_num_seqs
     if not served_layers(settings, config):
         return ["Every layer has a sliding window, which vLLM keeps exact: nothing is in 2 bits"]
-    copies, how = byte_count(_copied_bytes(settings, config)), "transform coding"
-    if settings.codec.rounding != "transform":
-        how = "nearest codes"
+    copies = byte_count(_copied_bytes(settings, config))
+    how = {"transform": "transform coding", "nearest": "nearest codes"}[settings.codec.rounding]
     quantization = config.model_config.quantization
     notes = {
         f"Serving {how}, the first {layout.sink} and the last "

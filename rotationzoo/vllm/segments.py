@@ -38,12 +38,10 @@ class Known:
 
     @property
     def few_tokens(self) -> int:
-        """The number of their new tokens, all together."""
         return int(self.counts[: self.decodes].sum())
 
     @property
     def has_prompts(self) -> bool:
-        """Whether any request has many new tokens."""
         return self.decodes < len(self.counts)
 
     @cached_property
@@ -84,8 +82,8 @@ class Segment:
         """The prompt and the position of each token, int64. Waits for a GPU."""
         bounds = self.bounds.long()
         prompt = torch.repeat_interleave(bounds.diff())
-        position = self.firsts[prompt] + torch.arange(len(prompt), device=prompt.device)
-        position = position - bounds[prompt]
+        position = torch.arange(len(prompt), device=prompt.device)
+        position = position + (self.firsts - bounds[:-1])[prompt]
         return prompt, position + self.gaps[prompt] * (position >= self.jumps[prompt])
 
 

@@ -29,8 +29,7 @@ NAMES = {
     "vllm.v1.attention.selector": "_cached_get_attn_backend",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheLayout MLAAttentionSpec",
     "vllm.v1.worker.workspace": "current_workspace_manager",
-}
-"""The names that are imported, by module."""
+}  # names by module
 ON_CPU = {
     "vllm.entrypoints.launchers.api_server": "entry",
     "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend",
@@ -50,8 +49,7 @@ MEMBERS = {
     "FullAttentionSpec": "copy_with_new_block_size page_size_bytes state_content_bytes",
     "Worker": _WORKER,
     "current_platform": "check_and_update_config get_device_total_memory is_cpu",
-}
-"""Their members that are used, or that our subclasses override."""
+}  # members that are used, or that our subclasses override
 CLI, CPU_SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.launchers.api_server.entry"
 WORKERS = "vllm.v1.worker."  # the paths of vLLM's own workers begin with it
 _TABLE = NAMES | ON_CPU | ON_GPU
