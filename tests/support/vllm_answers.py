@@ -11,8 +11,8 @@ from rotationzoo.rotations import SIDES, LayerRotations
 from support.vllm import CHUNK, TOKENS
 
 # Log probabilities in float32, of sums in another order: 4e-6 on average and 6e-5 at most were
-# measured where no code is that near to a half, and 1.4e-3 at most where one is. Rows that are read
-# exact instead of from codes make .045 on average, and 2 at most.
+# measured where no code is that close to a half, and 1.4e-3 at most where one is. Rows that are
+# read exact instead of from codes make 0.045 on average, and 2 at most.
 CLOSE, FLIPPED = 1e-3, 0.1
 FLIPPED_EARLY = 5e-3
 """On average, where all tokens read a code that flips: with AMX, 2.3e-3 was measured of pages that
@@ -36,6 +36,14 @@ def assert_same(found: list[float], expected: list[float], close: float = CLOSE)
     print(f"measured {difference.mean():.1e}, at most {difference.max():.1e}")
     assert difference.mean() < close
     assert difference.max() < FLIPPED
+
+
+def assert_answers(artifact: Path, model, answers: list[dict], chunk=CHUNK) -> None:
+    """That answers are those of the cache in transformers, with the same cached prefixes."""
+    for answer in answers:
+        cut = answer["cached"]
+        expected = read_in_transformers(artifact, model, answer["ids"], chunk=chunk, cut=cut)
+        assert_same(answer["answer"], expected[-TOKENS:])
 
 
 def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, chunk=CHUNK, cut=0):

@@ -33,6 +33,7 @@ from support.vllm import (
 )
 from support.vllm_answers import (
     CLOSE,
+    assert_answers,
     assert_same,
     cell_of,
     differences,
@@ -120,9 +121,7 @@ def test_two_processes_hold_a_head_each_and_samples_of_a_prompt_are_read_apart(
     served = serve(tmp_path, made, [[prompts[2][:700]]], **together)
     first, second = served["rounds"][0]
     assert first["ids"] != second["ids"]
-    for sample in (first, second):
-        expected = read_in_transformers(made, demo, sample["ids"], chunk=2048)
-        assert_same(sample["answer"], expected[-TOKENS:])
+    assert_answers(made, demo, [first, second], chunk=2048)
     for rank in "01":
         assert f'rotationzoo_layers{{engine="0",rank="{rank}"}} 4.0' in served["metrics"]
 
@@ -139,10 +138,7 @@ def test_requests_of_one_step_read_a_prefix_that_it_stores(late, made, demo, pro
     (served,) = serve_in_turn(tmp_path, [job])
     answers = [answer for answers in served["rounds"] for answer in answers]
     assert [answer["cached"] for answer in answers] == [0, 512, 512, 512, 512]
-    for answer in answers:
-        cut = answer["cached"]
-        expected = read_in_transformers(made, demo, answer["ids"], chunk=2048, cut=cut)
-        assert_same(answer["answer"], expected[-TOKENS:])
+    assert_answers(made, demo, answers, chunk=2048)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +177,7 @@ def test_blocks_go_from_layers_with_a_window_to_others_and_back(ids, tmp_path):
     served = serve(tmp_path, artifact, rounds, **engine)
     answers = [answer for answers in served["rounds"] for answer in answers]
     assert [answer["cached"] for answer in answers] == [0, 1408, *[0] * 13]
-    for answer in answers:
-        expected = read_in_transformers(artifact, model, answer["ids"], cut=answer["cached"])
-        assert_same(answer["answer"], expected[-TOKENS:])
+    assert_answers(artifact, model, answers)
 
 
 @pytest.mark.skipif(bool(ON_GPU), reason="a GPU's blocks are smaller")
@@ -328,8 +322,6 @@ def test_rows_of_heads_take_different_bytes(coded, alone, demo, prompts, tmp_pat
     served = serve(tmp_path, coded.folder, rounds, variables=inside, **options)
     assert 0 < served["calls"]["plan"] <= served["calls"]["execute_model"]
     assert served["blocks"] == pytest.approx(alone["blocks"] * 4 * 40 / cells, rel=1e-3)
-    for (answer,), cached in zip(served["rounds"], (False, True), strict=True):
-        cut = answer["cached"]
-        assert (cut > 0) == cached
-        expected = read_in_transformers(coded.folder, demo, answer["ids"], cut=cut)
-        assert_same(answer["answer"], expected[-TOKENS:])
+    answers = [answer for (answer,) in served["rounds"]]
+    assert [answer["cached"] > 0 for answer in answers] == [False, True]
+    assert_answers(coded.folder, demo, answers)
