@@ -100,20 +100,13 @@ def test_what_the_clients_of_hubs_leave_is_no_problem(zoo, signed, keys, tmp_pat
 
 
 @pytest.mark.hostile("hub")
-def test_pull_does_not_hand_over_a_folder_with_more_than_the_index_lists(zoo, signed, keys):
+def test_a_folder_with_more_than_the_index_lists_is_not_handed_over(zoo, signed, keys):
     (signed / "evil.py").write_text("import os\n")
     words = ["--repo", ZOO, "--signer", keys.public, "--require-signature"]
-    text = refused(zoo.run("pull", "demo", *words))
-    assert "evil.py" in text
+    assert "evil.py" in refused(zoo.run("pull", "demo", *words))
     with pytest.raises(RotationZooError, match=r"evil\.py"):
         pull("demo", repo=ZOO, hub="huggingface", signers=[str(keys.public)])
+    for command, *more in (("push", f"{ZOO}-copy"), ("export", "--to", "sglang")):
+        assert "evil.py is not in the manifest" in refused(zoo.run(command, signed, *more))
     (signed / "evil.py").unlink()
     ok(zoo.run("pull", "demo", *words, "--json"))
-
-
-@pytest.mark.hostile("hub")
-@pytest.mark.parametrize("command", ["push", "export"])
-def test_nor_is_it_published_or_exported(zoo, signed, keys, command):
-    (signed / "evil.py").write_text("import os\n")
-    more = [f"{ZOO}-copy"] if command == "push" else ["--to", "sglang"]
-    assert "evil.py is not in the manifest" in refused(zoo.run(command, signed, *more))
