@@ -104,6 +104,12 @@ class Server:
         numbers = [lengths.int(), known.counts.int(), torch.tensor(mapping)]
         return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), known)
 
+    def plan_padding(self, tokens: int):
+        """Plan the step of a graph's batch whose new tokens belong to nobody."""
+        none, padding = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), -1)
+        table, known = torch.zeros(tokens, WIDTH, dtype=torch.int32), Known(none + 1, none, 1)
+        return self.planner.plan(table, none, none, padding, known)
+
     def run(self, rows: dict) -> dict:
         """One step: request -> its new rows of each side `[T, H, D]`; and what each reads. As in
         vLLM, requests with few new tokens come first."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import quick_first
 from support.codec import gpu, on_cpu
-from support.server_pages import DIM, WIDTH, Server, draw, settings_of
+from support.server_pages import DIM, Server, draw, settings_of
 
 from rotationzoo.codec import cuda_encoder, cuda_segments
 from rotationzoo.codec.cuda import TYPES
@@ -17,7 +17,6 @@ from rotationzoo.geometry import Layer
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
 from rotationzoo.vllm.pages import LayerPages
-from rotationzoo.vllm.segments import Known
 
 HEADS, TOKENS = 3, 20
 DIMS = quick_first([80, 128, 64, 256])  # each is compiled anew
@@ -207,12 +206,13 @@ def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch):
     """One value is too large, and padding is infinite."""
     settings, rows, kept = settings_for(DIM, format), draw(13, heads=HEADS), []
     rows["value"][9, 1, 3] = 1e30
+    infinite = {side: torch.full((1, HEADS, DIM), torch.inf) for side in SIDES}
     for has_kernel in (False, True):
         monkeypatch.setattr(cuda_encoder, "kernels_run_on", lambda device, has=has_kernel: has)
         server = Server(settings)
         server.begin(0)
         server.layer.store(server.plan({0: 13}), rows)
-        server.layer.store(padding(server), INFINITE)
+        server.layer.store(server.plan_padding(1), infinite)
         layouts = server.layer.layouts
         restored = [
             layouts[side].dequantize(layouts[side].view(memory[1:]))
@@ -223,13 +223,3 @@ def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch):
         place = server.tables[0][1] * server.tokens + 1
         assert server.layer.bad.tolist() == [[0, 0], [1, place]]
     torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
-
-
-INFINITE = {side: torch.full((1, HEADS, DIM), torch.inf) for side in SIDES}
-
-
-def padding(server):
-    """A step with a token of nobody."""
-    numbers = torch.zeros(1, WIDTH, dtype=torch.int32), torch.tensor([0]), torch.tensor([0])
-    known = Known(torch.tensor([1]), torch.tensor([0]), 1)
-    return server.planner.plan(*numbers, torch.tensor([-1]), known)
