@@ -1,5 +1,5 @@
-"""Bytes of caches and of weights, held against figures computed by hand from the configs of popular
-models, and the shapes of small models of several families."""
+"""Bytes of caches and weights against figures computed by hand from the configs of popular models,
+and the shapes of small models of several families."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""What a running server reads: told from what was recorded, by a server that answers as one would
-and by servers that do not."""
+"""Which rotations a running server reads, by its answers and the record."""
 
 import json
 import shutil
@@ -27,8 +26,7 @@ def recorded(calibrated, tiny, tmp_path_factory) -> Artifact:
 
 
 def answers(probe: Probe, column: list[list[float]], noise=0.0) -> dict:
-    """What a server answers whose log probabilities are those of a column, with normal noise of a
-    standard deviation in nats."""
+    """The answer of a server with the log probabilities of a column and normal noise, in nats."""
     noisy = torch.tensor(column) + noise * torch.randn(len(column), len(column[0]))
     tops = [
         {f"token_id:{token}": number for token, number in zip(*row, strict=True)}

@@ -1,5 +1,4 @@
-"""What builders hand over, who run what strangers published: only a whole artifact of its own row
-is taken to be signed."""
+"""Builders run what strangers published: only a whole artifact of their own row is signed."""
 
 import json
 import shutil

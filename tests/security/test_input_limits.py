@@ -1,5 +1,4 @@
-"""Input that asks for more time or memory than what it stands for could need: it is refused before
-anything is read or built."""
+"""Input that asks for too much time or memory is refused before anything is read or built."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Rotations that are none: no command uses them, and `generate` finds none that the user has not
-made."""
+"""No command uses matrices that are not rotations, and `generate` finds only the user's own."""
 
 import shutil
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Indexes that their signer has signed, and that are served as what they are not: those of another
-repository or hub, and older ones."""
+"""Signed indexes that are served in the wrong place or too late: on another hub, or older ones."""
 
 import datetime
 import json

@@ -1,5 +1,4 @@
-"""Entries of an artifact's folder that nobody vouches for: neither the manifest lists them, nor are
-they what every artifact has, nor what the clients of hubs leave behind."""
+"""Entries of an artifact's folder that neither its manifest nor a hub's client accounts for."""
 
 import os
 import pickle
@@ -77,8 +76,7 @@ def test_an_entry_that_nobody_listed_is_a_problem(inside, made, tmp_path, keys, 
 
 
 def test_what_the_clients_of_hubs_leave_is_no_problem(zoo, signed, keys, tmp_path):
-    """An artifact at the top of a repository, where hubs add a file too, and their own clients
-    download it."""
+    """An artifact at the top of a repository, which the hubs' own clients download."""
     files = {path.name: path.read_bytes() for path in signed.iterdir()}
     for hub in (zoo.hf, zoo.ms):
         hub.create("someone/one")

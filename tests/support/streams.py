@@ -1,5 +1,5 @@
-"""The second stream of a GPU, played on a CPU. A test says when its work is done: as early, as late
-or as mixed with that of the current stream as the waits allow."""
+"""The second stream of a GPU, simulated on a CPU: its work is done as early, as late or as mixed
+with that of the current stream as the waits allow."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

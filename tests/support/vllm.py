@@ -77,8 +77,7 @@ def engine_job(artifact: Path | None, rounds, tokens=TOKENS, **options) -> dict:
 
 
 def drive(folder: Path, job: dict, **variables: str):
-    """The result of `vllm_driver.py`. `variables`: of its environment; `ALSO`: a folder to import
-    from."""
+    """The result of `vllm_driver.py` with these variables; `ALSO`: a folder to import from."""
     words, variables = _driver(folder, job, variables)
     done = subprocess.run(
         words, cwd=folder, env=variables, capture_output=True, text=True, timeout=600

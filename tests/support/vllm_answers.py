@@ -1,5 +1,4 @@
-"""What a vLLM engine answers, compared with what transformers reads through our cache and without
-it."""
+"""The answers of a vLLM engine against transformers, through our cache and without it."""
 
 from pathlib import Path
 
@@ -47,8 +46,8 @@ def assert_answers(artifact: Path, model, answers: list[dict], chunk=CHUNK) -> N
 
 
 def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, chunk=CHUNK, cut=0):
-    """The log probability of each token but the first, with a prompt in chunks, of which one begins
-    at `cut`, and tokens after it one by one."""
+    """The log probability of each token but the first: a prompt in chunks, one of which begins at
+    `cut`, then tokens one by one."""
     row, prompt = torch.tensor(ids, device=model.device)[None], len(ids) - tokens
     cache = RotatedCache(Artifact.open(artifact), model, engine="vllm")
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
@@ -75,8 +74,8 @@ def read_exact(model, ids: list[int]) -> list[float]:
 
 
 def read_loaded(artifact: Path, model, ids: list[int], held: int) -> list[float]:
-    """The log probability of each token after the next one of the `held` first ones, which another
-    server stored in chunks, and which are read from codes alone."""
+    """The log probability after the first `held` + 1 tokens. Another server stored the first `held`
+    in chunks, and they are read from codes alone."""
     row = torch.tensor(ids, device=model.device)[None]
     cache = RotatedCache(Artifact.open(artifact), model, engine="vllm")
     codec, layout, given = cache.settings.codec, cache.settings.layout, {}

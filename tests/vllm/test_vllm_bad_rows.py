@@ -1,5 +1,4 @@
-"""One key or value that is not finite, or too large, ends the answers of those who read it, and of
-nobody else, as it is with a cache in bfloat16."""
+"""A key or value that is not finite, or too large, ends the answers only of those who read it."""
 
 import math
 from functools import cache

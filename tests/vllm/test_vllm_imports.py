@@ -1,5 +1,4 @@
-"""What this package takes from vLLM, what it says of a version that lacks some of it, and what a
-worker of vLLM loads of this package."""
+"""The names of vLLM that we use, versions that lack some, and what a worker loads of ours."""
 
 import ast
 import json

@@ -1,7 +1,4 @@
-"""What a worker counts of its exact copies, and how its numbers come to the process that answers.
-
-The second part needs prometheus_client, which vLLM brings along.
-"""
+"""What a worker counts of its exact copies, and how its numbers reach the API server."""
 
 import os
 import re

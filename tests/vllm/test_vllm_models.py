@@ -1,8 +1,5 @@
 """Other models in a released vLLM: those that draft tokens, against the same without drafts, and
-those whose layers have states or latents (MLA), against `RotatedCache`.
-
-`make vllm` installs vLLM in an environment of its own; without it these tests are skipped.
-"""
+those whose layers have states or latents (MLA), against `RotatedCache`."""
 
 from collections import namedtuple
 
@@ -60,8 +57,7 @@ def said_of(answer: dict) -> list[float]:
 
 
 def assert_drafted(served: dict, without: dict, rounds: list[list[list[int]]]) -> tuple[int, int]:
-    """Compare tokens and log probabilities. Returns how many drafts were accepted, and how many
-    not."""
+    """Compare tokens and log probabilities. Returns the numbers of accepted and other drafts."""
     expected = {tuple(each["ids"][:-ANSWER]): each for each in without["rounds"][0]}
     for asked, answers in zip(rounds, served["rounds"], strict=True):
         for prompt, answer in zip(asked, answers, strict=True):
@@ -92,8 +88,7 @@ def test_ngrams_with_a_budget_cached_prefixes_and_requests_that_preempt_each_oth
 def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
     method, layers, coded, without, prompts, tmp_path
 ):
-    """In float32, a token of a KV head takes 2 x 64 x 4 bytes in each of its layers. The demo model
-    drafts for itself, and no draft of the head is accepted."""
+    """Of 2 x 64 x 4 bytes a token, KV head and layer. The demo model drafts for itself."""
     model = str(DEMO) if method == "draft_model" else str(save_head(tmp_path / "head"))
     drafts = {"method": method, "model": model, "num_speculative_tokens": 3}
     options = ENGINE | {"prompts_too": True, "speculative_config": drafts}
@@ -106,8 +101,7 @@ def test_a_draft_models_own_cache_keeps_the_backend_of_vllm(
 
 
 def test_an_mtp_heads_cache_keeps_the_backend_of_vllm(prompts, tmp_path):
-    """Of a checkpoint's own head. A token of a KV head takes 40 bytes in the model's layer, and in
-    the head's 2 x 64 x 4."""
+    """A token of a KV head takes 40 bytes in the model's layer, and 2 x 64 x 4 in the head's."""
     model, asked = str(save_with_mtp(tmp_path / "model")), prompts[:2]
     artifact = calibrate_short(model, tmp_path / "artifact", tokens=1024).folder
     options = {"tokens": ANSWER, "prompts_too": True, "model": model, **ENGINE}
@@ -130,8 +124,8 @@ Served = namedtuple("Served", "model artifact answers plain")
 
 @pytest.fixture(scope="module")
 def served(ids, tmp_path_factory) -> dict[str, Served]:
-    """What engines answer, one after another; on a GPU, also with vLLM's own cache. vLLM's CPU
-    engine has no kernel for Jamba's layers, but makes its blocks."""
+    """The answers of engines; on a GPU, also with vLLM's own cache. vLLM's CPU engine has no kernel
+    for Jamba's layers, but makes its blocks."""
     folder = tmp_path_factory.mktemp("hybrids")
     prompt = ids[:1100]
     asked = {

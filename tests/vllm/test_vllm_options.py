@@ -1,7 +1,4 @@
-"""What a released vLLM is asked for beside an artifact: refused in a sentence, noted or served.
-
-`make vllm` installs vLLM in an environment of its own; without it these tests are skipped.
-"""
+"""Options of a released vLLM with an artifact: refused in a sentence, noted or served."""
 
 import json
 import shlex

@@ -72,9 +72,9 @@ STORED = "sglang", "vllm", "segments"
     ("format", "segment"), [*((each, segments.SHORT) for each in STORED), ("vllm", 5)]
 )
 def test_requests_in_one_step_read_what_the_cache_of_transformers_reads(format, segment):
-    """Chunks and single tokens of three requests together, in steps that do not line up, and
-    segments that end within a request. A prompt of the second one goes on inside the sink, and one
-    of the third inside the window behind it."""
+    """Chunks and single tokens of three requests, in steps that do not line up, and segments that
+    end within a request. A prompt of the second request goes on inside the sink, and one of the
+    third inside the window behind it."""
     settings = settings_of(format)
     server = Server(settings, segment=segment)
     counts = {0: CALLS, 1: [1, 1, 9, 1, 1, 14, 1, 9, 1, 1], 2: [1] * 7 + [9, 12, 1]}
@@ -101,9 +101,9 @@ def test_requests_in_one_step_read_what_the_cache_of_transformers_reads(format, 
 def test_few_tokens_in_one_step_read_what_each_reads_in_a_step_of_its_own(
     format, sink, recent, verified, times
 ):
-    """From the first token on, inside the sink, and at the end of a page. Every step comes twice:
-    the tokens of the first are drafts that are taken back. There are as many requests as slots
-    are for, and as many drafts as a server verifies, also more than are few without drafts."""
+    """From the first token on, inside the sink, and at the end of a page. Every step comes twice,
+    first with drafts that are taken back. Requests and drafts are as many as a server has slots
+    for, even more than count as few without drafts."""
     settings = settings_of(format, sink=sink, recent=recent)
     done = {0: 0, 1: 9, 2: 14, 3: 5, 4: 12, 5: 21}
     server = Server(settings, len(done), pages=80, verified=verified)
@@ -165,8 +165,7 @@ def test_pages_that_others_write_are_read_from_codes():
 
 
 def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read_from_codes():
-    """The slots are those of one request: 1 page of the sink, and 2 of the recent tokens, 6 in
-    pages of 8. What a worker counts of its copies says so."""
+    """With the slots of one request: 1 page of the sink, and 2 of 6 recent tokens in pages of 8."""
     server = Server(settings_of(), most_requests=1, pages=80)
     server.begin("first")
     server.run({"first": draw(42)})
@@ -259,8 +258,7 @@ def test_a_process_holds_its_heads(format):
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=on_cpu), *ON_GPU])
 def test_the_kernel_plans_what_torch_plans(device, monkeypatch, request):
-    """Requests that begin, grow and end, some by whole chunks beside others, with more pages in
-    windows than there are slots."""
+    """Requests that begin, grow and end, with more pages in windows than there are slots."""
     if device == "cpu":
         request.getfixturevalue("programs_on_cpu")
     settings = settings_of(kernel=True)
@@ -286,8 +284,7 @@ def test_the_kernel_plans_what_torch_plans(device, monkeypatch, request):
 
 
 def describe(server, step) -> list:
-    """All that a plan says, but with pages for the numbers of slots, of which any free one may be
-    taken."""
+    """A plan, with pages in place of slots, of which any free one may be taken."""
     page_of = server.planner._page_of
 
     def flatten(name, value) -> list:
@@ -307,8 +304,7 @@ def describe(server, step) -> list:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("format", STORED)
 def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, count, device):
-    """Two requests that grow, in a graph that is replayed: nothing is allocated, and all tensors
-    stay where they are."""
+    """Two requests that grow, in a graph that is replayed without allocations."""
     settings = settings_of(format, kernel=True)
     on_cpu = Server(settings, tokens=32)
     on_gpu = Server(settings, tokens=32, device=device, dtype=torch.bfloat16)
@@ -404,8 +400,7 @@ def test_a_cell_takes_what_the_format_says():
 
 
 def test_a_cell_has_room_for_the_heads_of_any_process():
-    """Rows of 8 and 4 bytes of keys, and of 4 and none of values. A layer without bits still has
-    pages."""
+    """Rows of 8 and 4 bytes of keys, and 4 and 0 of values. A layer without bits has pages, too."""
     settings = settings_of("segments")
     widths = {"key": [[4, 3, 1, 0], [1, 1, 1, 1]], "value": [[2, 2, 1, 1], [0] * 4]}
 

@@ -1,5 +1,4 @@
-"""Requests of one step that share pages: what is read was stored before, in whatever order the
-second stream of a GPU works."""
+"""Requests of one step that share pages read what was stored, in any order of a GPU's streams."""
 
 from types import SimpleNamespace
 
@@ -17,8 +16,8 @@ CLOSE = 1e-5  # of rows around 1; 5e-7 was measured
 
 
 def share(together=True, own=(9, 12), also=0, recent=6, segment=4096, most_requests=6) -> dict:
-    """What requests read whose first 16 tokens are those of another, which stores 24: all in one
-    step, or one after another. Others that get `also` new tokens beside them."""
+    """What requests read that begin with 16 of the 24 tokens which another one stores: in one step
+    or one after another. Other requests get `also` new tokens in the same step."""
     server = Server(settings_of(recent=recent), most_requests, pages=80, segment=segment)
     rows = {"first": draw(24)} | {each: draw(count, seed=each) for each, count in enumerate(own)}
     for number in range(2 if also else 0):
@@ -85,8 +84,8 @@ FEW_SLOTS = {"most_requests": 1, "also": 1}
 
 @pytest.mark.parametrize("case", [*CASES.values(), FEW_SLOTS], ids=[*CASES, "few slots"])
 def test_in_any_order(case):
-    """The halves of a store come before, between or after the parts of what reads. Where slots are
-    few, requests take those of others."""
+    """The halves of a store come before, between or after the parts of a read. With few slots,
+    requests take those of others."""
     expected = share(**case)
 
     @settings(max_examples=12, deadline=None)

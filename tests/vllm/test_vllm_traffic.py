@@ -38,8 +38,7 @@ def ask(model: Path, rotations: Path, *options: str) -> dict:
 
 @pytest.mark.skipif(bool(ON_GPU), reason="with larger layers there")
 def test_traffic_is_answered_as_each_request_alone(made):
-    """In float32, 1e-5 was measured. Where requests read what their step stored before it was
-    there, they are .57 apart."""
+    """Measured in float32: 1e-5, and 0.57 if requests read before their step has stored."""
     sizes = "--prefix=400 --chunks=1024 --answer=4 --round=16 --requests=16 --seed=1"
     found = ask(DEMO, made, "--dtype=float32", "--arms=vllm", *sizes.split())
     assert found["in the same step"]
@@ -49,8 +48,8 @@ def test_traffic_is_answered_as_each_request_alone(made):
 
 @on_gpu
 def test_traffic_on_a_gpu(device, tmp_path):
-    """With layers of Qwen3-8B's shape: the demo model's are so small that a store that comes too
-    late is there all the same. Measured before reads waited: .15 to .34 apart, and .02 then."""
+    """With layers of Qwen3-8B's shape: in the demo model's, a late store still comes in time.
+    Measured: 0.02, and 0.15 to 0.34 before reads waited."""
     torch.manual_seed(0)
     shape = Qwen3Config(
         vocab_size=32_000, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=4,
@@ -85,8 +84,8 @@ def bad(tokenizer, tmp_path_factory) -> tuple[Path, Path, int]:
 
 
 def test_an_infinite_key_ends_one_request_of_four_which_is_named(bad, tokenizer, tmp_path):
-    """In prompts of several chunks, and tokens beside others' prompts. Then others take its pages:
-    with vLLM's own cache on a CPU, the answer of one of those was no number either."""
+    """In prompts of several chunks, and tokens next to others' prompts. Then others take its pages:
+    with vLLM's own cache on a CPU, the answer of one of those was NaN, too."""
     model, made, token = bad
     ids = tokenizer(DEMO_TEXT * 9).input_ids
     prompts = [ids[:100], ids[50:650], ids[:400], ids[30:1130]]

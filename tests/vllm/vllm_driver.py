@@ -156,8 +156,7 @@ def make_configs(job: dict) -> list[dict]:
 
 
 def break_worker(job: dict) -> dict[str, str]:
-    """What the worker of an engine in this process says when it is broken in each way, and whether
-    its pages are what they were."""
+    """The error of a worker that is broken in each way, and whether its pages are unchanged."""
     import torch
     from vllm import LLM
 
