@@ -17,7 +17,6 @@ from rotationzoo.linalg.orthogonality import (
 )
 from rotationzoo.writer import is_remembered, remember
 
-FACTORS = {"doubled": 2.0, "zero": 0.0, "slightly": 1.0001}
 ROTATIONS = "rotations.safetensors"
 
 
@@ -33,7 +32,7 @@ def plant(made: Path, folder: Path, factor: float, kind=".rotation") -> Path:
 
 
 @pytest.mark.hostile("values")
-@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("factor", [2.0, 0.0, 1.0001])
 @pytest.mark.parametrize(
     "words",
     [

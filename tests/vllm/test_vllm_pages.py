@@ -60,9 +60,8 @@ def attend_causally(query, key, value) -> torch.Tensor:
     """What the last tokens' queries `[T, H_q, D]` read of rows `[1, H, L, D]`."""
     position = torch.arange(key.shape[2])
     reads = position <= position[key.shape[2] - len(query) :, None]
-    return attend_rows(query.transpose(0, 1)[None], key, value, reads[None], SCORES)[0][
-        0
-    ].transpose(0, 1)
+    read, _ = attend_rows(query.transpose(0, 1)[None], key, value, reads[None], SCORES)
+    return read[0].transpose(0, 1)
 
 
 STORED = "sglang", "vllm", "segments"

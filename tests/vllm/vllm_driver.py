@@ -190,7 +190,8 @@ def ways_to_break(first, second, *_) -> dict:
 
     reader, pages = first.impl.reader, first.impl.reader.pages
     others = Rotations({0: second.impl.reader.pages.codec.rotations[1]})
-    codec = replace(pages.codec, rotations=others)
+    swapped = copy(pages)
+    swapped.codec = replace(pages.codec, rotations=others)
     dequantize = PageLayout.dequantize
 
     def keys_alone(self, window) -> ExactWindow:
@@ -199,20 +200,13 @@ def ways_to_break(first, second, *_) -> dict:
 
     return {
         "nothing": nullcontext(),
-        "rotations": patch.multiple(reader, pages=replace_in(pages, codec), _turns=None),
+        "rotations": patch.multiple(reader, pages=swapped, _turns=None),
         "layout": patch.dict(pages.memory, value=pages.memory["key"]),
         "codes": patch.object(PageLayout, "dequantize", lambda *given: dequantize(*given).roll(1)),
         "windows": patch.object(LayerPages, "_window", keys_alone),
         "kernel": patch.object(LayerPages, "attend", lambda *given: given[-1].zero_()),
         "hook": patch.object(RotatedBuilder, "build", lambda self: None),
     }
-
-
-def replace_in(pages, codec):
-    """Pages with another codec."""
-    other = copy(pages)
-    other.codec = codec
-    return other
 
 
 def only(table: dict):
