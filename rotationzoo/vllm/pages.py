@@ -60,7 +60,7 @@ def split_blocks(blocks: torch.Tensor, heads: int) -> torch.Tensor:
     if rest or each * blocks.itemsize % 16:  # kernels copy 16 bytes at a time
         size = blocks.stride(0) * blocks.itemsize
         raise UnsupportedModel(
-            f"vLLM gives blocks of {size:,} bytes to {tokens // page} pages of rotations, beside "
+            f"vLLM gives blocks of {size:,} bytes to {tokens // page} pages of rotations, next to "
             "layers of other sizes",
             hint="serve it without a draft model",
         )

@@ -120,10 +120,10 @@ class LayerReader:
         for side, each in rows.items():
             if each.stride()[1:] != (each.shape[-1], 1):
                 rows[side] = each.contiguous()
-        beside = step.decode.copied
+        overlaps = step.decode.copied
         if prompts is not None:  # few rows are stored faster than a second stream starts
-            beside = not pages.is_few(rows)
-        stream.start(beside, pages.store, step, rows)
+            overlaps = not pages.is_few(rows)
+        stream.start(overlaps, pages.store, step, rows)
         pages.copy(step, rows)
         few = len(query)
         if prompts is not None:

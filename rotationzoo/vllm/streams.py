@@ -30,10 +30,10 @@ class StoreStream:
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
 
-    def start(self, beside: bool, store: Callable[..., None], *arguments: Any) -> None:
+    def start(self, overlaps: bool, store: Callable[..., None], *arguments: Any) -> None:
         """Call `store` with these arguments, on the second stream if it may overlap with what
-        follows (`beside`), otherwise on the current one. A CPU has only one."""
-        if self.device.type != "cuda" or not beside:
+        follows (`overlaps`), otherwise on the current one. A CPU has only one."""
+        if self.device.type != "cuda" or not overlaps:
             store(*arguments)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -185,9 +185,8 @@ def test_a_statement_of_wrong_types_is_damaged(zoo, signed, keys, words, name, v
     content = json.loads(zoo.hf.files(ZOO)[index.NAME])
     content["statement"][name] = value
     sign_as_before(zoo, keys.ours, content)
-    assert f"is damaged: statement.{name}" in refused(
-        zoo.run("pull", "demo", "--repo", ZOO, *words)
-    )
+    said = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
+    assert f"is damaged: statement.{name}" in said
 
 
 @pytest.mark.hostile("malformed")

@@ -19,9 +19,9 @@ class LateStream(StoreStream):
         super().__init__(device)
         self.work: list[Callable[[], None]] = []
 
-    def start(self, beside, store, *arguments) -> None:
+    def start(self, overlaps, store, *arguments) -> None:
         assert not self.work, "the layer before has not waited"
-        if not beside:
+        if not overlaps:
             store(*arguments)
             return
         step, rows = arguments

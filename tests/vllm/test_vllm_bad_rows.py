@@ -13,6 +13,8 @@ from rotationzoo.rotations import SIDES
 
 BAD, AT = "bad", 12  # the request and its token, in pages of 8 tokens
 SIZES = {"long": 20, "short": 13, BAD: 17, "few": 9}
+STORED = [("segments", [math.inf, -math.inf, math.nan, 1e30])]
+STORED += [("sglang", [math.inf]), ("vllm", [math.inf])]
 CLOSE = 1e-5  # of rows around 1, as in test_vllm_pages.py
 
 
@@ -98,16 +100,7 @@ def served(format: str, in_few: bool) -> tuple:
 
 @pytest.mark.parametrize("in_few", [False, True], ids=["in a prompt", "in few tokens"])
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(
-    ("format", "numbers"),
-    quick_first(
-        [
-            ("segments", [math.inf, -math.inf, math.nan, 1e30]),
-            ("sglang", [math.inf]),
-            ("vllm", [math.inf]),
-        ]
-    ),
-)
+@pytest.mark.parametrize(("format", "numbers"), quick_first(STORED))
 def test_a_bad_row_ends_its_own_request(format, numbers, side, in_few):
     settings, expected = served(format, in_few)
     for number in numbers:

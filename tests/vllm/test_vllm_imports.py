@@ -65,9 +65,7 @@ def fake(monkeypatch):
     return sys.modules
 
 
-def test_a_newer_version_that_lacks_a_name_is_tried_if_asked_for_and_an_older_never(
-    fake, monkeypatch
-):
+def test_versions_that_lack_a_name_need_anyway_and_older_ones_are_refused(fake, monkeypatch):
     assert upstream.missing_names() == []
     assert plugin.choose_package() == (plugin.CPU_PACKAGE, None)
     path = "vllm.v1.attention.backend"

@@ -106,10 +106,8 @@ def test_an_mtp_heads_cache_keeps_the_backend_of_vllm(prompts, tmp_path):
     artifact = calibrate_short(model, tmp_path / "artifact", tokens=1024).folder
     options = {"tokens": ANSWER, "prompts_too": True, "model": model, **ENGINE}
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
-    jobs = [
-        engine_job(artifact, [asked], **options),
-        engine_job(artifact, [asked], speculative_config=drafts, **options),
-    ]
+    kinds = {}, {"speculative_config": drafts}
+    jobs = [engine_job(artifact, [asked], **options, **kind) for kind in kinds]
     without, served = serve_in_turn(tmp_path, jobs)
     accepted, rejected = assert_drafted(served, without, [asked])
     assert min(accepted, rejected) > 15, "31 and 113 were measured"

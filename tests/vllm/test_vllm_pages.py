@@ -421,9 +421,8 @@ def test_a_cell_has_room_for_the_heads_of_any_process():
 
 
 def test_pages_of_another_layer_are_refused():
-    settings = settings_of(
-        "segments", geometry=[GEOMETRY[0], replace(GEOMETRY[0], index=1, owner=1)]
-    )
+    geometry = [GEOMETRY[0], replace(GEOMETRY[0], index=1, owner=1)]
+    settings = settings_of("segments", geometry=geometry)
     rotations = settings.codec.rotations.replace(
         lambda layer, _, each: replace(each, widths=torch.full((HEADS, 4), 2 + 2 * layer))
     )
