@@ -40,7 +40,7 @@ METRICS = {
     "artifact_info": "The artifact in use, by its sha256, and the format of its codes",
     "bits_per_element": "Stored bits per element of the cache, with scales and offsets",
     "layers": "Layers that are stored as codes",
-    "start_check_distance": "Distance of the self-check at the start from the definition, to 0.25",
+    "start_check_distance": "Distance from the definition in the self-check, at most 0.25",
     "copy_slots": "Slots for exact copies of the pages that windows touch",
 }
 COUNTED = [*METRICS][:6]  # in the order in which a worker counts them

@@ -41,7 +41,7 @@ def statement_of(zoo, repo: str = ZOO) -> Statement | None:
 
 
 def serve(hub, files: dict[str, bytes], repo: str = ZOO) -> None:
-    """What whoever controls a repository does: put these files into it, and no others."""
+    """Replace the files of a repository, as whoever controls it can."""
     if repo not in hub.repositories:
         hub.create(repo)
     hub.commit(repo, files, delete=sorted(hub.files(repo).keys() - files.keys()))

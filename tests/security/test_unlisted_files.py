@@ -59,7 +59,7 @@ ENTRIES = {
 @pytest.mark.hostile("link")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_entry_that_nobody_listed_is_a_problem(inside, made, tmp_path, keys, entry):
-    """Also beside a signature that holds: it is for other files."""
+    """Even next to a valid signature, which is for other files."""
     folder = Path(shutil.copytree(made, tmp_path / "signed"))
     names = ("manifest.json", *Artifact.open(folder).content["files"])
     sign = SigningTool(keys.ours).sign

@@ -78,7 +78,7 @@ class Server:
         self.lengths[request] = pages * self.tokens
 
     def take(self, request, tokens: int) -> None:
-        """Give a request its pages for so many tokens."""
+        """Give a request pages for this number of tokens."""
         pages = self.tables[request]
         while len(pages) * self.tokens < tokens:
             pages.append(self.free.pop(0))
@@ -87,7 +87,7 @@ class Server:
         self.free += self.tables.pop(request)
 
     def plan(self, counts: dict):
-        """Plan the step in which requests get so many new tokens."""
+        """Plan a step with these numbers of new tokens."""
         table, mapping = torch.zeros(len(counts), WIDTH, dtype=torch.int32), []
         tokens, read, filled = self.tokens, set(), set()
         for row, (request, count) in enumerate(counts.items()):

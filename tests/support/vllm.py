@@ -1,4 +1,4 @@
-"""A real vLLM in an environment of its own, and what stands in for one that is not installed."""
+"""A real vLLM in its own environment, and what stands in for one that is not installed."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def serve_in_turn(folder: Path, jobs: list[dict]) -> list[dict]:
 
 
 JOB = {"prompts_too", "sampling", "handed", "broken", "late", "planned"}
-"""What a job may have besides the options of its engine."""
+"""Options of a job that are not its engine's."""
 
 
 def engine_job(artifact: Path | None, rounds, tokens=TOKENS, **options) -> dict:

@@ -62,7 +62,7 @@ def prompts(ids) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(made, prompts, tmp_path_factory) -> dict:
-    """Each prompt as a request of its own, without prefix caching."""
+    """Each prompt as a separate request, without prefix caching."""
     folder = tmp_path_factory.mktemp("alone")
     options = {"prompts_too": True, "enable_prefix_caching": False}
     return serve(folder, made, [[ids] for ids in prompts], **options)

@@ -33,7 +33,7 @@ class Traffic:
             self.begin(name)
 
     def begin(self, name: str, pages: int = 0) -> None:
-        """Let a request begin, with so many pages of the bad one."""
+        """Begin a request that shares this number of pages with the bad one."""
         self.server.begin(name, BAD, pages)
         self.done[name], self.read[name] = pages * self.server.tokens, []
         if pages:

@@ -67,7 +67,7 @@ def variables() -> dict[str, str]:
     }
 
 
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed beside vLLM")
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed with vLLM")
 
 
 def hand_over(folder: Path, artifact: Path, prompts, others=()) -> list[dict]:

@@ -41,13 +41,13 @@ def share(together=True, own=(9, 12), also=0, recent=6, segment=4096, most_reque
 CASES = {
     "prompts": {},
     "segments": {"segment": 5},
-    "few tokens beside prompts": {"own": (9, 1, 3)},
+    "few tokens next to prompts": {"own": (9, 1, 3)},
     "few tokens of others": {"also": 1},
     "a short window": {"recent": 1, "own": (9, 1), "also": 1},
 }
 
 
-def assert_alike(together: dict, alone: dict) -> None:
+def assert_equal(together: dict, alone: dict) -> None:
     assert together.keys() == alone.keys()
     for request, read in alone.items():
         assert (together[request] - read).abs().max() < CLOSE, request
@@ -56,7 +56,7 @@ def assert_alike(together: dict, alone: dict) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_prefix_that_the_same_step_stores_is_read_as_one_that_is_there(case):
     """Outputs are at most 2.9. Before stores were waited for, they were 3.4 apart."""
-    assert_alike(share(True, **CASES[case]), share(False, **CASES[case]))
+    assert_equal(share(True, **CASES[case]), share(False, **CASES[case]))
 
 
 @pytest.mark.parametrize("new", [1, 3])
@@ -76,7 +76,7 @@ def test_few_tokens_right_after_those_of_another_request(new, recent):
             return server.run(steps[0] | steps[1])
         return server.run(steps[0]) | server.run(steps[1])
 
-    assert_alike(read(True), read(False))
+    assert_equal(read(True), read(False))
 
 
 FEW_SLOTS = {"most_requests": 1, "also": 1}
@@ -93,7 +93,7 @@ def test_in_any_order(case):
     def check(draws):
         with pytest.MonkeyPatch.context() as patch:
             play(patch.setattr, DrawnStream(torch.device("cpu"), iter(draws + [True] * 999)))
-            assert_alike(share(**case), expected)
+            assert_equal(share(**case), expected)
 
     check()
 
