@@ -1,24 +1,123 @@
-"""Our attention backend in the place of vLLM's own for CPUs, which has one for all layers."""
+"""Our attention backends in the places of vLLM's for CPUs, for keys and values and for latents.
+
+What vLLM 0.32 does with latents (MLA), in `model_executor/layers/attention/mla_attention.py`:
+
+* The CPU platform has two backends, `AMX_MLA` and, without AMX, `CPU_MLA`, and looks up their
+  classes in the registry. `CPU_MLA` takes blocks of 16 tokens, whole prompts and no prefix caching.
+* A layer's cache is one head of 512 + 64, an `MLAAttentionSpec`, without an axis of heads.
+* New rows come in `do_kv_cache_update`, their queries in a second call. `forward_impl` takes the
+  first `num_decode_tokens` queries to the frame of latents (`W_UK_T`), calls `forward_mqa`, and
+  takes its output to values (`W_UV`). Other queries would go to `forward_mha`: we have none.
+* RoPE of queries `[T, heads, D]` is wrong in vLLM's CPU kernel, which `plugin.claim` turns off.
+"""
 
 from inspect import signature
 from typing import Any
 
-from rotationzoo.vllm.backend import RotatedImpl
-from rotationzoo.vllm.upstream import CPUAttentionBackend
+import torch
+
+from rotationzoo.vllm import upstream as base
+from rotationzoo.vllm.backend import RotatedBackend, RotatedBuilder, RotatedImpl, RotatedMetadata
+from rotationzoo.vllm.latents import LatentPages, LatentReader
+from rotationzoo.vllm.prompts import LayerReader, TorchAttention
+from rotationzoo.vllm.steps import count_slots
 
 
 def make_impl(*arguments: Any, **others: Any) -> Any:
     """The attention of a layer: ours, or vLLM's for one with a sliding window."""
     asked = signature(RotatedImpl.__init__).bind(None, *arguments, **others).arguments
     has_window = asked.get("sliding_window") is not None
-    kind = CPUAttentionBackend.get_impl_cls() if has_window else RotatedImpl
+    kind = base.CPUAttentionBackend.get_impl_cls() if has_window else RotatedImpl
     return kind(*arguments, **others)
 
 
-class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
+class RotatedCpuBackend(base.CPUAttentionBackend):  # type: ignore[misc]
     """Ours, in the place of vLLM's for CPUs."""
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """What makes a layer's attention."""
         return make_impl
+
+
+class LatentMetadata(RotatedMetadata):
+    """What the layers of a step get: all tokens count as decodes."""
+
+    num_decodes = 1
+    num_prefills = 0
+    prefill = None
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_actual_tokens
+
+    @property
+    def decode(self) -> Any:
+        """`forward_impl` only compares it with None."""
+        return self.step
+
+
+class LatentBuilder(RotatedBuilder):
+    """Plans each step for all layers."""
+
+    def _plan(self, common: Any) -> LatentMetadata:
+        planned = super()._plan(common)
+        return LatentMetadata(planned.num_actual_tokens, planned.step)
+
+
+class LatentImpl(RotatedImpl):
+    """The attention of one layer over pages of latents."""
+
+    builder = LatentBuilder
+    spec = base.MLAAttentionSpec
+
+    def __init__(self, *given: Any, kv_lora_rank: int, **others: Any) -> None:
+        own = {"q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
+        own |= {"kv_b_proj", "indexer"}
+        super().__init__(*given, **{name: others[name] for name in others if name not in own})
+        self.value_size, self.attention = kv_lora_rank, TorchAttention()
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def do_kv_cache_update(self, latents: torch.Tensor, rope: torch.Tensor, *_: Any) -> None:
+        """Keep new rows `[T, R]` and `[T, 1, rope channels]` until `forward_mqa` stores them."""
+        self._new = latents[:, None], rope
+
+    def forward_mqa(
+        self, query: Any, kv_cache: torch.Tensor, attn_metadata: LatentMetadata, layer: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Store the new rows, and return the attention output `[T, H_q, R]` of their queries
+        `[T, H_q, R]` and `[T, H_q, rope channels]`."""
+        assert self._new is not None
+        latents, rope = (rows[: len(query[0])] for rows in self._new)
+        queries, key, self._new = torch.cat(query, -1), torch.cat([latents, rope], -1), None
+        output = torch.empty_like(query[0])
+        return self.forward(layer, queries, key, latents, kv_cache, attn_metadata, output), None
+
+    def _open_pages(
+        self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+    ) -> LayerReader:
+        latents, keys = (each.transpose(0, 1)[None] for each in (value, key))
+        settings = self.own_settings().for_layer(index, latents, keys)
+        slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
+        pages = LatentPages(settings, index, kv_cache, slots, key.dtype, self.bad)
+        return LatentReader(pages, self.attention)
+
+
+class LatentBackend(RotatedBackend):
+    """Ours, in the places of vLLM's for latents on a CPU."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_MLA"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | base.MultipleOf]:
+        """Any that a CPU takes."""
+        return [base.MultipleOf(16)]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        return LatentImpl

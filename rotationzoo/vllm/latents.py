@@ -1,8 +1,7 @@
-"""The pages of a layer that caches latents (MLA), and what is read of them: the definition, in
-plain torch.
+"""The pages of a layer that caches latents (MLA), and attention over them, in plain torch.
 
-Queries read one head: its key is the latent with the key with RoPE behind it, and its value is the
-latent. A page has the codes of its latents, and then the exact keys with RoPE. Copies are of whole
+Queries read one head: its key is the latent followed by the key with RoPE, and its value is the
+latent. A page has the codes of its latents, then the exact keys with RoPE. Copies are of whole
 keys: values are their first channels.
 """
 
@@ -16,7 +15,7 @@ from rotationzoo.codec.attention import PackedSide
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows
-from rotationzoo.vllm.prompts import LayerReader
+from rotationzoo.vllm.prompts import LayerReader, Turns
 from rotationzoo.vllm.segments import Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
 
@@ -25,24 +24,22 @@ ROPE = LATENTS.beside[0]
 
 @dataclass(frozen=True)
 class LatentKeys(PackedSide):
-    """Packed latents, with exact keys with RoPE behind them."""
+    """Packed latents, followed by exact keys with RoPE."""
 
-    rope: Sequence[torch.Tensor] = ()
-    """`[B, 1, P, rope channels]` for each block."""
+    rope: Sequence[torch.Tensor] = ()  # [B, 1, P, rope channels] for each block
 
     def restore(self) -> torch.Tensor:
-        """Every row of the pages in the model's frame `[B, 1, T, D]`."""
+        """Every row of the pages in the model's frame, `[B, 1, T, D]`."""
         return torch.cat([super().restore(), torch.cat([*self.rope], 2).to(self.matrix)], -1)
 
 
 class LatentPages(LayerPages):
-    """The pages of one layer with latents. `rows` of tokens are keys `[T, 1, R + rope channels]`
-    and values `[T, 1, R]`."""
+    """The pages of one layer: keys `[T, 1, R + rope channels]` and values `[T, 1, R]`."""
 
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
         layout = self.codec.page_layout(self.layer, LATENT, self.tokens, self.format)
         self.memory = {LATENT: memory[:, : layout.bytes], ROPE: memory[:, layout.bytes :]}
-        # What a step asks of keys and of values is true of latents.
+        # A step asks for keys and values, which are both latents.
         self.layouts = dict.fromkeys((LATENT, *SIDES), layout)
         self.memory |= dict.fromkeys(SIDES, self.memory[LATENT])
         self.dtype, beside = dtype, self.memory[ROPE].shape[1]
@@ -53,13 +50,13 @@ class LatentPages(LayerPages):
         return layout.bytes + self.rope_dim * self.tokens * dtype.itemsize
 
     def rope(self, pages: torch.Tensor) -> torch.Tensor:
-        """The exact keys with RoPE `[N, P, rope channels]` of pages uint8 `[N, bytes of these]`."""
+        """Exact keys with RoPE `[N, P, rope channels]` from their bytes `[N, bytes]`, uint8."""
         exact: torch.Tensor = pages.view(self.dtype).unflatten(1, (self.tokens, self.rope_dim))
         return exact
 
     @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
-        """Store new tokens: latents as codes, as `LayerPages.store` says, and keys with RoPE."""
+        """Store new tokens: latents as in `LayerPages.store`, and exact keys with RoPE."""
         super().store(step, {LATENT: rows["value"]})
         rope = rows["key"][:, :, -self.rope_dim :]
         self._count(step, ROPE, int2.find_refused(rope.transpose(0, 1).float()))
@@ -81,8 +78,7 @@ class LatentReader(LayerReader):
     pages: LatentPages
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keys `[T, 1, D]` without the mean of their latents, which a softmax ignores: those that
-        are read from codes lack it, too."""
+        """Keys `[T, 1, D]` without the mean of their latents, as those from codes."""
         pages = self.pages
         mean = pages.codec.rotations[pages.layer][LATENT].mean
         if mean is None:
@@ -90,23 +86,14 @@ class LatentReader(LayerReader):
         mean = torch.nn.functional.pad(mean, (0, pages.rope_dim))
         return (rows.float() - mean.to(rows.device)).to(rows.dtype)
 
-    def _make_turns(
-        self, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `LayerReader._make_turns`: keys with RoPE are not rotated."""
-        if self._turns is None:
-            pages = self.pages
-            matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(like)
-            mean = pages.codec.rotations[pages.layer][LATENT].mean
-            rope = torch.eye(pages.rope_dim, dtype=like.dtype, device=like.device)
-            heads = like.shape[1], -1, -1
-            query, output = (
-                each[None].expand(heads) for each in (torch.block_diag(matrix.T, rope), matrix)
-            )
-            if mean is not None:
-                mean = mean.to(like).expand(like.shape[1], -1)
-            self._turns = query, output, mean
-        return self._turns
+    def _make_turns(self, like: torch.Tensor) -> Turns:
+        pages, heads = self.pages, (like.shape[1], -1, -1)
+        matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(like)
+        mean = pages.codec.rotations[pages.layer][LATENT].mean
+        rope = torch.eye(pages.rope_dim, dtype=like.dtype, device=like.device)
+        if mean is not None:
+            mean = mean.to(like).expand(like.shape[1], -1)
+        return torch.block_diag(matrix.T, rope).expand(heads), matrix.expand(heads), mean
 
     def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`."""
