@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     Format = str
 else:
-    # Typer reads the choices from the type at run time, but mypy rejects a computed Literal.
     Format = Literal[tuple(SIMULATED)]
 
 # ---- options that other settings and commands also have
