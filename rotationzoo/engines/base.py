@@ -24,7 +24,7 @@ class SideMatrices:
     """The key or value rotations of every layer, as an engine's file holds them."""
 
     rotation: Mapping[int, torch.Tensor]
-    """Layer, counted over all layers of the model -> float32 `[H, D, D]`, or `[D, D]` if shared."""
+    """Layer, counted over all layers of the model -> `[H, D, D]`, or `[D, D]` if heads share it."""
     objective: str  # statistic and composition as OSCAR names them (`qqt_r_h_pbr`)
     eigenvalues: Mapping[int, torch.Tensor] = field(default_factory=dict)  # `[D]` or `[H, D]`
     mean: Mapping[int, torch.Tensor] = field(default_factory=dict)

@@ -104,7 +104,7 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
     matrices, others = key.content.rotation, value.content.rotation
     for layer in sorted(matrices.keys() ^ others.keys()):
         lacking = value if layer in matrices else key
-        yield f"{lacking.path.name} has no layer {layer}, and the other side has", _FETCH_AGAIN
+        yield f"{lacking.path.name} has no layer {layer}, but the other file does", _FETCH_AGAIN
     both = f"{key.path.name} and {value.path.name}"
     for name in _SHARED:
         if key.calibration.get(name) != value.calibration.get(name):
@@ -120,7 +120,7 @@ def find_geometry(files: Files, model: str, revision: str | None) -> tuple[Sourc
     first, source = next(iter(files.values())), find(model, revision)
     geometry = geometry_on_meta(loading.on_meta(loading.load_config(source), source.name))
     if geometry is None:
-        unknown = f"what {model} caches shows only with its weights"
+        unknown = f"what {model} caches is unknown without its weights"
         raise UnsupportedModel(unknown, hint=f"calibrate it: rotationzoo calibrate {model}")
     if not files.keys() & {side for layer in geometry for side in layer.sides}:
         held = f"{first.path} holds rotations of {' and '.join(f'{side}s' for side in files)}"
@@ -160,7 +160,7 @@ def _misfits(side: str, file: RotationFile, geometry: Geometry) -> Iterator[str]
     for missing in sorted(layers.keys() - content.rotation.keys()):
         yield f"they have no {side} rotation for layer {missing}"
     for extra in sorted(content.rotation.keys() - layers.keys()):
-        yield f"they have layer {extra}, which caches no {side}s there"
+        yield f"they have layer {extra}, which caches no {side}s in the model"
     for index, layer in layers.items():
         matrix, mean, dim = content.rotation[index], content.mean.get(index), layer.dims.get(side)
         wrong = matrix.shape[-1] != dim or (matrix.ndim == 3 and len(matrix) != layer.kv_heads)
@@ -247,7 +247,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         stated["key_clip"], stated["value_clip"] = job.clip
     if job.windows:
         stated["sink"], stated["recent"] = job.windows
-    with as_refusal(f"{first.path.name} says what no recipe can"):
+    with as_refusal(f"{first.path.name} has values that no recipe can have"):
         recipe = Recipe.model_validate({**published.model_dump(), **stated})
     if not stated.keys() >= set(_SERVED):
         clips = f"{recipe.key_clip:g}/{recipe.value_clip:g} and "

@@ -166,7 +166,7 @@ def _check_settings(job: Evaluation) -> None:
         hint = f"give some of {', '.join(RIVALS)}"
         raise UsageError(f"there is no rival {unknown[0]!r}{nearest(unknown[0], known)}", hint)
     if job.tasks.minutes and job.rungs:
-        raise UsageError("the fewest bits are not found by the clock", "leave out the minutes")
+        raise UsageError("--fewest-bits cannot be combined with --minutes", "leave out --minutes")
     if job.prefill_layout and job.prefill_chunk is None:
         raise UsageError("--prefill-layout is for a prefill in chunks", "add: --prefill-chunk 2048")
     job.tasks.check()
@@ -237,7 +237,7 @@ def _fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:
 def _check_length(data: Data, start: int) -> None:
     """Raise `RotationZooError` for texts without measured positions, from `start` on."""
     if data.length < start + 2:
-        first = f"the first that reads a quantized one is at position {start}"
+        first = f"only tokens from position {start} on read quantized ones"
         problem = f"texts of {data.length} tokens are too short: {first}"
         raise RotationZooError(problem, "give a greater --length, or smaller --windows")
     if not data.rows:

@@ -26,7 +26,7 @@ _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "not
 def find_rungs(folders: Sequence[Path]) -> tuple[Budget, ...]:
     """The budgets to choose from, fewest bits first; none where all layers have the same bits."""
     if len(folders) != 1:
-        raise UsageError("the fewest bits are found of one artifact", "give its folder alone")
+        raise UsageError("--fewest-bits is for a single artifact", "give one folder")
     artifact = Artifact.open(folders[0])
     own = artifact.recipe.budget
     if not artifact.rotations.has_budget or own.bits is None:

@@ -199,7 +199,7 @@ REFUSED = [
     ("llama.cpp", OSCAR, {"clip": (0.96, 0.92)}, "has a single clip ratio"),
     ("sglang", OSCAR, {"windows": (60, 256)}, "multiples of 8"),
     ("sglang", OSCAR, {"windows": (0, 0)}, "without exact tokens"),
-    ("vllm-oscar", OSCAR.model_copy(update={"group_size": 16}), {}, "one scale a head"),
+    ("vllm-oscar", OSCAR.model_copy(update={"group_size": 16}), {}, "one scale per head"),
 ]
 
 

@@ -96,7 +96,7 @@ def budgeted(induction, tmp_path_factory) -> Artifact:
 def test_the_rungs_are_those_of_an_artifact_with_a_budget(budgeted, artifacts):
     assert [each.bits for each in find_rungs([budgeted.folder])] == [2.0, 2.25, 2.5, 3.0, 3.5, 4.0]
     assert find_rungs(artifacts[1:]) == ()
-    with pytest.raises(UsageError, match="of one artifact"):
+    with pytest.raises(UsageError, match="for a single artifact"):
         find_rungs(artifacts)
 
 

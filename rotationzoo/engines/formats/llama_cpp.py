@@ -79,11 +79,11 @@ def _misfits(shapes: dict[str, list[int]], payload: Payload) -> Iterator[str]:
     layers = {layer.index: layer for layer in cached_layers(payload.geometry)}
     blocks = {int(match[1]) for match in map(_KEYS.fullmatch, shapes) if match}
     for missing in sorted(layers.keys() - blocks):
-        yield f"it has no keys in layer {missing}, which has rotations here"
+        yield f"it has no keys in layer {missing}, which has rotations in the artifact"
     # Layers that read another layer's cache may have key projections that are unused.
     if len(layers) == len(payload.geometry):
         for other in sorted(blocks - layers.keys()):
-            yield f"layer {other} caches keys there, and has no rotation here"
+            yield f"layer {other} caches keys, and has no rotation in the artifact"
     for index, layer in layers.items():
         for name in ("attn_k.weight", "attn_v.weight"):
             # Some layers of Gemma 4 use their keys as values. ggml lists input channels first.

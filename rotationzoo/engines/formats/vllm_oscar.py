@@ -21,7 +21,7 @@ def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> 
     for layer in cached_layers(payload.geometry):
         if payload.group_size is not None and payload.group_size < layer.key_dim:
             groups = f"this artifact has groups of {payload.group_size}"
-            raise RotationZooError(f"{_NAME} keeps one scale a head, and {groups}", PAGE)
+            raise RotationZooError(f"{_NAME} keeps one scale per head, and {groups}", PAGE)
     environment = write_pair(work, final, payload, request, "VLLM_OSCAR")
     environment["VLLM_OSCAR_GROUP_SIZE"] = str(payload.largest_group)
     notes = [

@@ -75,8 +75,8 @@ def test_a_gguf_keeps_everything_else(made, tmp_path):
 def test_bases_that_do_not_fit(made, tmp_path):
     artifact = made(head_dim=32)
     for shape, reason in (
-        (dict(layers=2), "has no keys in layer 2, which has rotations here"),
-        (dict(layers=6), "layer 4 caches keys there"),
+        (dict(layers=2), "has no keys in layer 2, which has rotations in the artifact"),
+        (dict(layers=6), "layer 4 caches keys, and has no rotation"),
         (dict(kv_heads=1), "has 32 rows"),
         (dict(architecture="llama"), "of architecture llama"),
         (dict(architecture="qwen3moe"), "neither clips nor keeps tokens exact"),
