@@ -99,8 +99,7 @@ Clip = Annotated[
     option("Clip ratios of keys and values, as 0.96/0.92, or one for both.", kind=parse_clip),
 ]
 Windows = Annotated[
-    tuple[int, int] | None,
-    option("Sink and recent tokens kept exact, as 64/256.", kind=parse_window),
+    tuple[int, int] | None, option("Exact sink and recent tokens, as 64/256.", kind=parse_window)
 ]
 Restart = Annotated[bool, option("Replace an existing artifact.")]
 TrustConfig = Annotated[Path | None, option("Keys of a private Sigstore, as a JSON file.")]
