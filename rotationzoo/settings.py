@@ -202,12 +202,8 @@ class EvaluationSettings(TextSettings):
     """The settings of `rotationzoo.evaluate`, which describes each of them."""
 
     model: ModelName = field(kw_only=False)
-    artifacts: "str | Path | Artifact | Sequence[str | Path | Artifact]" = field(
-        default=(),
-        kw_only=False,
-        metadata=about(
-            "Folders of rotations.", argument=True, kind=list[Path] | None, metavar="ROTATIONS"
-        ),
+    artifacts: "str | Path | Artifact | Sequence[str | Path | Artifact]" = argument(
+        "Folders of rotations.", (), kind=list[Path] | None, metavar="ROTATIONS"
     )
     save: bool = flag("Add evaluation.json to the rotations.")
     data: str | None = option("Data set id, .jsonl, .txt or .parquet (held-out text).")
@@ -256,11 +252,7 @@ class GenerationSettings(CacheOptions, RunSettings):
         kw_only=False, metadata=about("The text to continue.", "--prompt", "-p", kind=str | None)
     )
     rotations: "str | Path | Artifact | None" = field(
-        metadata=about(
-            "Their folder, or none. By default the model's newest in the folder rotations that you "
-            "calibrated or pulled on this machine.",
-            kind=str | None,
-        )
+        metadata=about("Their folder, or none (your newest of the model).", kind=str | None)
     )
     chat: bool = flag("The prompt is a user's message to a chat model.")
     max_new_tokens: int | None = option(f"Most tokens to write ({MAX_NEW_TOKENS}).", min=1)
