@@ -22,7 +22,7 @@ from rotationzoo.model import files
 from rotationzoo.model.files import GGUF, ORIGINAL, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
-from rotationzoo.progress import Progress, size_of_all, tell_growth
+from rotationzoo.progress import Progress, tell_growth
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.files import check_utf8, digest, read
 from rotationzoo.words import nearest
@@ -308,7 +308,7 @@ def fetch_weights(source: Source, progress: Progress) -> None:
         progress(_STAGE, 0, 0)
         fetch(source)
         return
-    with tell_growth(lambda: size_of_all(_arrived(source.folder)), _STAGE, total, progress):
+    with tell_growth(lambda: _arrived(source.folder), _STAGE, total, progress):
         fetch(source)
 
 

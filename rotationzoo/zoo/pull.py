@@ -13,7 +13,7 @@ from rotationzoo.checks.verify import unlisted_files, verify
 from rotationzoo.engines.base import check_matrices
 from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
+from rotationzoo.progress import Progress, silent, tell_growth
 from rotationzoo.settings import Signatures
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders
@@ -276,7 +276,7 @@ def _downloaded(
         raw, clean = work / "download", work / "files"
         paths = {copy.path_of(name): size for name, size in sizes.items()}
         stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-        with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
+        with tell_growth(lambda: raw.rglob("*"), stage, needed, progress):
             open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
         # The hubs' clients leave files of their own next to the downloads.
         clean.mkdir()
