@@ -202,8 +202,12 @@ class EvaluationSettings(TextSettings):
     """The settings of `rotationzoo.evaluate`, which describes each of them."""
 
     model: ModelName = field(kw_only=False)
-    artifacts: "str | Path | Artifact | Sequence[str | Path | Artifact]" = argument(
-        "Folders of rotations.", (), kind=list[Path] | None, metavar="ROTATIONS"
+    artifacts: "str | Path | Artifact | Sequence[str | Path | Artifact]" = field(
+        default=(),
+        kw_only=False,
+        metadata=about(
+            "Folders of rotations.", argument=True, kind=list[Path] | None, metavar="ROTATIONS"
+        ),
     )
     save: bool = flag("Add evaluation.json to the rotations.")
     data: str | None = option("Data set id, .jsonl, .txt or .parquet (held-out text).")

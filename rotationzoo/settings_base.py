@@ -32,8 +32,8 @@ def flag(help: str, *names: str) -> Any:
 
 
 def argument(help: str, default: Any = ..., **more: Any) -> Any:
-    """An argument of a command, given by position; without a default, it is required."""
-    return field(default=default, kw_only=False, metadata=about(help, argument=True, **more))
+    """An argument of a command; without a default, it is required."""
+    return option(help, default=default, argument=True, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
