@@ -84,23 +84,19 @@ def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
 
 @contextmanager
 def tell_growth(
-    measure: Callable[[], int], stage: str, total: int, progress: Progress
+    find: Callable[[], Iterable[Path]], stage: str, total: int, progress: Progress
 ) -> Iterator[None]:
-    """Tell `progress` the bytes that `measure` finds while the block runs: hubs' clients do not."""
+    """Tell `progress` the bytes of the files that `find` returns while the block runs, because the
+    hubs' clients do not."""
 
     def look() -> None:
-        progress(stage, Bytes(min(measure(), total)), Bytes(total))
+        size = 0
+        with suppress(OSError):  # a file may be gone by now
+            for path in find():
+                size += path.stat().st_size if path.is_file() else 0
+        progress(stage, Bytes(min(size, total)), Bytes(total))
 
     look()
     with repeating(look, LOOK):
         yield
     look()
-
-
-def size_of_all(paths: Iterable[Path]) -> int:
-    """The bytes of files, which may be removed meanwhile."""
-    size = 0
-    with suppress(OSError):
-        for path in paths:
-            size += path.stat().st_size if path.is_file() else 0
-    return size

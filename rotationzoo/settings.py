@@ -99,8 +99,7 @@ Clip = Annotated[
     option("Clip ratios of keys and values, as 0.96/0.92, or one for both.", kind=parse_clip),
 ]
 Windows = Annotated[
-    tuple[int, int] | None,
-    option("Sink and recent tokens kept exact, as 64/256.", kind=parse_window),
+    tuple[int, int] | None, option("Exact sink and recent tokens, as 64/256.", kind=parse_window)
 ]
 Restart = Annotated[bool, option("Replace an existing artifact.")]
 TrustConfig = Annotated[Path | None, option("Keys of a private Sigstore, as a JSON file.")]
@@ -257,11 +256,7 @@ class GenerationSettings(CacheOptions, RunSettings):
         kw_only=False, metadata=about("The text to continue.", "--prompt", "-p", kind=str | None)
     )
     rotations: "str | Path | Artifact | None" = field(
-        metadata=about(
-            "Their folder, or none. By default the model's newest in the folder rotations that you "
-            "calibrated or pulled on this machine.",
-            kind=str | None,
-        )
+        metadata=about("Their folder, or none (your newest of the model).", kind=str | None)
     )
     chat: bool = flag("The prompt is a user's message to a chat model.")
     max_new_tokens: int | None = option(f"Most tokens to write ({MAX_NEW_TOKENS}).", min=1)

@@ -4,7 +4,6 @@ import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import next_steps
@@ -64,12 +63,12 @@ def calibrate_command(
         show_plan(out, job)
         return
     # A finished artifact of the same job is left as it is, and its folder unchanged.
-    before = _last_change(job.output)
+    before = job.output.stat().st_ctime_ns if job.output.exists() else None
     artifact = run_job(out, job)
     if keep is not None:
         _find_bits(out, artifact, settings, keep, lengths)
         return
-    is_new = _last_change(job.output) != before
+    is_new = job.output.stat().st_ctime_ns != before
     if not is_new:
         out.note("Note: this job is already done; --restart runs it again")
     next_steps.show_artifact(out, artifact, with_time=is_new)
@@ -128,10 +127,6 @@ def _find_bits(
         seconds = finish(decision.more_seconds or 0).partition(",")[0]
         hint = f"ask more questions, which{seconds}: {shell_line(*further, *most, *more)}"
     raise RotationZooError(f"nothing shows that {keep:g}% of the answers are kept", hint=hint)
-
-
-def _last_change(folder: Path) -> int | None:
-    return folder.stat().st_ctime_ns if folder.exists() else None
 
 
 def run_job(out: Output, job: "Job") -> "Artifact":

@@ -20,9 +20,7 @@ LENGTH = 1024  # tokens of a prompt, and of each of two texts for perplexity wit
 
 def demo_command(
     out: Output,
-    output: Path | None = option(
-        "Folder of the artifact and its page (rotations/demo).", "--output", "-o"
-    ),
+    output: Path | None = option("Folder of the artifact (rotations/demo).", "--output", "-o"),
     restart: Restart = False,
 ) -> None:
     """Calibrate a small model that ships with rotationzoo, ask it about its context, and write the

@@ -50,11 +50,9 @@ def check_kept(report: "Measured") -> None:
 
     decisions = [each for window in report.windows for each in window.verdict.decisions]
     if failed := [plain_name(each.arm) for each in decisions if each.action != "serve"]:
-        raise RotationZooError(
-            f"at least {100 * decisions[0].floor:g}% of the answers were to be kept, "
-            f"which is not shown for {', '.join(dict.fromkeys(failed))}",
-            hint="see the decision above",
-        )
+        kept = f"at least {100 * decisions[0].floor:g}% of the answers are kept"
+        problem = f"nothing shows that {kept} by {', '.join(dict.fromkeys(failed))}"
+        raise RotationZooError(problem, hint="see the decision above")
 
 
 def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:

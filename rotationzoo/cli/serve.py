@@ -24,9 +24,7 @@ ENGINE = "vllm"
 def serve_command(
     model: ModelName,
     out: Output,
-    rotations: Path | None = option(
-        "Their folder (by default found in rotations/, pulled, or calibrated)."
-    ),
+    rotations: Path | None = option("Their folder (found in rotations/, pulled or calibrated)."),
     vllm_options: list[str] | None = argument("Options of vllm serve.", None, metavar="OPTIONS"),
     format: Literal["sglang", "vllm", "segments"] | None = option(
         "How rows are stored (segments for a budget of bits, otherwise vllm)."
@@ -34,9 +32,7 @@ def serve_command(
     bits: Bits = None,
     sink: Sink = None,
     recent: int | None = option("Last tokens kept exact (the recipe's).", min=1),
-    anyway: bool = flag(
-        "Also take rotations of other weights, and a newer vLLM that lacks a name."
-    ),
+    anyway: bool = flag("Also take other weights' rotations, and a newer vLLM that lacks names."),
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
     dry_run: bool = flag("Check everything, and only print the command."),
@@ -98,8 +94,7 @@ def serve_command(
     if str(scaling_of(text)).startswith("yarn:"):  # vLLM takes the positions that are stated
         overrides["max_position_embeddings"] = position_count(text)
     words += ["--hf-overrides", dumps(overrides)] if overrides else []
-    named = {KEY: asked.model_dump(exclude_none=True)}
-    words += ["--additional-config", dumps(named)]
+    words += ["--additional-config", dumps({KEY: asked.model_dump(exclude_none=True)})]
     notes = [] if missing else claim(read_command(words, handed_on))
     # Quantized weights differ from the original ones.
     if has_weights(source) and artifact.manifest.model.config_sha256 == hash_config(source.folder):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from rotationzoo.model import files
 from rotationzoo.model.files import GGUF, ORIGINAL, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
-from rotationzoo.progress import Progress, size_of_all, tell_growth
+from rotationzoo.progress import Progress, tell_growth
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.files import check_utf8, digest, read
 from rotationzoo.words import nearest
@@ -287,11 +288,10 @@ def fetch_weights(source: Source, progress: Progress) -> None:
         return
     snapshot, blobs = source.folder, source.folder.parent.parent / "blobs"
 
-    def measure() -> int:
-        parts = snapshot.glob("*.safetensors"), blobs.glob("*.incomplete")
-        return sum(map(size_of_all, parts))
+    def find() -> Iterator[Path]:
+        return chain(snapshot.glob("*.safetensors"), blobs.glob("*.incomplete"))
 
-    with tell_growth(measure, stage, total, progress):
+    with tell_growth(find, stage, total, progress):
         fetch(source)
 
 

@@ -13,7 +13,7 @@ from rotationzoo.checks.verify import unlisted_files, verify
 from rotationzoo.engines.base import check_matrices
 from rotationzoo.engines.formats.oscar_pt import read_pt
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.progress import Progress, silent, size_of_all, tell_growth
+from rotationzoo.progress import Progress, silent, tell_growth
 from rotationzoo.settings import Signatures
 from rotationzoo.storage import files as storage
 from rotationzoo.storage import folders
@@ -234,7 +234,7 @@ def _downloaded(
     with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         folders.check_room(work.parent, needed, _WAY_OUT)
         stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-        with tell_growth(lambda: size_of_all(work.rglob("*")), stage, needed, progress):
+        with tell_growth(lambda: work.rglob("*"), stage, needed, progress):
             open_hub(copy.hub).fetch(copy.repo, revision, paths, work)
         folder = storage.child(work, copy.path)
         hashes = {name: storage.sha256(folder / name) for name in entry.files}

@@ -76,7 +76,6 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interrupti
         (ValueError("x" * 100_000), "ValueError: xxx"),
         (OSError("no number"), "OSError: no number"),
     ],
-    ids=["two lines", "a key", "empty", "escapes", "long", "no strerror"],
 )
 def test_an_unforeseen_error_is_its_type_and_first_line(inside, monkeypatch, error, says):
     def fail(*_):
