@@ -188,10 +188,9 @@ def statistics_layout(recipe: Recipe, geometry: Geometry) -> Layout:
 def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors of a safetensors file, and one sentence for each kind of problem.
 
-    Names, dtypes and shapes are checked first, and no tensor is read if any is wrong. safetensors
-    checks that each tensor's data has the right size. The file is opened once, so that the checked
-    tensors are the ones that are read. Raises `RotationZooError` for a file that is not
-    safetensors, and for dtypes that no artifact uses.
+    Names, dtypes and shapes are checked first, and no tensor is read if any is wrong. The file is
+    opened once, so that the checked tensors are the ones that are read. Raises `RotationZooError`
+    for a file that is not safetensors, and for dtypes that no artifact uses.
     """
     try:
         with safe_open(path, "pt") as file:

@@ -52,9 +52,8 @@ class Artifact:
 
     @classmethod
     def open(cls, folder: str | Path, hashes: Mapping[str, str] | None = None) -> "Artifact":
-        """Open the artifact in a folder, without reading its tensors. `hashes`: name -> sha256 of
-        files that the caller has just hashed. Raises `RotationZooError` for a folder that is not an
-        artifact, for a newer schema, and for a damaged manifest."""
+        """Open an artifact without reading its tensors. `hashes`: name -> sha256 of files that the
+        caller has just hashed. Raises `RotationZooError` unless it has a valid manifest."""
         folder = Path(folder)
         files.check_utf8(folder)
         content = read_settled(folder, partial(_read_manifest, folder))

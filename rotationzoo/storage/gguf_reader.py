@@ -22,11 +22,9 @@ _LONG = 1 << 10  # elements of a list; no model has more layers
 
 
 class Reader(gguf.GGUFReader):
-    """A memory-mapped file. The `gguf` package trusts the header: past the end of the file it reads
-    nothing, without an error, and it makes an object of every list element. This raises
+    """A memory-mapped file. Unlike the `gguf` package, this does not trust the header: it raises
     `ValueError` for a truncated file and for lists that are too long. Without `lists`, long lists
-    are empty: a vocabulary takes seconds.
-    """
+    are empty: a vocabulary takes seconds."""
 
     def __init__(self, path: Path, lists: bool = True):
         self.path, self._elements, self._text, self._lists = path, 0, 0, lists

@@ -46,9 +46,8 @@ class DueModel:
 
 
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, RotationZooError]]:
-    """The models on Hugging Face that are due, and model -> error for those that could not be
-    checked. `configs`: a folder of recipe files, or one file. Raises `RotationZooError` if no model
-    could be checked."""
+    """The models that are due, and model -> error for those that could not be checked. `configs`: a
+    folder of recipe files, or one file. Raises `RotationZooError` if no model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
     of_models = {path: recipe for path, recipe in loaded.items() if recipe.model}
     hub, due, errors = HuggingFace(), list[DueModel](), dict[str, RotationZooError]()
@@ -127,9 +126,8 @@ def _find_change(
 def regenerate(
     job: Job, loaded: LoadedIndex, evaluation: Evaluation, progress: Progress, publishing: str
 ) -> dict[str, Any]:
-    """Calibrate, evaluate side by side with any published rotations, and validate. The model and
-    the artifacts of `evaluation` are filled in here. Raises `RotationZooError`, with the command
-    `publishing` as a hint, if the new rotations are worse on the new revision."""
+    """Calibrate, evaluate side by side with any published rotations, and validate. Raises
+    `RotationZooError`, with the command `publishing` as a hint, if the new rotations are worse."""
     artifact = calibrate(job, progress)
     name, published = listed_name(artifact.manifest.model), None
     entry = find_newest(loaded.content, name, job.recipe)

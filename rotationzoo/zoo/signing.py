@@ -1,9 +1,8 @@
-"""Signatures of artifacts and indexes. They are made with a key, or keyless with the identity of a
-CI job or a person. Checks: the signature is valid, for these files, and by an accepted signer.
+"""Signatures of artifacts and indexes, with a key, or keyless with the identity of a CI job or a
+person. Checks: a signature is valid, for these files, and by an accepted signer.
 
 The format and the library (the extra `sign`) are those of OpenSSF Model Signing
-(https://github.com/ossf/model-signing-spec). The library must be told who signed, which is read
-here. The signature of an artifact is `model.sig`, for the manifest and the files in it.
+(https://github.com/ossf/model-signing-spec). The library must be told who signed.
 """
 
 import base64
@@ -12,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,15 +96,14 @@ class Demand:
     required: bool = False
     trust_config: Path | None = None
 
-    def expected(self, listed: Signer | None, vouched: bool, what: str) -> tuple[Signer, ...]:
-        """The signers that the user named, or else the one that is `listed` in an index that the
-        user named (`vouched`). Raises `RotationZooError` if a signature is required and no signer
-        is known."""
-        named = self.signers or ((listed,) if listed is not None and vouched else ())
-        if self.required and not named:
+    def naming(self, listed: Signer | None, what: str) -> "Demand":
+        """The same, but unless the user named signers, with the one `listed` in an index that they
+        named. Raises `RotationZooError` if a signature is required and no signer is known."""
+        signers = self.signers or (() if listed is None else (listed,))
+        if self.required and not signers:
             hint = "name the signer with --signer: an identity, or the file of a public key"
             raise RotationZooError(f"it is not known who should have signed {what}", hint)
-        return named
+        return replace(self, signers=signers)
 
 
 def make_demand(asked: Signatures) -> Demand:
@@ -135,14 +133,12 @@ def check_installed(what: str, otherwise: str = "") -> None:
 @dataclass(frozen=True)
 class Signed:
     """An artifact or an index that may be signed. `files`: name -> file or content; the signature
-    must cover all but `UNSIGNED`. `listed`: the signer in an index. `vouched`: whether the user
-    named that index."""
+    must cover all but `UNSIGNED`. `listed`: the signer in the index of a repository."""
 
     what: str
     files: Mapping[str, Path | bytes]
     signature: bytes | None
     listed: Signer | None = None
-    vouched: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,9 +169,8 @@ class _Maker(Strict):
 
 
 def claimed_signer(data: bytes, what: str) -> Signer | str:
-    """The signer that a signature of `what` names, not verified yet: an identity with its issuer,
-    or the sha256 of a key. Raises `RotationZooError` for a damaged file, and for a certificate
-    without exactly one identity and issuer."""
+    """The signer that a signature of `what` names, not verified yet; of a key, its sha256. Raises
+    `RotationZooError` for a damaged file, and for a certificate without exactly one identity."""
     origin = f"the signature of {what}"
     maker = strict_json.validate(_Maker, strict_json.parse(data, origin, _HINT), origin, _HINT)
     if maker.certificate is None and maker.key_sha256 is not None:
@@ -202,7 +197,7 @@ def check_signature(signed: Signed, demand: Demand) -> Finding:
     """Check a signature. Raises `RotationZooError` if it is wrong. If a signature is required or a
     signer named, that includes a signature that is missing or cannot be checked."""
     what, listed = signed.what, signed.listed
-    expected = demand.expected(listed, signed.vouched, what)
+    expected = demand.naming(None, what).signers
     candidates = expected or (() if listed is None else (listed,))
     if signed.signature is None:
         if candidates:

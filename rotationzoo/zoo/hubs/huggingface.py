@@ -4,7 +4,7 @@ commit must still be the head, so that no other commit is overwritten."""
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,12 +97,9 @@ class HuggingFace(Hub):
                 hashes[file.rfilename] = file.lfs.sha256 if file.lfs else file.blob_id or ""
             return _check_commit(info.sha, repo), hashes
 
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        for path, size in sizes.items():
-            with self._errors(repo, revision):
-                self.retry(self._save, repo, revision, path, size, folder)
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        with self._errors(repo, revision):
+            self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         """Download a file by plain HTTP: the client's own download has no limits."""

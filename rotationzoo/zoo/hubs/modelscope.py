@@ -1,13 +1,10 @@
-"""The ModelScope hub: files are published in a commit, then tagged to mark them complete.
-
-The client's HTTP sessions get limits on time and size, and send the token only to the right hosts.
-"""
+"""The ModelScope hub: files are published in a commit, then tagged to mark them complete."""
 
 import io
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -183,12 +180,9 @@ class ModelScope(Hub):
             self.retry(self.api.get_repo, repo, "model")
         return _BRANCH
 
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         with _asking(repo):
-            for path, size in sizes.items():
-                self.retry(self._save, repo, revision, path, size, folder)
+            self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         from modelscope_hub.errors import raise_for_status

@@ -1,7 +1,7 @@
-"""The interface of a hub, and the table of hubs. The caller checks the hashes.
+"""The interface of a hub, and the table of hubs.
 
-All retries happen here, and the clients are told not to retry: Hugging Face's does not retry a 503
-on the body of a file or on a commit, and ModelScope's waits silently for minutes.
+All retries happen here: Hugging Face's client does not retry a 503 on the body of a file or on a
+commit, and ModelScope's waits silently for minutes.
 """
 
 import importlib
@@ -58,10 +58,8 @@ class Hub(ABC):
         """The newest revision, to read from."""
 
     @abstractmethod
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        """Download files into `folder`, under the same paths. `sizes`: path -> most bytes."""
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        """Download a file of at most `size` bytes into `folder`, under the same path."""
 
     @abstractmethod
     def publish(self, publication: Publication) -> Published:
@@ -88,7 +86,7 @@ class Hub(ABC):
         """The content of a file of at most `ANSWER_BYTES`; None if the revision has none."""
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                self.fetch(repo, revision, {path: ANSWER_BYTES}, Path(scratch))
+                self.fetch(repo, revision, path, ANSWER_BYTES, Path(scratch))
             except HubError as error:
                 if error.missing:
                     return None
