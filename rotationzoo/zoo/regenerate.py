@@ -99,28 +99,20 @@ def _look_at(hub: HuggingFace, index: Index, path: Path, recipe: Recipe) -> DueM
         return DueModel(model, revision, None, str(path), "nothing is published")
     # An artifact's recipe does not center keys that cannot be centered.
     uncentered = recipe.model_copy(update={"center_keys": False})
-    reason: str | None = "the recipe has changed"
-    if published.recipe_sha256 in (recipe.hash, uncentered.hash):
-        reason = _find_change(hub, published, revision, hashes)
-    was = published.model_revision
-    return None if reason is None else DueModel(model, revision, was, str(path), reason)
-
-
-def _find_change(
-    hub: HuggingFace, published: Entry, revision: str, hashes: dict[str, str]
-) -> str | None:
-    """The reason to make new rotations for a revision with these `hashes`, or None."""
-    if published.model_revision == revision:
+    due = DueModel(model, revision, published.model_revision, str(path), "the recipe has changed")
+    if published.recipe_sha256 not in (recipe.hash, uncentered.hash):
+        return due
+    if due.was == revision:
         return None
     try:
-        _, before = hub.contents(published.model, published.model_revision)
+        _, before = hub.contents(model, due.was)
     except HubError as error:
         if not error.missing:
             raise
-        return "the published revision is gone"
+        return replace(due, reason="the published revision is gone")
     differing = {name for name, _ in before.items() ^ hashes.items()}
     changed = [name for name in sorted(differing) if "/" not in name and name.endswith(_SUFFIXES)]
-    return f"changed: {', '.join(changed[:3])}" if changed else None
+    return replace(due, reason=f"changed: {', '.join(changed[:3])}") if changed else None
 
 
 def regenerate(

@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import AliasPath, Field
 
@@ -155,17 +155,15 @@ class Finding:
         return {"state": self.state, "signer": signer}
 
 
+_CERTIFICATE = AliasPath("verificationMaterial", "certificate", "rawBytes")
+_KEY_HINT = AliasPath("verificationMaterial", "publicKey", "hint")
+
+
 class _Maker(Strict):
     """A signer: a certificate, in DER and base64, or the sha256 of a public key in PEM."""
 
-    certificate: Annotated[
-        str | None,
-        Field(validation_alias=AliasPath("verificationMaterial", "certificate", "rawBytes")),
-    ] = None
-    key_sha256: Annotated[
-        Sha256 | None,
-        Field(validation_alias=AliasPath("verificationMaterial", "publicKey", "hint")),
-    ] = None
+    certificate: str | None = Field(None, validation_alias=_CERTIFICATE)
+    key_sha256: Sha256 | None = Field(None, validation_alias=_KEY_HINT)
 
 
 def claimed_signer(data: bytes, what: str) -> Signer | str:
