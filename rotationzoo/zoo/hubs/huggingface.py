@@ -7,16 +7,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
 from rotationzoo.network import huggingface_session as session
 from rotationzoo.network import limits, tokens
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
 
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
@@ -130,7 +127,7 @@ class HuggingFace(Hub):
         return Published(revision, tokens.redact(str(url)), changed=revision != base)
 
     def _commit(
-        self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
+        self, publication: Publication, operations: list[Any], base: str
     ) -> tuple[Any, Any]:
         """The commit, and the open pull request that it was added to, if any: one from an earlier
         run or a lost answer. Raises `StaleParent` if the head is no longer `base`."""
