@@ -157,8 +157,7 @@ def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
 
 
 def _statistic_name(layer: int, kind: str, field: str) -> str:
-    # The key-energy moment is a weighted moment of values, so its tensors are named after the value
-    # side, and its total weight is `key_energy` instead of `count`.
+    # The key-energy moment is a weighted moment of values, and its weight is not a count.
     if kind == "key_energy" and field in _OF_KEY_ENERGY:
         return tensor_name(layer, "value", _OF_KEY_ENERGY[field])
     return tensor_name(layer, kind, field)

@@ -32,8 +32,7 @@ SIGNATURE = "model.sig"
 EXPORT = "export.json"
 """What `export` writes about the files for an engine."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
-# A folder with any other file is not replaced, whatever its manifest says. Older releases wrote the
-# last name.
+# A folder with any other file is never replaced. Older releases wrote the last name.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED, "feedback.cu"}
 Examined = tuple[dict[str, torch.Tensor], list[str]]
 """The tensors and problems of a file."""

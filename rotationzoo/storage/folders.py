@@ -234,8 +234,7 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Remove the file before releasing it: a process that waits for it sees that it is gone, and
-        # makes a new one.
+        # Before the release, so that a waiting process sees that it is gone and makes a new one.
         lock.unlink(missing_ok=True)
         os.close(handle)
         with suppress(OSError):

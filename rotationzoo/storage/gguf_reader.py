@@ -1,5 +1,6 @@
 """Opens GGUF files safely."""
 
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct, pack
 from typing import Any
@@ -71,11 +72,10 @@ class Reader(gguf.GGUFReader):
 
     def value(self, name: str) -> Any:
         """The value of a metadata field; None if it is missing or invalid."""
-        field = self.get_field(name)
-        try:
-            return None if field is None else field.contents()
-        except ValueError:
-            return None
+        with suppress(ValueError):
+            if (field := self.get_field(name)) is not None:
+                return field.contents()
+        return None
 
 
 def open_gguf(path: Path, lists: bool = True) -> Reader:

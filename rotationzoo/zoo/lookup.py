@@ -68,7 +68,7 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
 
 
 def read_index(repo: str, hub_name: str, must_exist: bool = True) -> LoadedIndex:
-    """Read the index of a repository, which may be empty or missing unless it `must_exist`. Raises
+    """Read the index of a repository, which is empty if it is missing and need not exist. Raises
     `HubError`: if a failure were an empty index, worse rotations could be published."""
     hub, revision = open_hub(hub_name), None
     try:

@@ -122,8 +122,7 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
     listed |= {name: _describe_file(content).model_dump() for name, content in drawn.items()}
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
-    # The new card says where to pull from. The one in the folder has no hash, so anyone may have
-    # changed it.
+    # The card in the folder has no hash, so anyone may have changed it.
     files[CARD] = render_card(parse_manifest(content, "the manifest"), repo).encode()
     return files
 

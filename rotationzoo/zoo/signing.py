@@ -38,8 +38,7 @@ _HINT = "fetch it again; if that does not help, tell the owners of the repositor
 _TRUST_SECONDS = 30.0  # for half a dozen small files from Sigstore's own repository
 # An artifact's signature does not cover itself, nor the card, which is rendered from the manifest.
 UNSIGNED = CARD, SIGNATURE
-# The library's messages for a certificate that was not valid at the time: all problems with
-# certificates have one error type.
+# The library's messages for a certificate that was not valid then: it has no type for that error.
 _OUT_OF_TIME = re.compile("not valid at validation time|has expired|not yet valid")
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _KEY_BYTES = 10_000  # the largest allowed key, P-521, has 300 in PEM
@@ -322,8 +321,7 @@ def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
 
 def can_sign_in_ci() -> bool:
     """Whether this is a job of GitHub Actions with `id-token: write`."""
-    names = "GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"
-    return all(os.environ.get(name) for name in names)
+    return all(map(os.environ.get, ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")))
 
 
 class SigningTool:
@@ -353,8 +351,7 @@ class SigningTool:
         else:
             from sigstore.oidc import detect_credential
 
-            # A new token for each signature: tokens expire within minutes. At a terminal without
-            # one, a person can log in.
+            # New for each signature: it expires within minutes. At a terminal, a person can log in.
             token = detect_credential()
             if token is None and not sys.stdin.isatty():
                 problem = "there is no identity to sign with: this is not a CI job that has one"

@@ -18,8 +18,7 @@ from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Publi
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
 _MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists all of them
-# What the client raises when it parses an answer that no real hub would send. Its other types of
-# `ValueError` have causes of their own.
+# The client raises these when it parses an answer that no real hub would send.
 _BAD_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
 _UNREADABLE = *_BAD_JSON, KeyError, TypeError, AttributeError
 

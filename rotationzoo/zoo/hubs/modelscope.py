@@ -152,8 +152,7 @@ class ModelScope(Hub):
 
         variable = tokens.MODELSCOPE_VARIABLE
         self.token = tokens.check_token(os.environ.get(variable), variable)
-        # With None instead of an empty string, the client would unpickle what `modelscope login`
-        # stored.
+        # With None, the client would unpickle what `modelscope login` stored.
         config = HubConfig(token=self.token or "")
         self.endpoint = str(config.endpoint)
         self.api, self.files = HubApi(config=config), requests.Session()

@@ -38,8 +38,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Published:
-    """Where files were published: a fixed revision, and the page of the commit or pull request.
-    `changed`: False if the repository already had the same files."""
+    """A fixed revision, its page, and whether its files differ from those that were there."""
 
     revision: str
     url: str
@@ -95,8 +94,7 @@ class Hub(ABC):
 
 
 class HubEntry(NamedTuple):
-    """A hub without its client: its name in sentences and in `list`, and its class, in the module
-    of `zoo/hubs` with the name of the hub."""
+    """A hub: its name in sentences and in `list`, and its class in its module of `zoo/hubs`."""
 
     title: str
     abbreviation: str
