@@ -79,7 +79,7 @@ def read_key(path: Path, private: bool = False) -> Signer:
         hint = f"decrypt it into a new file: openssl ec -in {path} -out plain.pem"
         raise RotationZooError(problem, hint) from error
     except ValueError as error:
-        raise RotationZooError(f"{path} holds no {kind} key in PEM", hint) from error
+        raise RotationZooError(f"{path} contains no {kind} key in PEM", hint) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
         raise RotationZooError(f"{path} is not a key of P-256, P-384 or P-521", hint)
     form = serialization.PublicFormat.SubjectPublicKeyInfo
