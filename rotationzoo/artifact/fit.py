@@ -24,8 +24,7 @@ Moments = Mapping[int, LayerMoments]
 
 # Largest allowed orthogonality error before the cast to float32; 3e-15 was measured up to D = 512.
 EXACT = 1e-12
-# Allowed relative difference of a refitted transform. On the same processor, with any kernels and
-# threads, nothing differed.
+# Allowed relative difference of a refitted transform; on the same processor there was none.
 _CLOSE = 1e-4
 
 

@@ -157,8 +157,7 @@ def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
 
 
 def _statistic_name(layer: int, kind: str, field: str) -> str:
-    # The key-energy moment is a weighted moment of values, so its tensors are named after the value
-    # side, and its total weight is `key_energy` instead of `count`.
+    # The key-energy moment is a weighted moment of values, and its weight is not a count.
     if kind == "key_energy" and field in _OF_KEY_ENERGY:
         return tensor_name(layer, "value", _OF_KEY_ENERGY[field])
     return tensor_name(layer, kind, field)
@@ -188,10 +187,9 @@ def statistics_layout(recipe: Recipe, geometry: Geometry) -> Layout:
 def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors of a safetensors file, and one sentence for each kind of problem.
 
-    Names, dtypes and shapes are checked first, and no tensor is read if any is wrong. safetensors
-    checks that each tensor's data has the right size. The file is opened once, so that the checked
-    tensors are the ones that are read. Raises `RotationZooError` for a file that is not
-    safetensors, and for dtypes that no artifact uses.
+    Names, dtypes and shapes are checked first, and no tensor is read if any is wrong. The file is
+    opened once, so that the checked tensors are the ones that are read. Raises `RotationZooError`
+    for a file that is not safetensors, and for dtypes that no artifact uses.
     """
     try:
         with safe_open(path, "pt") as file:

@@ -1,7 +1,5 @@
-"""The typed results of an evaluation, for all code that makes, shows or stores one.
-
-`evaluation.json` is a `Measured`. The manifest has a `Summary` of its first pair of windows.
-"""
+"""The typed results of an evaluation: a `Measured` in `evaluation.json`, and in the manifest a
+`Summary` of its first pair of windows."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar

@@ -56,9 +56,8 @@ def dropped_means(artifact: Artifact, request: Request) -> list[str]:
 
 
 def settle_request(artifact: Artifact, request: Request) -> Settled:
-    """The request with pooling, clip ratios and windows that the user left out: as the engine needs
-    them, or else the artifact's own. Raises `UsageError` for settings that the engine cannot use.
-    """
+    """The request with all settings: those that the user left out are as the engine needs them, or
+    the artifact's own. Raises `UsageError` for settings that the engine cannot use."""
     engine = find_engine(request.engine)
     check_sides(request.engine, artifact.rotations.sides)
     windows = (artifact.recipe.sink, artifact.recipe.recent) if engine.windows else (0, 0)

@@ -32,8 +32,7 @@ SIGNATURE = "model.sig"
 EXPORT = "export.json"
 """What `export` writes about the files for an engine."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
-# A folder with any other file is not replaced, whatever its manifest says. Older releases wrote the
-# last name.
+# A folder with any other file is never replaced. Older releases wrote the last name.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED, "feedback.cu"}
 Examined = tuple[dict[str, torch.Tensor], list[str]]
 """The tensors and problems of a file."""
@@ -52,9 +51,8 @@ class Artifact:
 
     @classmethod
     def open(cls, folder: str | Path, hashes: Mapping[str, str] | None = None) -> "Artifact":
-        """Open the artifact in a folder, without reading its tensors. `hashes`: name -> sha256 of
-        files that the caller has just hashed. Raises `RotationZooError` for a folder that is not an
-        artifact, for a newer schema, and for a damaged manifest."""
+        """Open an artifact without reading its tensors. `hashes`: name -> sha256 of files that the
+        caller has just hashed. Raises `RotationZooError` unless it has a valid manifest."""
         folder = Path(folder)
         files.check_utf8(folder)
         content = read_settled(folder, partial(_read_manifest, folder))

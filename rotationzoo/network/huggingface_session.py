@@ -24,8 +24,7 @@ class LimitedSessions:
         self.httpx = importlib.import_module(self.client_type.__module__.split(".")[0])
         self.hooks: Mapping[str, list[Callable[[Any], None]]] = plain.event_hooks
         self.stream_type = _limited_stream_type(self.httpx.SyncByteStream)
-        # The endpoints in use, and whether the caller retries failed calls. All threads share the
-        # list, because huggingface_hub uploads in its own threads.
+        # Endpoint, and whether the caller retries; shared with the upload threads of the client.
         self.uses: list[tuple[str, bool]] = []
 
     def make(self) -> Any:

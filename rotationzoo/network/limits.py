@@ -5,7 +5,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from pathlib import Path
@@ -66,9 +66,13 @@ def limit_chunks(
         yield chunk
 
 
-def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> None:
-    """Write the chunks to a file of at most `size` bytes. Raises `HubError` for a larger file or a
-    slower connection, and `RotationZooError` for a disk error."""
+def save_chunks(
+    chunks: Iterable[bytes], path: Path, size: int, what: str, headers: Mapping[str, str]
+) -> None:
+    """Write the chunks of an answer with these headers to a file of at most `size` bytes. Raises
+    `HubError` for a larger file or a slower connection, and `RotationZooError` for a disk error."""
+    stated = headers.get("content-length", "")
+    size = min(size, int(stated)) if stated.isdecimal() else size
     seconds = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     # Name only the file: its folder may be temporary.
     writing = partial(disk_errors, Path(path.name), "use a larger disk")

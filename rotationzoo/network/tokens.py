@@ -21,8 +21,7 @@ def is_at(url: str, endpoints: Iterable[str]) -> bool:
     return origin(url) in {origin(endpoint) for endpoint in endpoints}
 
 
-# These are redacted even if no hub was contacted. Other tokens are redacted once `check_token` has
-# seen them.
+# Redacted even if no hub is contacted. Other tokens are redacted after `check_token`.
 HUGGINGFACE_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
 MODELSCOPE_VARIABLE = "MODELSCOPE_API_TOKEN"
 _VARIABLES = (*HUGGINGFACE_VARIABLES, MODELSCOPE_VARIABLE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN")

@@ -83,8 +83,7 @@ def read(path: Path, limit: int) -> bytes:
         most = f"no such file has more than {limit:,}"
         raise RotationZooError(f"{path} has {size:,} bytes, and {most}")
     try:
-        # Since `size_of` looked, the file may have grown, or become a pipe: O_NONBLOCK keeps the
-        # call from waiting for a writer.
+        # If it has become a pipe since, O_NONBLOCK keeps the call from waiting for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
             return file.read(limit)

@@ -60,9 +60,8 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def temporary_sibling(folder: Path) -> Iterator[Path]:
-    """Yield a new folder next to `folder`, so on the same file system, and remove it at the end
-    unless it was renamed. First, leftovers of killed processes are put back or removed. The lock is
-    held throughout. Raises as `locked` and `check_name`."""
+    """Yield a new folder next to `folder`, and remove it at the end unless it was renamed. First,
+    leftovers of killed processes are put back or removed. Raises as `locked` and `check_name`."""
     check_name(folder)
     with locked(sibling(folder, "lock"), f"writing {folder}"):
         put_back(folder)
@@ -217,10 +216,9 @@ def sibling(folder: Path, what: str) -> Path:
 # a lock that outlives its process.
 @contextmanager
 def locked(lock: Path, doing: str) -> Iterator[None]:
-    """Hold the lock file while the block runs. `doing`: what another process with the lock does,
-    for messages. Folders that were made for the lock are removed with it if they are empty. Raises
-    `RotationZooError` after `WAIT` seconds, and if the lock is a symbolic link, and `OSError` if
-    the file cannot be made."""
+    """Hold the lock file while the block runs. `doing`: what another process with the lock does.
+    Folders that were made for the lock are removed if they are empty. Raises `RotationZooError`
+    after `WAIT` seconds and for a symbolic link, and `OSError` if the file cannot be made."""
     missing = [folder for folder in lock.absolute().parents if not folder.exists()]
     started, mentioned = time.monotonic(), False
     while (handle := _try(lock)) is None:
@@ -236,8 +234,7 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Remove the file before releasing it: a process that waits for it sees that it is gone, and
-        # makes a new one.
+        # Before the release, so that a waiting process sees that it is gone and makes a new one.
         lock.unlink(missing_ok=True)
         os.close(handle)
         with suppress(OSError):

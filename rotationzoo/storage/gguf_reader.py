@@ -1,5 +1,6 @@
 """Opens GGUF files safely."""
 
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct, pack
 from typing import Any
@@ -22,11 +23,9 @@ _LONG = 1 << 10  # elements of a list; no model has more layers
 
 
 class Reader(gguf.GGUFReader):
-    """A memory-mapped file. The `gguf` package trusts the header: past the end of the file it reads
-    nothing, without an error, and it makes an object of every list element. This raises
+    """A memory-mapped file. Unlike the `gguf` package, this does not trust the header: it raises
     `ValueError` for a truncated file and for lists that are too long. Without `lists`, long lists
-    are empty: a vocabulary takes seconds.
-    """
+    are empty: a vocabulary takes seconds."""
 
     def __init__(self, path: Path, lists: bool = True):
         self.path, self._elements, self._text, self._lists = path, 0, 0, lists
@@ -73,11 +72,10 @@ class Reader(gguf.GGUFReader):
 
     def value(self, name: str) -> Any:
         """The value of a metadata field; None if it is missing or invalid."""
-        field = self.get_field(name)
-        try:
-            return None if field is None else field.contents()
-        except ValueError:
-            return None
+        with suppress(ValueError):
+            if (field := self.get_field(name)) is not None:
+                return field.contents()
+        return None
 
 
 def open_gguf(path: Path, lists: bool = True) -> Reader:

@@ -79,9 +79,8 @@ class _Growing(BaseModel):
 
 
 class Copy(_Frozen):
-    """A copy of an entry's files, in the folder `path` of a repository. On disk, `repo` is `.`, the
-    folder of the index. `revision`: a commit on Hugging Face, a tag on ModelScope, None for the
-    index's own or an unknown one."""
+    """A copy of an entry's files, in the folder `path` of a repository, `.` for that of the index.
+    `revision`: a commit on Hugging Face, a tag on ModelScope, or None for the index's own."""
 
     hub: PlaceName
     repo: RepoId | Literal["."]
@@ -97,9 +96,8 @@ class File(_Frozen):
 
 
 class Listed(_Growing, allow_inf_nan=False):
-    """Figures from the manifest for `list`; None if not measured. The increase of perplexity is
-    relative: 0.01 is 1 %. Bits are per cached element at 131,072 tokens, with the recipe's windows:
-    of transform coding, or else of nearest codes in the format `sglang`."""
+    """Figures for `list`; None if not measured. The increase of perplexity is relative. Bits are of
+    transform coding, or else of `sglang`, per element at 131,072 tokens, with windows."""
 
     perplexity_increase: float | None = None
     bits_per_element: Annotated[float, Field(gt=0)] | None = None
@@ -111,7 +109,6 @@ class Entry(_Growing):
     * `model`: the hub id, or the plain name of a model that is not on a hub, such as `demo`;
     * `format`: `rotationzoo` for an artifact, `oscar` for the two `.pt` files of OSCAR's authors;
     * `rope_scaling`: in calibration, such as `yarn:4`;
-    * `evaluation`: a summary of one; `summary`: None for files of others;
     * `created`: the day of publication, in ISO 8601;
     * `signer`: binding only in an index that the user named: anyone who can change the files of a
       repository can also change its index.
@@ -176,9 +173,8 @@ class Entry(_Growing):
 
 
 class Statement(_Frozen):
-    """Signed with the entries of an index, against replays: the repository, a `counter` that is
-    higher in each new signature, and the last day, in UTC, on which this may be the newest index
-    (TUF, sections 5.3 to 5.5)."""
+    """Signed with the entries, against replays (TUF, sections 5.3 to 5.5): the repository, a rising
+    `counter`, and the last day, in UTC, on which this may be the newest index."""
 
     hub: HubName
     repo: RepoId

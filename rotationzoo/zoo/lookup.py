@@ -41,11 +41,9 @@ class LoadedIndex:
 
 
 def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB) -> LoadedIndex:
-    """The index at `place` (a path or `bundled`), or else in a zoo repository on a hub. If none is
-    named and `ZOO` is missing or hidden, it is the one that came with the package.
-
-    Raises `UsageError` for a URL, and `HubError` if the hub cannot be read. Other hubs are not
-    tried: anyone may own a repository of the same name there.
+    """The index at `place` (a path or `bundled`), or of a zoo repository on a hub, or if none is
+    named and `ZOO` is missing or hidden, the bundled one. Raises `UsageError` for a URL, and
+    `HubError` if the hub cannot be read: anyone may own a repository of that name on another hub.
     """
     if place == BUNDLED_INDEX:
         return LoadedIndex(index.read(index.WHEEL_COPY), _BUNDLED)
@@ -70,9 +68,8 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
 
 
 def read_index(repo: str, hub_name: str, must_exist: bool = True) -> LoadedIndex:
-    """Read the index of a repository. Raises `HubError`, with `missing` set if there is no such
-    repository or index, which is an empty index unless it `must_exist`. An unreadable hub is always
-    an error: otherwise nothing would be compared with the published rotations."""
+    """Read the index of a repository, which is empty if it is missing and need not exist. Raises
+    `HubError`: if a failure were an empty index, worse rotations could be published."""
     hub, revision = open_hub(hub_name), None
     try:
         revision = hub.resolve(repo)

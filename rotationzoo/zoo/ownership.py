@@ -29,9 +29,8 @@ _OTHER_NAME_HINT = "rename the model's folder, and calibrate it again"
 
 
 def listed_name(model: Model) -> str:
-    """The name of a manifest's `model` in an index: its hub id, `demo`, or the name of a local
-    folder. Raises `RotationZooError` for an invalid hub id, and for another model in a folder
-    called `demo`."""
+    """The name of a model in an index: its hub id, `demo`, or the name of its local folder. Raises
+    `RotationZooError` for an invalid id, and for another model called `demo`."""
     if model.revision is not None:
         if not re.fullmatch(REPOSITORY, model.id):
             problem = f"{model.id!r} is not the name of a model on a hub"

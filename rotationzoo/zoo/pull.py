@@ -119,9 +119,8 @@ def pull_first(
     demand: signatures.Demand = _NO_DEMAND,
 ) -> Pulled:
     """Pull the first of an entry's copies that exists: download it unless it is already here, check
-    it, and move it to `local_dir` or into the cache.
+    it, and move it to `local_dir` or into the cache. No copy replaces one on a hub that fails.
 
-    The next copy is tried only if one is missing: another hub does not replace one that fails.
     Raises `RotationZooError` and leaves nothing behind if a hash differs, or if the artifact is not
     sound, is for another model, or is not signed as `demand` requires.
     """
@@ -144,10 +143,10 @@ def _pull_copy(
     demand: signatures.Demand,
 ) -> Pulled:
     revision, what = loaded.revision_of(copy), f"{copy.path} of {copy.repo}"
-    # Before anything is downloaded.
-    expected = demand.expected(entry.signer, loaded.hub is None, what)
+    # Before anything is downloaded. Only an index that the user named says who must have signed.
+    demand = demand.naming(None if loaded.hub else entry.signer, what)
     if entry.format == "oscar":
-        if expected:
+        if demand.signers:
             problem = f"{what} has no signature, because its authors publish none"
             hint = f"make your own rotations with: rotationzoo calibrate {entry.model}"
             raise RotationZooError(problem, hint)
@@ -159,7 +158,7 @@ def _pull_copy(
         if unlisted := unlisted_files(artifact):
             problem = f"{target} has files that were not pulled: {unlisted[0]}"
             raise RotationZooError(problem, "move it elsewhere and run the same command again")
-        finding = _check(loaded, entry, artifact, what, demand)
+        finding = _check(entry, artifact, what, demand)
         remember(artifact.identity)
         here = ["it was already here"]
         return Pulled(target, entry, copy, revision, hashes, here, artifact, finding)
@@ -171,21 +170,21 @@ def _pull_copy(
         checked = verify(artifact)
         if not checked.ok:
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
-        finding = _check(loaded, entry, artifact, what, demand)
+        finding = _check(entry, artifact, what, demand)
     remember(artifact.identity)
     moved = replace(artifact, folder=target)
     return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
 
 
 def _check(
-    loaded: LoadedIndex, entry: Entry, artifact: Artifact, what: str, demand: signatures.Demand
+    entry: Entry, artifact: Artifact, what: str, demand: signatures.Demand
 ) -> signatures.Finding:
     """Check the model and the signature of an artifact whose files were just hashed."""
     check_entry(entry, artifact, what)
     listed = {name: artifact.folder / name for name in entry.files}
     # A signature that is not in the index does not count.
     signature = signatures.read_signature(artifact.folder) if SIGNATURE in listed else None
-    signed = signatures.Signed(what, listed, signature, entry.signer, loaded.hub is None)
+    signed = signatures.Signed(what, listed, signature, entry.signer)
     return signatures.check_signature(signed, demand)
 
 
@@ -227,15 +226,14 @@ def _downloaded(
     """Fetch the files of a copy to a new folder, let the block check them, then move the folder to
     `target`. Yields the folder and name -> sha256. Raises `RotationZooError` if a hash differs, or
     the disk is too small."""
-    paths = dict[str, int]()
-    for name, file in entry.files.items():
-        paths[f"{copy.path}/{name}"] = MAX_BYTES if file.size is None else file.size
-    needed = sum(file.size or 0 for file in entry.files.values())
+    needed, hub = sum(file.size or 0 for file in entry.files.values()), open_hub(copy.hub)
     with disk_errors(target, _WAY_OUT), folders.temporary_sibling(target) as work:
         folders.check_room(work.parent, needed, _WAY_OUT)
         stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
         with tell_growth(lambda: work.rglob("*"), stage, needed, progress):
-            open_hub(copy.hub).fetch(copy.repo, revision, paths, work)
+            for name, file in entry.files.items():
+                most = MAX_BYTES if file.size is None else file.size
+                hub.fetch(copy.repo, revision, f"{copy.path}/{name}", most, work)
         folder = storage.child(work, copy.path)
         hashes = {name: storage.sha256(folder / name) for name in entry.files}
         for name, hash in hashes.items():

@@ -14,7 +14,7 @@ from rotationzoo.artifact.store import ANSWERS, CARD, MANIFEST, REPORT, SIGNATUR
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.size import CONTEXT
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress
 from rotationzoo.report.card import render, render_card
 from rotationzoo.report.page import files_of_report, make_report
 from rotationzoo.report.tables import stored_bits
@@ -74,9 +74,8 @@ class Upload:
 def prepare_upload(
     artifact: Artifact, repo: str, statistics: bool = True, published: datetime.date | None = None
 ) -> Upload:
-    """Verify an artifact and prepare its upload. `published`: the day of the entry, today by
-    default. Raises `RotationZooError` if the artifact is not sound, and `UsageError` if `repo` is
-    not a repository id."""
+    """Verify an artifact and prepare its upload. `published`: by default today. Raises
+    `RotationZooError` if the artifact is not sound, and `UsageError` for an invalid `repo`."""
     repo = index.listed_as(repo)
     if repo != "." and not re.fullmatch(index.REPOSITORY, repo):
         hint = "write it as: owner/name, or a folder as: ./zoo"
@@ -123,8 +122,7 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
     listed |= {name: _describe_file(content).model_dump() for name, content in drawn.items()}
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
-    # The new card says where to pull from. The one in the folder has no hash, so anyone may have
-    # changed it.
+    # The card in the folder has no hash, so anyone may have changed it.
     files[CARD] = render_card(parse_manifest(content, "the manifest"), repo).encode()
     return files
 
@@ -145,15 +143,10 @@ class Destination:
 
 
 def push(
-    upload: Upload,
-    to: Destination,
-    name: str = "ROTATIONS",
-    progress: Progress = silent,
-    signer: IndexSigner | None = None,
+    upload: Upload, to: Destination, name: str, progress: Progress, signer: IndexSigner | None
 ) -> dict[str, Published]:
-    """Publish to each hub in order, and return hub -> place. `name`: the artifact in hints.
-    `signer`: signs the index. Raises `HubError` if the first hub refuses, `RotationZooError` if its
-    index cannot be extended, and `PartlyDone` for a later hub."""
+    """Publish to each hub in order, and return hub -> place. `name`: the artifact in hints. Raises
+    `RotationZooError` if the first hub or its index refuses, and `PartlyDone` for a later one."""
     published: dict[str, Published] = {}
     megabytes = sum(file["size"] for file in upload.listing()) / 1e6
     for hub_name in to.hubs:

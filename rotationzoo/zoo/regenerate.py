@@ -45,9 +45,8 @@ class DueModel:
 
 
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, RotationZooError]]:
-    """The models on Hugging Face that are due, and model -> error for those that could not be
-    checked. `configs`: a folder of recipe files, or one file. Raises `RotationZooError` if no model
-    could be checked."""
+    """The models that are due, and model -> error for those that could not be checked. `configs`: a
+    folder of recipe files, or one file. Raises `RotationZooError` if no model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
     of_models = {path: recipe for path, recipe in loaded.items() if recipe.model}
     hub, due, errors = HuggingFace(), list[DueModel](), dict[str, RotationZooError]()
@@ -99,36 +98,27 @@ def _look_at(hub: HuggingFace, index: Index, path: Path, recipe: Recipe) -> DueM
         return DueModel(model, revision, None, str(path), "nothing is published")
     # An artifact's recipe does not center keys that cannot be centered.
     uncentered = recipe.model_copy(update={"center_keys": False})
-    reason: str | None = "the recipe has changed"
-    if published.recipe_sha256 in (recipe.hash, uncentered.hash):
-        reason = _find_change(hub, published, revision, hashes)
-    was = published.model_revision
-    return None if reason is None else DueModel(model, revision, was, str(path), reason)
-
-
-def _find_change(
-    hub: HuggingFace, published: Entry, revision: str, hashes: dict[str, str]
-) -> str | None:
-    """The reason to make new rotations for a revision with these `hashes`, or None."""
-    if published.model_revision == revision:
+    due = DueModel(model, revision, published.model_revision, str(path), "the recipe has changed")
+    if published.recipe_sha256 not in (recipe.hash, uncentered.hash):
+        return due
+    if due.was == revision:
         return None
     try:
-        _, before = hub.contents(published.model, published.model_revision)
+        _, before = hub.contents(model, due.was)
     except HubError as error:
         if not error.missing:
             raise
-        return "the published revision is gone"
+        return replace(due, reason="the published revision is gone")
     differing = {name for name, _ in before.items() ^ hashes.items()}
     changed = [name for name in sorted(differing) if "/" not in name and name.endswith(_SUFFIXES)]
-    return f"changed: {', '.join(changed[:3])}" if changed else None
+    return replace(due, reason=f"changed: {', '.join(changed[:3])}") if changed else None
 
 
 def regenerate(
     job: Job, loaded: LoadedIndex, evaluation: Evaluation, progress: Progress, publishing: str
 ) -> dict[str, Any]:
-    """Calibrate, evaluate side by side with any published rotations, and validate. The model and
-    the artifacts of `evaluation` are filled in here. Raises `RotationZooError`, with the command
-    `publishing` as a hint, if the new rotations are worse on the new revision."""
+    """Calibrate, evaluate side by side with any published rotations, and validate. Raises
+    `RotationZooError`, with the command `publishing` as a hint, if the new rotations are worse."""
     artifact = calibrate(job, progress)
     name, published = listed_name(artifact.manifest.model), None
     entry = find_newest(loaded.content, name, job.recipe)

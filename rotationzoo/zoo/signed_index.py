@@ -1,8 +1,5 @@
-"""The signature of a zoo repository's index: checked when the index is read, renewed by each push.
-
-It names one repository, has a counter, and expires. So neither an older index nor one for another
-repository of the same signer is accepted.
-"""
+"""The signature of a zoo repository's index. It names the repository, counts up and expires, so
+that neither an older index nor one for another repository of the same signer is accepted."""
 
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
@@ -60,9 +57,8 @@ class IndexSigner:
         return signed, signature
 
     def check(self, before: LoadedIndex) -> None:
-        """Raise `RotationZooError` if the earlier index has entries and is not signed, or not by
-        this signer, if known. A signature vouches for every entry, and anyone with control of the
-        repository may have added some."""
+        """Raise `RotationZooError` if the earlier index has entries without a signature, or by
+        another signer: a new one vouches for all entries, and anyone may have added some."""
         if self.adopt or not before.content.entries:
             return
         signers = () if self.tool.signer is None else (self.tool.signer,)
@@ -84,12 +80,9 @@ def root_names(signed: bool) -> list[str]:
 
 
 def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
-    """Check that the signature of an index from a zoo repository is for that repository and for the
-    newest index. None for other indexes, and if the user demands nothing.
-
-    Raises `RotationZooError` for a wrong signature; if a signer is named, for an index older than
-    one that was read before; if a signature is required, for a missing or expired one.
-    """
+    """Check the signature of an index from a zoo repository. None for other indexes, and if the
+    user demands nothing. Raises `RotationZooError` for a wrong signature; if a signer is named, for
+    an index older than one that was seen; if one is required, for a missing or expired one."""
     if loaded.hub is None or loaded.repo is None:
         return None
     own = _with_signature(loaded)

@@ -1,9 +1,8 @@
-"""Signatures of artifacts and indexes. They are made with a key, or keyless with the identity of a
-CI job or a person. Checks: the signature is valid, for these files, and by an accepted signer.
+"""Signatures of artifacts and indexes, with a key, or keyless with the identity of a CI job or a
+person. Checks: a signature is valid, for these files, and by an accepted signer.
 
 The format and the library (the extra `sign`) are those of OpenSSF Model Signing
-(https://github.com/ossf/model-signing-spec). The library must be told who signed, which is read
-here. The signature of an artifact is `model.sig`, for the manifest and the files in it.
+(https://github.com/ossf/model-signing-spec). The library must be told who signed.
 """
 
 import base64
@@ -12,12 +11,12 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import AliasPath, Field
 
@@ -39,8 +38,7 @@ _HINT = "fetch it again; if that does not help, tell the owners of the repositor
 _TRUST_SECONDS = 30.0  # for half a dozen small files from Sigstore's own repository
 # An artifact's signature does not cover itself, nor the card, which is rendered from the manifest.
 UNSIGNED = CARD, SIGNATURE
-# The library's messages for a certificate that was not valid at the time: all problems with
-# certificates have one error type.
+# The library's messages for a certificate that was not valid then: it has no type for that error.
 _OUT_OF_TIME = re.compile("not valid at validation time|has expired|not yet valid")
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _KEY_BYTES = 10_000  # the largest allowed key, P-521, has 300 in PEM
@@ -81,7 +79,7 @@ def read_key(path: Path, private: bool = False) -> Signer:
         hint = f"decrypt it into a new file: openssl ec -in {path} -out plain.pem"
         raise RotationZooError(problem, hint) from error
     except ValueError as error:
-        raise RotationZooError(f"{path} holds no {kind} key in PEM", hint) from error
+        raise RotationZooError(f"{path} contains no {kind} key in PEM", hint) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
         raise RotationZooError(f"{path} is not a key of P-256, P-384 or P-521", hint)
     form = serialization.PublicFormat.SubjectPublicKeyInfo
@@ -97,15 +95,14 @@ class Demand:
     required: bool = False
     trust_config: Path | None = None
 
-    def expected(self, listed: Signer | None, vouched: bool, what: str) -> tuple[Signer, ...]:
-        """The signers that the user named, or else the one that is `listed` in an index that the
-        user named (`vouched`). Raises `RotationZooError` if a signature is required and no signer
-        is known."""
-        named = self.signers or ((listed,) if listed is not None and vouched else ())
-        if self.required and not named:
+    def naming(self, listed: Signer | None, what: str) -> "Demand":
+        """The same, but unless the user named signers, with the one `listed` in an index that they
+        named. Raises `RotationZooError` if a signature is required and no signer is known."""
+        signers = self.signers or (() if listed is None else (listed,))
+        if self.required and not signers:
             hint = "name the signer with --signer: an identity, or the file of a public key"
             raise RotationZooError(f"it is not known who should have signed {what}", hint)
-        return named
+        return replace(self, signers=signers)
 
 
 def make_demand(asked: Signatures) -> Demand:
@@ -135,14 +132,12 @@ def check_installed(what: str, otherwise: str = "") -> None:
 @dataclass(frozen=True)
 class Signed:
     """An artifact or an index that may be signed. `files`: name -> file or content; the signature
-    must cover all but `UNSIGNED`. `listed`: the signer in an index. `vouched`: whether the user
-    named that index."""
+    must cover all but `UNSIGNED`. `listed`: the signer in the index of a repository."""
 
     what: str
     files: Mapping[str, Path | bytes]
     signature: bytes | None
     listed: Signer | None = None
-    vouched: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,23 +154,20 @@ class Finding:
         return {"state": self.state, "signer": signer}
 
 
+_CERTIFICATE = AliasPath("verificationMaterial", "certificate", "rawBytes")
+_KEY_HINT = AliasPath("verificationMaterial", "publicKey", "hint")
+
+
 class _Maker(Strict):
     """A signer: a certificate, in DER and base64, or the sha256 of a public key in PEM."""
 
-    certificate: Annotated[
-        str | None,
-        Field(validation_alias=AliasPath("verificationMaterial", "certificate", "rawBytes")),
-    ] = None
-    key_sha256: Annotated[
-        Sha256 | None,
-        Field(validation_alias=AliasPath("verificationMaterial", "publicKey", "hint")),
-    ] = None
+    certificate: str | None = Field(None, validation_alias=_CERTIFICATE)
+    key_sha256: Sha256 | None = Field(None, validation_alias=_KEY_HINT)
 
 
 def claimed_signer(data: bytes, what: str) -> Signer | str:
-    """The signer that a signature of `what` names, not verified yet: an identity with its issuer,
-    or the sha256 of a key. Raises `RotationZooError` for a damaged file, and for a certificate
-    without exactly one identity and issuer."""
+    """The signer that a signature of `what` names, not verified yet; of a key, its sha256. Raises
+    `RotationZooError` for a damaged file, and for a certificate without exactly one identity."""
     origin = f"the signature of {what}"
     maker = strict_json.validate(_Maker, strict_json.parse(data, origin, _HINT), origin, _HINT)
     if maker.certificate is None and maker.key_sha256 is not None:
@@ -202,7 +194,7 @@ def check_signature(signed: Signed, demand: Demand) -> Finding:
     """Check a signature. Raises `RotationZooError` if it is wrong. If a signature is required or a
     signer named, that includes a signature that is missing or cannot be checked."""
     what, listed = signed.what, signed.listed
-    expected = demand.expected(listed, signed.vouched, what)
+    expected = demand.naming(None, what).signers
     candidates = expected or (() if listed is None else (listed,))
     if signed.signature is None:
         if candidates:
@@ -329,8 +321,7 @@ def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
 
 def can_sign_in_ci() -> bool:
     """Whether this is a job of GitHub Actions with `id-token: write`."""
-    names = "GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"
-    return all(os.environ.get(name) for name in names)
+    return all(map(os.environ.get, ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")))
 
 
 class SigningTool:
@@ -360,8 +351,7 @@ class SigningTool:
         else:
             from sigstore.oidc import detect_credential
 
-            # A new token for each signature: tokens expire within minutes. At a terminal without
-            # one, a person can log in.
+            # New for each signature: it expires within minutes. At a terminal, a person can log in.
             token = detect_credential()
             if token is None and not sys.stdin.isatty():
                 problem = "there is no identity to sign with: this is not a CI job that has one"

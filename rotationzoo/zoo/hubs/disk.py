@@ -2,7 +2,6 @@
 atomically one by one, the index after the files that it lists."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from rotationzoo.errors import HubError, StaleParent
@@ -21,11 +20,8 @@ class Disk(Hub):
     def resolve(self, repo: str) -> str:
         return files.digest(files.read(_find(repo, NAME), ANSWER_BYTES))[:12]
 
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        for path, size in sizes.items():
-            folders.replace_file(folder / path, files.read(_find(repo, path), size))
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        folders.replace_file(folder / path, files.read(_find(repo, path), size))
 
     def publish(self, publication: Publication) -> Published:
         repo, root = publication.repo, Path(publication.repo).expanduser()

@@ -4,10 +4,10 @@ commit must still be the head, so that no other commit is overwritten."""
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
@@ -15,14 +15,10 @@ from rotationzoo.network import huggingface_session as session
 from rotationzoo.network import limits, tokens
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
 
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
-
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
 _MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists all of them
-# What the client raises when it parses an answer that no real hub would send. Its other types of
-# `ValueError` have causes of their own.
+# The client raises these when it parses an answer that no real hub would send.
 _BAD_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
 _UNREADABLE = *_BAD_JSON, KeyError, TypeError, AttributeError
 
@@ -97,12 +93,9 @@ class HuggingFace(Hub):
                 hashes[file.rfilename] = file.lfs.sha256 if file.lfs else file.blob_id or ""
             return _check_commit(info.sha, repo), hashes
 
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        for path, size in sizes.items():
-            with self._errors(repo, revision):
-                self.retry(self._save, repo, revision, path, size, folder)
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        with self._errors(repo, revision):
+            self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         """Download a file by plain HTTP: the client's own download has no limits."""
@@ -114,7 +107,8 @@ class HuggingFace(Hub):
         with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
             hf_raise_for_status(response)
             what = f"{path} of {repo} on Hugging Face"
-            limits.save_chunks(response.iter_bytes(), folder / path, size, what)
+            chunks, headers = response.iter_bytes(), response.headers
+            limits.save_chunks(chunks, folder / path, size, what, headers)
 
     def publish(self, publication: Publication) -> Published:
         from huggingface_hub import CommitOperationAdd
@@ -133,7 +127,7 @@ class HuggingFace(Hub):
         return Published(revision, tokens.redact(str(url)), changed=revision != base)
 
     def _commit(
-        self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
+        self, publication: Publication, operations: list[Any], base: str
     ) -> tuple[Any, Any]:
         """The commit, and the open pull request that it was added to, if any: one from an earlier
         run or a lost answer. Raises `StaleParent` if the head is no longer `base`."""

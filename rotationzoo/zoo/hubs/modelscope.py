@@ -1,13 +1,10 @@
-"""The ModelScope hub: files are published in a commit, then tagged to mark them complete.
-
-The client's HTTP sessions get limits on time and size, and send the token only to the right hosts.
-"""
+"""The ModelScope hub: files are published in a commit, then tagged to mark them complete."""
 
 import io
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -155,8 +152,7 @@ class ModelScope(Hub):
 
         variable = tokens.MODELSCOPE_VARIABLE
         self.token = tokens.check_token(os.environ.get(variable), variable)
-        # With None instead of an empty string, the client would unpickle what `modelscope login`
-        # stored.
+        # With None, the client would unpickle what `modelscope login` stored.
         config = HubConfig(token=self.token or "")
         self.endpoint = str(config.endpoint)
         self.api, self.files = HubApi(config=config), requests.Session()
@@ -183,12 +179,9 @@ class ModelScope(Hub):
             self.retry(self.api.get_repo, repo, "model")
         return _BRANCH
 
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         with _asking(repo):
-            for path, size in sizes.items():
-                self.retry(self._save, repo, revision, path, size, folder)
+            self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         from modelscope_hub.errors import raise_for_status
@@ -199,7 +192,8 @@ class ModelScope(Hub):
         with self.files.get(url, headers=headers, cookies=cookies, stream=True) as response:
             raise_for_status(response)
             what = f"{path} of {repo} on ModelScope"
-            limits.save_chunks(read_chunks(response), folder / path, size, what)
+            chunks, headers = read_chunks(response), response.headers
+            limits.save_chunks(chunks, folder / path, size, what, headers)
 
     def publish(self, publication: Publication) -> Published:
         """Commit, then add the tag for complete files. `create_pr` has no effect."""

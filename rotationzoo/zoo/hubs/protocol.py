@@ -1,7 +1,7 @@
-"""The interface of a hub, and the table of hubs. The caller checks the hashes.
+"""The interface of a hub, and the table of hubs.
 
-All retries happen here, and the clients are told not to retry: Hugging Face's does not retry a 503
-on the body of a file or on a commit, and ModelScope's waits silently for minutes.
+All retries happen here: Hugging Face's client does not retry a 503 on the body of a file or on a
+commit, and ModelScope's waits silently for minutes.
 """
 
 import importlib
@@ -38,8 +38,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Published:
-    """Where files were published: a fixed revision, and the page of the commit or pull request.
-    `changed`: False if the repository already had the same files."""
+    """A fixed revision, its page, and whether its files differ from those that were there."""
 
     revision: str
     url: str
@@ -58,10 +57,8 @@ class Hub(ABC):
         """The newest revision, to read from."""
 
     @abstractmethod
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        """Download files into `folder`, under the same paths. `sizes`: path -> most bytes."""
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        """Download a file of at most `size` bytes into `folder`, under the same path."""
 
     @abstractmethod
     def publish(self, publication: Publication) -> Published:
@@ -88,7 +85,7 @@ class Hub(ABC):
         """The content of a file of at most `ANSWER_BYTES`; None if the revision has none."""
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                self.fetch(repo, revision, {path: ANSWER_BYTES}, Path(scratch))
+                self.fetch(repo, revision, path, ANSWER_BYTES, Path(scratch))
             except HubError as error:
                 if error.missing:
                     return None
@@ -97,8 +94,7 @@ class Hub(ABC):
 
 
 class HubEntry(NamedTuple):
-    """A hub without its client: its name in sentences and in `list`, and its class, in the module
-    of `zoo/hubs` with the name of the hub."""
+    """A hub: its name in sentences and in `list`, and its class in its module of `zoo/hubs`."""
 
     title: str
     abbreviation: str

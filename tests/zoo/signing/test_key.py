@@ -138,8 +138,8 @@ def test_a_push_does_not_sign_what_somebody_else_has_listed(zoo, made, keys):
     ("name", "said"),
     [
         ("none.pem", "is not the file of a key"),
-        ("words.pem", "holds no private key"),
-        ("ours.pub.pem", "holds no private key"),
+        ("words.pem", "contains no private key"),
+        ("ours.pub.pem", "contains no private key"),
         ("encrypted.pem", "is encrypted"),
         ("ed25519.pem", "is not a key of P-256"),
     ],
@@ -168,7 +168,7 @@ def test_a_key_that_cannot_sign_is_refused_before_anything_is_read(zoo, keys, tm
         (["--signer", "somebody@example.org"], "is an identity without an issuer", 2),
         (["--issuer", "https://example.org"], "needs a --signer that it vouches for", 2),
         (["--signer", "missing.pem"], "missing.pem cannot be read", 1),
-        (["--signer", "ours.pem"], "holds no public key", 1),
+        (["--signer", "ours.pem"], "contains no public key", 1),
         (["--require-signature"], "it is not known who should have signed", 1),
     ],
 )
