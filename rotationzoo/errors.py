@@ -29,8 +29,7 @@ class ModelUnavailable(RotationZooError):
 
 
 class Unsound(RotationZooError):
-    """Numbers that no artifact may hold: not finite, not orthogonal, or in contradiction to the
-    stored statistics."""
+    """Numbers that no artifact may hold: not finite, not orthogonal, or unlike its statistics."""
 
 
 class HubError(RotationZooError):
@@ -67,7 +66,7 @@ class Interrupted(RotationZooError):
 
 
 def first_sentence(error: BaseException) -> str:
-    """One line from another library's error message: the first, and the second if the first ends
+    """One line from another library's error message: the first, with the second if the first ends
     in a colon or counts validation errors; or the error's type if there is no message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

@@ -29,10 +29,12 @@ class Layer:
 
     @property
     def cached(self) -> CachedRows:
+        """The rows that it caches."""
         return HEADS if self.rope_dim is None else LATENTS
 
     @property
     def sides(self) -> tuple[str, ...]:
+        """The rows that are rotated."""
         return self.cached.sides
 
     @property

@@ -1,5 +1,4 @@
-"""The progress callback that jobs call, what it counts, and the bars that Python callers see.
-`cli.progress_bar` draws those of the command line."""
+"""The progress callback that jobs call, what it counts, and the bars for Python callers."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,12 +7,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
-LOOK = 0.5  # seconds between two looks at the files of a download
+LOOK = 0.5  # seconds between two checks of a download's files
 
 Progress = Callable[[str, int, int], None]
-"""Called as `(stage, done, total)`. It is called often, so it must be cheap. A total of 0 means
-that the length of the stage is unknown. Counts are plain steps unless they are `Tokens` or
-`Bytes`."""
+"""Called as `(stage, done, total)`, often, so it must be cheap. A total of 0 is unknown. Counts are
+plain steps unless they are `Tokens` or `Bytes`."""
 
 
 class Tokens(int):
@@ -68,7 +66,7 @@ class Bars:
 
 @contextmanager
 def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
-    """While the block runs, call every so many `seconds`, in a thread."""
+    """While the block runs, call it every few `seconds`, in a thread."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -86,24 +84,19 @@ def repeating(call: Callable[[], None], seconds: float) -> Iterator[None]:
 
 @contextmanager
 def tell_growth(
-    measure: Callable[[], int], stage: str, total: int, progress: Progress
+    find: Callable[[], Iterable[Path]], stage: str, total: int, progress: Progress
 ) -> Iterator[None]:
-    """While the block runs, and once at its end, tell `progress` how many of `total` bytes
-    `measure` returns: the hubs' clients report nothing."""
+    """Tell `progress` the bytes of the files that `find` returns while the block runs, because the
+    hubs' clients do not."""
 
     def look() -> None:
-        progress(stage, Bytes(min(measure(), total)), Bytes(total))
+        size = 0
+        with suppress(OSError):  # a file may be gone by now
+            for path in find():
+                size += path.stat().st_size if path.is_file() else 0
+        progress(stage, Bytes(min(size, total)), Bytes(total))
 
     look()
     with repeating(look, LOOK):
         yield
     look()
-
-
-def size_of_all(paths: Iterable[Path]) -> int:
-    """The bytes of files, some of which may be removed meanwhile."""
-    size = 0
-    with suppress(OSError):
-        for path in paths:
-            size += path.stat().st_size if path.is_file() else 0
-    return size

@@ -64,6 +64,7 @@ class Rotation:
 
     @property
     def dim(self) -> int:
+        """The head dimension D."""
         return self.matrix.shape[-1]
 
     @property
@@ -114,10 +115,12 @@ class Rotations(dict[int, LayerRotations]):
 
     @property
     def sides(self) -> set[str]:
+        """The sides that are rotated, as `rotationzoo.sides` names them."""
         return {side for _, side, _ in self.each()}
 
     @property
     def cached(self) -> CachedRows:
+        """The rows that the model caches."""
         return rows_of(self.sides)
 
     @property

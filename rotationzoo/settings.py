@@ -1,23 +1,16 @@
-"""The settings of `calibrate`, `evaluate` and `generate`. Each option is declared here, once, for
-Python callers and, if it has a help text, for the command line."""
+"""The settings of `calibrate`, `evaluate` and `generate`: each option is declared here, once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from rotationzoo.budget import Budget
-from rotationzoo.codec.options import (
-    Bits,
-    CacheOptions,
-    Engine,
-    FormatName,
-    PrefillLayout,
-)
+from rotationzoo.codec.options import Bits, CacheOptions, Engine, FormatName, PrefillLayout
 from rotationzoo.errors import UsageError
 from rotationzoo.progress import Progress
 from rotationzoo.recall.questions import TASKS
-from rotationzoo.settings_base import Settings, about, argument, flag, option
+from rotationzoo.settings_base import Settings, about, argument, as_tuple, flag, option
 
 if TYPE_CHECKING:
     import torch
@@ -49,14 +42,13 @@ def parse_window(text: str) -> tuple[int, int]:
     """Parse `64/256` to one pair of sink and recent tokens. Raises `UsageError`."""
     windows = parse_windows(text) or []
     if len(windows) != 1:
-        words = f"--windows {text} is not one pair of sink/recent"
-        raise UsageError(words, hint="write it as: --windows 64/256")
+        hint = "write it as: --windows 64/256"
+        raise UsageError(f"--windows {text} is not one pair of sink/recent", hint)
     return windows[0]
 
 
 def parse_clip(text: str) -> tuple[float, float]:
-    """Parse `0.96/0.92` to the clip ratios of keys and of values, or one for both. Raises
-    `UsageError`."""
+    """Parse `0.96/0.92`, clip ratios of keys and values, or one for both. Raises `UsageError`."""
     try:
         ratios = [float(part) for part in text.split("/")]
     except ValueError:
@@ -92,15 +84,9 @@ def parse_questions(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
-def _parse_rivals(text: str) -> list[str]:
-    return text.replace(" ", "").split(",")
-
-
 # ---- options that commands share
 
-MODEL = about("A hub id, folder, GGUF file, or demo.", argument=True, kind=str)
 ModelName = Annotated[str, argument("A hub id, folder, GGUF file, or demo.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], option("Where to run.")]
 Revision = Annotated[str | None, option("Branch, tag or commit of a hub model.")]
 RopeScaling = Annotated[str | None, option("Scale RoPE: yarn:4, yarn:4:32768, linear:2.")]
 Anyway = Annotated[bool, option("Also take rotations of other weights.")]
@@ -113,13 +99,10 @@ Clip = Annotated[
     option("Clip ratios of keys and values, as 0.96/0.92, or one for both.", kind=parse_clip),
 ]
 Windows = Annotated[
-    tuple[int, int] | None,
-    option("Sink and recent tokens kept exact, as 64/256.", kind=parse_window),
+    tuple[int, int] | None, option("Exact sink and recent tokens, as 64/256.", kind=parse_window)
 ]
-Restart = Annotated[bool, option("Replace an artifact that is there.")]
-TrustConfig = Annotated[
-    Path | None, option("Keys of another Sigstore than the public one, as a JSON file.")
-]
+Restart = Annotated[bool, option("Replace an existing artifact.")]
+TrustConfig = Annotated[Path | None, option("Keys of a private Sigstore, as a JSON file.")]
 TextLength = Annotated[int | None, option("Tokens per text (2048; more for windows).", min=2)]
 Tasks = Annotated[
     str | Sequence[str] | None, option(f"{', '.join(TASKS)}, or none (all).", kind=parse_tasks)
@@ -135,20 +118,19 @@ ZooRepo = Annotated[str | None, option("The zoo: owner/name, or a folder as ./zo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine(Settings):
-    """Where a model runs."""
+class RunSettings(Settings):
+    """How and where a model runs."""
 
-    device: Device = "auto"
-    device_map: str | None = option("auto: over GPUs, main memory and disk.")
+    device: Literal["auto", "cpu", "cuda"] = option("Where to run.", default="auto")
+    device_map: str | None = option("auto: spread over GPUs, main memory and disk.")
     max_memory: str | None = option("Limits of that map: 0=20GiB,cpu=60GiB.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings(Machine):
-    """How a model is loaded. Calibration, evaluation and generation share these settings."""
-
     revision: Revision = None
     dtype: Literal["auto", "bfloat16", "float32"] = option("auto: the model's own.", default="auto")
+
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """These options alone, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(RunSettings)}
 
     @property
     def torch_device(self) -> str:
@@ -159,14 +141,13 @@ class RunSettings(Machine):
 
     @property
     def torch_dtype(self) -> "torch.dtype | str":
-        """The type of the weights. `auto` is float32 if all is on the CPU, and else the
-        checkpoint's own type."""
+        """The type of the weights. `auto`: float32 on a CPU, or else the checkpoint's."""
         import torch
 
         if self.dtype != "auto":
             return cast(torch.dtype, getattr(torch, self.dtype))
-        on_cpu_alone = self.torch_device == "cpu" and self.device_map is None
-        return torch.float32 if on_cpu_alone else "auto"
+        only_cpu = self.torch_device == "cpu" and self.device_map is None
+        return torch.float32 if only_cpu else "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +159,13 @@ class TextSettings(RunSettings):
     subset: str | None = option("The data set's configuration.")
     split: str | None = option("The data set's split (train).")
     column: str | None = option("Column of the text or of the chat messages.")
-    tokens: int | None = option("Tokens in all (32768).", min=1)
+    tokens: int | None = option("Tokens in total (32768).", min=1)
     length: int | None = option("Tokens per row (8192).", min=2)
     seed: int | None = option("Order of the documents (0).")
 
     @property
     def text(self) -> dict[str, Any]:
-        """The given settings of the text, by the keys of a recipe's `data`."""
+        """The text settings that were given, by the keys of a recipe's `data`."""
         names = ("subset", "split", "column", "tokens", "length", "seed")
         chosen = {"source": self.data, **{name: getattr(self, name) for name in names}}
         return {name: value for name, value in chosen.items() if value is not None}
@@ -192,22 +173,22 @@ class TextSettings(RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSettings(TextSettings):
-    """The settings of `rotationzoo.calibrate`, which says what each of them is."""
+    """The settings of `rotationzoo.calibrate`, which describes each of them."""
 
-    model: str = field(kw_only=False, metadata=MODEL)
+    model: ModelName = field(kw_only=False)
     recipe: "str | Recipe | None" = option(
         f"{', '.join(RECIPES)}, or a YAML file (the engine's).", kind=str | None
     )
     output: OutputFolder = None
-    bits: float | None = option("Budget: bits an element; what costs more gets more.")
+    bits: float | None = option("Budget: bits an element; costlier channels get more.")
     key_bits: float | None = option("The same for keys alone.")
     value_bits: float | None = option("The same for values alone.")
-    quick: bool = flag("The recipe oscar: 2-bit codes, with scales 2.25 to 3 bits an element.")
+    quick: bool = flag("The recipe oscar: 2-bit codes, 2.25 to 3 bits an element with scales.")
     images: str | None = option("Column of images (vision models).")
     audio: str | None = option("Column of audio, as WAV.")
-    batch: int | None = option("Rows per forward pass (with a device map all that fit).", min=1)
+    batch: int | None = option("Rows per forward pass (with a device map, all that fit).", min=1)
     rope_scaling: RopeScaling = None
-    restart: bool = flag("Drop a checkpoint and replace rotations.")
+    restart: bool = flag("Discard a checkpoint and replace rotations.")
     progress: Progress | None = None
 
     @property
@@ -218,9 +199,9 @@ class CalibrationSettings(TextSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(TextSettings):
-    """The settings of `rotationzoo.evaluate`, which says what each of them is."""
+    """The settings of `rotationzoo.evaluate`, which describes each of them."""
 
-    model: str = field(kw_only=False, metadata=MODEL)
+    model: ModelName = field(kw_only=False)
     artifacts: "str | Path | Artifact | Sequence[str | Path | Artifact]" = field(
         default=(),
         kw_only=False,
@@ -230,15 +211,15 @@ class EvaluationSettings(TextSettings):
     )
     save: bool = flag("Add evaluation.json to the rotations.")
     data: str | None = option("Data set id, .jsonl, .txt or .parquet (held-out text).")
-    tokens: int | None = option("Tokens in all (16384, or as the questions).", min=1)
+    tokens: int | None = option("Tokens in total (16384, fewer for few questions).", min=1)
     length: TextLength = None
     tasks: Tasks = None
     lengths: Lengths = None
     questions: int | Literal["auto"] = option(
-        "Per task and length; auto: until it is decided.", default="auto", kind=parse_questions
+        "Per task and length; auto: until decided.", default="auto", kind=parse_questions
     )
     minutes: float | None = option("Stop after about this time.", min=0.1)
-    keep: float | None = option("Percent to keep (90); else exit 1.")
+    keep: float | None = option("Percent of answers to keep (90), or exit 1.")
     fewest_bits: bool = False
     windows: tuple[int, int] | Sequence[tuple[int, int]] | None = option(
         "Exact sink/recent tokens: 64/256,128/1024.", kind=parse_windows
@@ -247,7 +228,9 @@ class EvaluationSettings(TextSettings):
     bits: Bits = None
     baselines: str | Sequence[str] | None = None
     rivals: str | Sequence[str] = option(
-        "Other engines' caches: fp8,q4_0,exl3-2.", default=(), kind=_parse_rivals
+        "Other engines' caches: fp8,q4_0,exl3-2.",
+        default=(),
+        kind=lambda text: text.replace(" ", "").split(","),
     )
     pooled: bool | None = option("Also measure one rotation per layer.", "--pooled")
     prefill_chunk: int | None = option("Prefill in chunks of N tokens.", min=1)
@@ -257,62 +240,52 @@ class EvaluationSettings(TextSettings):
     anyway: Anyway = False
     progress: Progress | None = None
 
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the artifacts."""
+        given = [getattr(each, "folder", each) for each in as_tuple(self.artifacts)]
+        return [Path(folder).expanduser() for folder in given]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(CacheOptions, RunSettings):
-    """The settings of `rotationzoo.generate`, which says what each of them is."""
+    """The settings of `rotationzoo.generate`, which describes each of them."""
 
-    model: str = field(kw_only=False, metadata=MODEL)
+    model: ModelName = field(kw_only=False)
     prompt: str = field(
         kw_only=False, metadata=about("The text to continue.", "--prompt", "-p", kind=str | None)
     )
     rotations: "str | Path | Artifact | None" = field(
-        metadata=about(
-            "Their folder, or none. By default the newest of the model in the folder rotations "
-            "that you calibrated or pulled on this machine.",
-            kind=str | None,
-        )
+        metadata=about("Their folder, or none (your newest of the model).", kind=str | None)
     )
-    chat: bool = flag("The text is a user's message to a chat model.")
-    max_new_tokens: int | None = option(f"Tokens to write at most ({MAX_NEW_TOKENS}).", min=1)
+    chat: bool = flag("The prompt is a user's message to a chat model.")
+    max_new_tokens: int | None = option(f"Most tokens to write ({MAX_NEW_TOKENS}).", min=1)
     write: Write | None = None
     compare: bool = flag("Also show what the exact model writes.")
     anyway: Anyway = False
-    prefill_chunk: int = option(
-        "Tokens of the prompt that are read at a time.", min=1, default=2048
-    )
+    prefill_chunk: int = option("Prompt tokens read at a time.", min=1, default=2048)
     rope_scaling: RopeScaling = None
     progress: Progress | None = None
 
     @property
     def new_tokens(self) -> int:
-        """Tokens to write at most."""
+        """The most tokens to write."""
         return MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Import(Settings):
-    """The settings of one import. What neither the files nor the user state comes from the
-    published fitter's recipe, `oscar-v1`."""
+    """The settings of one import. What neither the files nor the user state is taken from
+    `oscar-v1`, the recipe of OSCAR's published fitter."""
 
-    files: Sequence[Path] = field(
-        kw_only=False,
-        metadata=about(
-            "The two rotation files, or their folder.",
-            argument=True,
-            kind=list[Path],
-            metavar="FILES",
-        ),
-    )
-    output: Path = field(
-        kw_only=False,
-        metadata=about(
-            "Artifact folder (rotations/NAME-imported).", "--output", "-o", kind=Path | None
-        ),
-    )
-    model: str = field(
-        kw_only=False, metadata=about("The model that they are for: a hub id or a folder.")
-    )
+    files: Annotated[
+        Sequence[Path],
+        argument("The two rotation files, or their folder.", kind=list[Path], metavar="FILES"),
+    ] = field(kw_only=False)
+    output: Annotated[
+        Path, option("Folder (rotations/NAME-imported).", "--output", "-o", kind=Path | None)
+    ] = field(kw_only=False)
+    model: Annotated[str, option("Their model: a hub id or a folder.")] = field(kw_only=False)
     revision: Revision = None
     clip: Clip = None
     windows: Windows = None
@@ -322,27 +295,26 @@ class Import(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Signatures(Settings):
-    """Options on the signatures of what is read."""
+    """Options for checking signatures."""
 
     signers: str | Sequence[str] | None = option(
-        "Accept only what this identity, or this public key (a .pem file), has signed. "
-        "May be repeated.",
+        "Accept only what this identity or public key (a .pem file) has signed. May be repeated.",
         "--signer",
         kind=list[str] | None,
         metavar="SIGNER",
     )
-    issuer: str | None = option("Who vouches for the identity; not needed for workflows of GitHub.")
+    issuer: str | None = option("Who vouches for the identity; not needed for GitHub workflows.")
     require_signature: bool = flag("Refuse what is not signed.")
     trust_config: TrustConfig = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signing(Settings):
-    """Options on the signature of what is published."""
+    """Options for signing what is published."""
 
     sign: str | None = option(
-        "keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
-        "Actions with an identity sign keyless."
+        "keyless, a private key (a .pem file), or none. By default, GitHub Actions jobs with an "
+        "identity sign keyless."
     )
     adopt_index: bool = flag("Sign the index even where its entries have other signers or none.")
     trust_config: TrustConfig = None

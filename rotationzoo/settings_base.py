@@ -1,5 +1,4 @@
-"""How an option is declared: once, in a frozen class of settings that Python callers and the
-command line share."""
+"""How an option is declared: once, in a class of settings for Python and the command line."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -17,8 +16,8 @@ R = TypeVar("R")
 
 
 def about(help: str, *names: str, argument: bool = False, kind: Any = None, **more: Any) -> Any:
-    """A field on the command line: its `help`; its `names`, by default the field's own; and its
-    `kind`, a type or a parser, by default the field's type. `more` goes to Typer."""
+    """A field on the command line: its `help`; its `names`, by default the field's own; its `kind`,
+    a type or a parser, by default the field's type; and `more` for Typer."""
     return {"help": help, "names": names, "argument": argument, "kind": kind, "more": more}
 
 
@@ -28,7 +27,7 @@ def option(help: str, *names: str, default: Any = None, **more: Any) -> Any:
 
 
 def flag(help: str, *names: str) -> Any:
-    """An option that is given or not, without a value."""
+    """An option without a value."""
     return option(help, *names, default=False)
 
 
@@ -39,8 +38,7 @@ def argument(help: str, default: Any = ..., **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options with their values; None stands for the default. Raises `UsageError` for a value that
-    is not one of the choices."""
+    """Options; None means the default. Raises `UsageError` for a value that is not a choice."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -51,22 +49,14 @@ class Settings:
                 problem = f"there is no {each.name} {value!r}{nearest(str(value), choices)}"
                 raise UsageError(problem, hint=f"give one of {', '.join(choices)}")
 
-    def part(self, base: type) -> dict[str, Any]:
-        """The values of the options that a `base` of this class has, by name."""
-        return {each.name: getattr(self, each.name) for each in fields(base)}
-
-    @property
-    def given(self) -> list[str]:
-        """The names of the options that were given."""
-        return [each.name for each in fields(self) if getattr(self, each.name) is not None]
-
     def complete(self, **defaults: Any) -> Self:
         """The same, with these values for options that were not given."""
-        return replace(self, **{name: defaults[name] for name in defaults.keys() - self.given})
+        unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **unset)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """One value or several as a tuple; None as the empty one."""
+    """One value or several as a tuple, None as the empty tuple."""
     if value is None:
         return ()
     several = isinstance(value, Iterable) and not isinstance(value, str)
@@ -74,7 +64,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _plain(kind: Any) -> Any:
-    """The type without what is said of the option."""
+    """The type without the option of an `Annotated`."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
@@ -87,8 +77,7 @@ def _choices_of(kind: Any) -> tuple[str, ...]:
 
 
 def takes(settings: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
-    """Let a function of settings take their fields as its own arguments. It raises `TypeError` for
-    others."""
+    """Let a function of settings take their fields as arguments, with a `TypeError` for others."""
     assert isinstance(settings, type)
     # The class's own options before those of its bases.
     names = [name for each in settings.__mro__ for name in inspect.get_annotations(each)]

@@ -1,12 +1,11 @@
-"""The words that people read: numbers with their nouns, sizes, shares and times, and names that
-were probably meant."""
+"""Words for people: numbers with nouns, sizes, shares and times, and names that are similar."""
 
 import difflib
 import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 
-_LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anything is near
+_SIMILAR = 0.5  # least ratio of `difflib` for a name that was probably meant
 _LINE = 80  # characters of a text that others wrote
 UNKNOWN = "-"
 """A figure that was not measured."""
@@ -23,26 +22,23 @@ def differing(names: Sequence[str]) -> str:
 
 
 def shortened(text: str, longest: int = _LINE) -> str:
-    """The text, or its beginning where it is longer, by default than a line of a message."""
+    """The text, cut off after the `longest` number of characters."""
     return text if len(text) <= longest else text[:longest] + "..."
 
 
 def nearest(word: str, known: Iterable[str], start: str = "") -> str:
-    """The end of an error message: `start` and a known word, if one was probably meant."""
-    match = difflib.get_close_matches(word[:_LINE], list(known), n=1, cutoff=_LEAST_ALIKE)
+    """The end of an error message: a known word after `start`, if one was probably meant."""
+    match = difflib.get_close_matches(word[:_LINE], list(known), n=1, cutoff=_SIMILAR)
     return f" (did you mean {start + match[0]!r}?)" if match else ""
 
 
 def sentence(words: str) -> str:
-    """Words that follow a colon, as a sentence of their own."""
+    """Words as a sentence."""
     return f"{words[:1].upper()}{words[1:]}."
 
 
-# ---- figures
-
-
 def number(value: float | None, format: str = ".4g", error: float | None = None) -> str:
-    """A number, with its standard error if there is one (a single text has none), or a dash."""
+    """A number with its standard error, if known, or a dash."""
     if value is None:
         return UNKNOWN
     if error is None:
@@ -60,13 +56,8 @@ def change(share: float | None, digits: int = 2, error: float | None = None) -> 
     return number(share, f"+.{digits}%", error)
 
 
-def perplexity(value: float | None) -> str:
-    """A perplexity, or a dash."""
-    return number(value, ".3f")
-
-
 def byte_count(size: float) -> str:
-    """A number of bytes of memory, in the largest unit of which there is at least one."""
+    """A number of bytes of memory, in the largest unit that fits."""
     for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size >= count:
             return f"{size / count:.3g} {unit}"
@@ -83,8 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def finish(seconds: float) -> str:
-    """How long something takes, and when it ends by the clock: ` take about 12 minutes, until
-    14:32`."""
+    """How long something takes, and when it ends: ` take about 12 minutes, until 14:32`."""
     ends = datetime.now() + timedelta(seconds=seconds)
     return f" take about {duration(seconds)}, until {ends:%H:%M}"
 

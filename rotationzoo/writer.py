@@ -1,4 +1,4 @@
-"""Writes an artifact, completely or not at all, with its card and a checksum of each file."""
+"""Writes an artifact, whole or not at all, with its card and a checksum of each file."""
 
 import logging
 import os
@@ -26,9 +26,9 @@ from rotationzoo.storage.folders import install, temporary_sibling
 def write_artifact(
     folder: Path, rotations: Rotations, statistics: Averages | None, content: dict[str, Any]
 ) -> Artifact:
-    """Write an artifact to a temporary sibling and rename it into place, where it may replace one.
-    `content`: of the manifest, without `schema` and `files`. Raises `RotationZooError` for a disk
-    error, and if the folder holds anything but an artifact."""
+    """Write an artifact to a temporary sibling and rename it into place, where it may replace
+    another. `content`: the manifest without `schema` and `files`. Raises `RotationZooError` for a
+    disk error, and if the folder holds anything but an artifact."""
     with disk_errors(folder), temporary_sibling(folder) as work:
         check_replaceable(folder)  # again: the calibration may have taken hours
         tensors = {ROTATIONS: rotation_tensors(rotations)}
@@ -36,7 +36,7 @@ def write_artifact(
             tensors[STATISTICS] = statistics_tensors(statistics)
         for name, by_name in tensors.items():
             save_file(by_name, work / name)
-            (work / name).chmod(0o644)  # safetensors makes files that only their owner can read
+            (work / name).chmod(0o644)  # safetensors lets only the owner read
         # The card is not listed: it changes as results are added.
         written = {
             path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
@@ -59,9 +59,8 @@ def remember(identity: str) -> None:
 
 
 def is_remembered(artifact: Artifact) -> bool:
-    """Whether this user made or pulled the rotations that are in the folder now; False if they
-    cannot be read."""
-    with suppress(RotationZooError, OSError, RuntimeError):
+    """Whether this user made or pulled the folder's rotations; False if they cannot be read."""
+    with suppress(RotationZooError, OSError):
         return is_known(sha256(files.regular_file(artifact.folder, ROTATIONS)))
     return False
 
@@ -80,15 +79,14 @@ def forget(identity: str) -> None:
 
 
 def _mark(identity: str) -> Path:
-    """An empty file: nothing in it can be damaged, and processes need no lock."""
+    """An empty file: it cannot be damaged, and processes need no lock."""
     return folders.state_folder() / "artifacts" / identity
 
 
 def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, Any]) -> Artifact:
     """Add or replace files named in `ADDED`, and add `metrics` to the manifest's. Files that others
-    have added meanwhile are kept; a signature is removed. Readers see the old artifact or the new
-    one. Raises `RotationZooError` for a disk error, and if other rotations have meanwhile taken the
-    artifact's place."""
+    have added are kept; a signature is removed. Readers see the old artifact or the new one. Raises
+    `RotationZooError` for a disk error, and if the folder now holds other rotations."""
     folder = artifact.folder.resolve()
     with disk_errors(artifact.folder, COPY_IT), temporary_sibling(folder) as work:
         _check_permission(folder)
@@ -148,18 +146,16 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `RotationZooError` unless `folder` is missing, empty, or an artifact without any other
-    files."""
+    """Raise `RotationZooError` unless `folder` is missing, empty, or only holds an artifact."""
     folders.check_name(folder)
+    problem = None
     if files.size_of(folder / MANIFEST) is not None:
         if foreign := foreign_files(Artifact.open(folder).folder):
             problem = f"{folder} also holds {foreign[0]}, which is not part of an artifact"
-            raise RotationZooError(problem, "choose another place with --output")
-        return
-    empty_folder = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not empty_folder:
-        hint = "choose another place with --output"
-        raise RotationZooError(f"{folder} exists and is not an artifact", hint)
+    elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        problem = f"{folder} exists and is not an artifact"
+    if problem:
+        raise RotationZooError(problem, "choose another place with --output")
 
 
 def library_versions() -> dict[str, str]:

@@ -1,5 +1,4 @@
-"""Composes the rotations that a recipe asks for from second moments: the eigenbasis, and the basis
-of transform coding."""
+"""Makes a recipe's rotations, and the basis of transform coding, from second moments."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,33 +22,17 @@ LayerMoments = Mapping[str, Moment] | Mapping[str, Average]
 Moments = Mapping[int, LayerMoments]
 """Layer -> kind -> moment."""
 
+# Largest allowed orthogonality error before the cast to float32; 3e-15 was measured up to D = 512.
+EXACT = 1e-12
+# Allowed relative difference of a refitted transform; on the same processor there was none.
 _CLOSE = 1e-4
-"""Refitted on the same processor, with any kernels and threads, nothing differed."""
-
-
-def add_transforms(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
-    """Add the basis of transform coding if the recipe has it. Raises `RotationZooError` if there
-    are no statistics."""
-    if not recipe.transform:
-        return rotations
-    if statistics is None:
-        raise RotationZooError(f"the recipe {recipe.name} codes transforms and needs statistics")
-
-    def add_transform(layer: int, side: str, rotation: Rotation) -> Rotation:
-        made, _ = _decorrelate_side(statistics[layer], recipe, side, rotation)
-        forward, deviations = (each.float() for each in (made.forward, made.deviations))
-        return replace(
-            rotation, transform=forward.contiguous(), deviations=deviations, costs=made.costs
-        )
-
-    return rotations.replace(add_transform)
 
 
 def _decorrelate_side(
     moments: LayerMoments, recipe: Recipe, side: str, rotation: Rotation
 ) -> tuple[Transform, torch.Tensor]:
-    """The basis of a side, and the covariance of its rows `[H, D, D]`. A recipe without an
-    eigenbasis keeps its own rotation as the basis."""
+    """The basis of a side, and the covariance of its rows `[H, D, D]`. Without an eigenbasis, the
+    recipe's own rotation is the basis."""
     spread = moments[side].second_moment.double().cpu()
     if recipe.centers(side):
         mean = moments[side].mean
@@ -64,15 +47,14 @@ def _decorrelate_side(
 def transform_problems(
     rotations: Rotations, statistics: Moments | None, recipe: Recipe
 ) -> Iterator[Problem]:
-    """Transforms that do not follow from the statistics. The tensors must be finite and have the
-    shapes that the recipe requires."""
+    """Transforms that do not follow from the statistics. Shapes and values must be valid."""
     if not recipe.transform or statistics is None:
         return
     for layer, side, rotation in rotations.each():
         made, spread = _decorrelate_side(statistics[layer], recipe, side, rotation)
         assert rotation.transform is not None
         stored, deviations = rotation.transform.double(), rotation.deviations
-        # Directions with equal variances may be turned: both products do not change.
+        # A rotation among directions of equal variance is allowed: it changes neither product.
         pairs = [
             (stored @ stored.mT, made.forward @ made.forward.mT),
             (stored.mT @ spread @ stored, made.forward.mT @ spread @ made.forward),
@@ -87,23 +69,18 @@ def transform_problems(
                 break
 
 
-# Allowed orthogonality error before the cast to float32; 3e-15 was measured up to D = 512.
-EXACT = 1e-12
-
-
 def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """The rotations that a recipe makes from statistics, which not every recipe needs. Raises
-    `RotationZooError` if they are missing, or if a rotation is not orthogonal to 1e-12 before it is
-    cast to float32."""
+    """The rotations that a recipe makes from statistics. Raises `RotationZooError` if the recipe
+    needs statistics and there are none, and for a rotation that is not orthogonal to `EXACT`."""
     layers = {}
     for layer in cached_layers(geometry):
         rotations = {side: _fit_side(statistics, recipe, layer, side) for side in layer.sides}
         layers[layer.index] = LayerRotations.of_sides(rotations)
-    return add_transforms(Rotations(layers), statistics, recipe)
+    return Rotations(layers)
 
 
 def target_moment(moments: LayerMoments, recipe: Recipe, side: str) -> torch.Tensor:
-    """The second moment `[H, D, D]` whose eigenbasis a side uses. H is 1 if heads are pooled."""
+    """The second moment `[H, D, D]` for a side's eigenbasis. H is 1 if heads are pooled."""
     second_moment = sum_moments(moments, recipe.target_kinds(side))
     return second_moment.mean(0, keepdim=True) if recipe.pooling == "layer" else second_moment
 
@@ -114,24 +91,31 @@ def sum_moments(moments: LayerMoments, kinds: Sequence[str]) -> torch.Tensor:
 
 
 def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> Rotation:
-    """The rotation of one side of a layer, with its eigenvalues, clip ratios and mean."""
+    """The rotation of one side of a layer, with all that the recipe adds to it."""
     eigenvalues, matrix = _compose_side(statistics, recipe, layer, side)
     error = orthogonality.orthogonality_error(matrix)
-    if not error <= EXACT:  # not `error > EXACT`, which is False for a NaN
-        raise RotationZooError(
-            f"the {side} rotation of layer {layer.index} is off orthogonality by {error:.1e}"
-        )
+    if not error <= EXACT:  # not `error > EXACT`, which is False for NaN
+        which = f"the {side} rotation of layer {layer.index}"
+        raise RotationZooError(f"{which} is not orthogonal: it is off by {error:.1e}")
     clip, mean = torch.full((layer.kv_heads,), recipe.clip(side), dtype=torch.float64), None
     if recipe.centers(side):
         assert statistics is not None
         mean = statistics[layer.index][side].mean.float().cpu().contiguous()
-    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous(), mean)
+    matrix, eigenvalues = matrix.float().contiguous(), eigenvalues.float().contiguous()
+    rotation = Rotation(matrix, clip, eigenvalues, mean)
+    if not recipe.transform:
+        return rotation
+    if statistics is None:
+        raise RotationZooError(f"transform coding, as in {recipe.name}, needs statistics")
+    made, _ = _decorrelate_side(statistics[layer.index], recipe, side, rotation)
+    forward, deviations = made.forward.float().contiguous(), made.deviations.float()
+    return replace(rotation, transform=forward, deviations=deviations, costs=made.costs)
 
 
 def _compose_side(
     statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues `[H, D]` and rotations `[H, D, D]`, float64."""
+    """The eigenvalues `[H, D]` and rotations `[H, D, D]` of a side, in float64."""
     dim = layer.dims[side]
     if recipe.has_eigenbasis:
         if statistics is None:
@@ -141,7 +125,7 @@ def _compose_side(
         return eigenvalues, compositions.compose(basis, recipe.composition, recipe.group(dim))
     matrices = []
     for head in range(matrix_count(recipe, layer.kv_heads)):
-        # Each layer, side and head has its own seed, so that no other matrix changes this one.
+        # Each layer, side and head has its own seed, so that its matrix depends on no other.
         words = f"{recipe.seed}.{layer.index}.{side}.{head}".encode()
         seed = int.from_bytes(hashlib.sha256(words).digest()[:7], "little")
         matrices.append(compositions.data_free(dim, recipe.composition, seed))

@@ -1,9 +1,7 @@
-"""The tensors in an artifact's files: their names, the shapes and dtypes that the recipe and the
-geometry require, and the checks of a file against these.
+"""The tensors in an artifact's files: names, required shapes and dtypes, and checks.
 
 A name is `layers.{layer}.{kind}.{field}`. In `rotations.safetensors` the kind is a side
-(`rotationzoo.sides`); in `statistics.safetensors` it is what was averaged. No other module knows
-these names.
+(`rotationzoo.sides`), in `statistics.safetensors` a statistic. Only this module has these names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +22,7 @@ from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.sides import metric_kind, rows_of
 
 OPTIONAL = "eigenvalues", "mean", "transform", "deviations", "costs", "widths"
-"""The fields of a rotation, and tensors of the same names, that may be missing."""
+"""The fields of a rotation that may be missing, and the names of their tensors."""
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensor name -> dtype and shape."""
 _OF_KEY_ENERGY = {"second_moment": "key_energy_moment", "count": "key_energy"}
@@ -51,7 +49,7 @@ class Layout:
 
 
 def tensor_name(layer: int, kind: str, field: str) -> str:
-    """The name of a tensor in an artifact's files, such as `layers.0.key.clip`."""
+    """The name of a tensor, such as `layers.0.key.clip`."""
     return f"{side_name(layer, kind)}.{field}"
 
 
@@ -61,7 +59,7 @@ def side_name(layer: int, side: str) -> str:
 
 
 def split_name(name: str) -> tuple[int, str, str]:
-    """The layer, kind and field of a tensor name: the inverse of `tensor_name`."""
+    """The inverse of `tensor_name`."""
     _, layer, kind, field = name.split(".")
     return int(layer), kind, field
 
@@ -95,7 +93,7 @@ def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
 
 
 def rotation_layout(recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
-    """The tensors that `rotations.safetensors` must hold. Imported files may lack eigenvalues."""
+    """The required tensors of `rotations.safetensors`. Imported files may lack eigenvalues."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         heads = matrix_count(recipe, layer.kv_heads)
@@ -125,11 +123,8 @@ def matrix_count(recipe: Recipe, kv_heads: int) -> int:
     return 1 if recipe.pooling == "layer" else kv_heads
 
 
-# ---- statistics
-
-
 def statistic_dims(layer: Layer, recipe: Recipe) -> dict[str, int]:
-    """Kind -> dimension of each moment that calibration keeps for a layer."""
+    """Kind -> dimension of each second moment that calibration keeps for a layer."""
     dims = layer.dims
     if recipe.value_statistic == "key_energy" and "value" in dims:
         dims["key_energy"] = layer.value_dim
@@ -137,7 +132,7 @@ def statistic_dims(layer: Layer, recipe: Recipe) -> dict[str, int]:
 
 
 def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
-    """The tensors of `statistics.safetensors` by name; with the counts, files can be merged."""
+    """The tensors of `statistics.safetensors` by name. With their counts, files can be merged."""
     tensors: dict[str, torch.Tensor] = {}
     for layer, kinds in averages.items():
         for kind, average in kinds.items():
@@ -152,8 +147,7 @@ def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
     averages: Averages = {}
     for name, second_moment in tensors.items():
         layer, kind, field = split_name(name)
-        # Each average has exactly one second moment.
-        if field not in ("second_moment", "key_energy_moment"):
+        if field not in ("second_moment", "key_energy_moment"):  # each average has one of them
             continue
         kind = "key_energy" if field == "key_energy_moment" else kind
         mean = tensors.get(_statistic_name(layer, kind, "mean"))
@@ -163,15 +157,14 @@ def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
 
 
 def _statistic_name(layer: int, kind: str, field: str) -> str:
-    # The key-energy moment is a weighted moment of values, so its tensors have the names of the
-    # value side, and its total weight is `key_energy` instead of `count`.
+    # The key-energy moment is a weighted moment of values, and its weight is not a count.
     if kind == "key_energy" and field in _OF_KEY_ENERGY:
         return tensor_name(layer, "value", _OF_KEY_ENERGY[field])
     return tensor_name(layer, kind, field)
 
 
 def statistics_layout(recipe: Recipe, geometry: Geometry) -> Layout:
-    """The tensors that `statistics.safetensors` must hold."""
+    """The required tensors of `statistics.safetensors`."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         for kind, dim in statistic_dims(layer, recipe).items():
@@ -184,22 +177,19 @@ def statistics_layout(recipe: Recipe, geometry: Geometry) -> Layout:
             for field, shape in fields.items():
                 shapes[_statistic_name(layer.index, kind, field)] = shape
         for side in layer.sides if recipe.transform else ():
-            moment = torch.float64, (layer.kv_heads, layer.dims[side], layer.dims[side])
-            for field, shape in {"second_moment": moment, "count": (torch.int64, ())}.items():
-                shapes[tensor_name(layer.index, metric_kind(side), field)] = shape
+            kind, dim = metric_kind(side), layer.dims[side]
+            moment = torch.float64, (layer.kv_heads, dim, dim)
+            shapes[tensor_name(layer.index, kind, "second_moment")] = moment
+            shapes[tensor_name(layer.index, kind, "count")] = torch.int64, ()
     return Layout(shapes)
-
-
-# ---- checks
 
 
 def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors of a safetensors file, and one sentence for each kind of problem.
 
-    Names, dtypes and shapes are checked first, and no tensor is read if any is wrong. Since
-    safetensors checks the size of each tensor's data, no more is read than the layout allows. The
-    file is opened once, so what is checked is what is read. Raises `RotationZooError` for a file
-    that is not safetensors, and for dtypes that no artifact uses.
+    Names, dtypes and shapes are checked first, and no tensor is read if any is wrong. The file is
+    opened once, so that the checked tensors are the ones that are read. Raises `RotationZooError`
+    for a file that is not safetensors, and for dtypes that no artifact uses.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -212,54 +202,44 @@ def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], l
             if problems := shape_problems(shapes, layout):
                 return {}, problems
             tensors = {name: file.get_tensor(name) for name in names}
-    except KeyError as error:
-        raise _damaged(path, f"it has tensors of type {error}") from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _damaged(path, str(error)) from error
+    except (KeyError, OSError, ValueError, SafetensorError) as error:
+        reason = f"it has tensors of type {error}" if isinstance(error, KeyError) else error
+        raise RotationZooError(f"{path} is damaged: {reason}", "fetch or make it again") from error
     return tensors, sentences(_value_problems(tensors))
-
-
-def _damaged(path: Path, reason: str) -> RotationZooError:
-    return RotationZooError(f"{path} is damaged: {reason}", hint="fetch or make it again")
 
 
 def tensor_problems(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[str]:
     """One sentence for each kind of problem with tensors that have not been written yet."""
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    # The value checks assume that the names and shapes are right.
     return shape_problems(shapes, layout) or sentences(_value_problems(tensors))
 
 
 def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
-    """One sentence for each kind of missing, unknown or misshapen tensors."""
-    problems = sentences(_misfits(shapes, layout))
+    """One sentence for each kind of missing, unknown or misshapen tensor."""
+    found: list[Problem] = []
+    for name, shape in layout.shapes.items():
+        layer, _, words = _describe(name)
+        if name in shapes:
+            if shapes[name] != shape:
+                found.append((f"{words} of another shape or type than the model's", layer))
+        elif layout.optional is None or not name.endswith(layout.optional):
+            found.append((f"{words} missing", layer))
+    problems = sentences(found)
     if extra := sorted(shapes.keys() - layout.shapes.keys()):
         names = ", ".join(name[:80] for name in extra[:_SHOWN])
         problems.append(f"tensors that belong to no layer: {names}")
     return problems
 
 
-def _misfits(shapes: Shapes, layout: Layout) -> Iterator[Problem]:
-    for name, shape in layout.shapes.items():
-        layer, kind, field = split_name(name)
-        words = _words(kind, field)
-        if name in shapes:
-            if shapes[name] != shape:
-                yield f"{words} of another shape or type than the model's", layer
-        elif layout.optional is None or not name.endswith(layout.optional):
-            yield f"{words} missing", layer
-
-
 def _value_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
     """Tensors that are not finite, means too large for the codec, and counts that are not positive.
-    Names must be those of a layout."""
+    Names and shapes must be those of a layout."""
     for name, tensor in tensors.items():
-        layer, kind, field = split_name(name)
-        words = _words(kind, field)
+        layer, field, words = _describe(name)
         if not torch.isfinite(tensor).all():
             yield f"{words} not finite", layer
         elif field == "mean" and tensor.abs().max() > LARGEST:
-            yield f"{words} beyond {LARGEST:.0e}, the most that the codec takes", layer
+            yield f"{words} above {LARGEST:.0e}, the limit of the codec", layer
         elif field == "count" and tensor.item() <= 0:
             yield f"{words} not positive", layer
 
@@ -269,13 +249,13 @@ def orthogonality_problems(
 ) -> Iterator[Problem]:
     """Rotations that are not orthogonal. Names must be those of a layout."""
     for name, tensor in tensors.items():
-        layer, kind, field = split_name(name)
+        layer, field, words = _describe(name)
         if field == "rotation" and not is_orthogonal(tensor, imported):
-            yield f"{_words(kind, field)} not orthogonal", layer
+            yield f"{words} not orthogonal", layer
 
 
 def sentences(problems: Iterable[Problem]) -> list[str]:
-    """Turn `("what", 0), ("what", 1)` into `["what: layers 0, 1"]`."""
+    """Turns `("what", 0), ("what", 1)` into `["what: layers 0, 1"]`."""
     layers: dict[str, list[int]] = {}
     for what, layer in problems:
         layers.setdefault(what, []).append(layer)
@@ -286,6 +266,7 @@ def sentences(problems: Iterable[Problem]) -> list[str]:
     return lines
 
 
-def _words(kind: str, field: str) -> str:
-    """Turn `key` and `second_moment` into "key second moment"."""
-    return f"{kind} {field.replace('_', ' ')}"
+def _describe(name: str) -> tuple[int, str, str]:
+    """The layer and the field of a tensor, and words such as `key second moment`."""
+    layer, kind, field = split_name(name)
+    return layer, field, f"{kind} {field.replace('_', ' ')}"

@@ -1,4 +1,4 @@
-"""The schema of an artifact's manifest. Whether a manifest is true, `verify` checks."""
+"""The schema of an artifact's manifest. `verify` checks whether its statements are true."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,12 +15,12 @@ from rotationzoo.storage.strict_json import Count, Sha256, Strict
 if TYPE_CHECKING:
     from rotationzoo.artifact.measured import Summary
 else:
-    # Only a manifest with an evaluation needs its types, and no server reads one.
+    # Only a manifest with an evaluation needs the types of one.
     Summary = Any
 
 SCHEMA = 1
 ROTATIONS, STATISTICS = "rotations.safetensors", "statistics.safetensors"
-# Upper limits, so that no forged geometry asks for absurdly large tensors.
+# Limits, so that no forged geometry asks for absurdly large tensors.
 _Number = Annotated[int, Field(ge=0, le=1 << 16)]
 _Size = Annotated[int, Field(ge=1, le=1 << 16)]
 # A name may not lead out of the artifact's folder.
@@ -36,8 +36,8 @@ class File(Strict):
 
 
 class Model(Strict):
-    """The model that the rotations were made for. The fingerprint is None if they depend only on
-    shapes, or if files were imported without the weights."""
+    """The model that the rotations were made for. The fingerprint is None for rotations that depend
+    only on shapes, and for files that were imported without weights."""
 
     id: str
     architecture: str
@@ -48,7 +48,7 @@ class Model(Strict):
 
 
 class Layer(Strict, extra="forbid"):
-    """An attention layer. `owner` is the layer whose cache it reads, usually the layer itself."""
+    """An attention layer. `owner`: the layer whose cache it reads, usually the layer itself."""
 
     index: _Number
     owner: _Number
@@ -67,7 +67,7 @@ class Calibration(Strict):
     tokens: Count
     rows: Count
     media_tokens: Count | None = None
-    """Those of `tokens` that stand for images or audio."""
+    """How many of `tokens` are images or audio."""
     fingerprint: Sha256
     note: str | None = None
 
@@ -79,7 +79,7 @@ class ForeignFile(File):
 
 
 class Imported(Strict):
-    """The origin of imported rotations, and what their files say about themselves."""
+    """The origin of imported rotations, and the metadata of their files."""
 
     format: str
     files: dict[str, ForeignFile]
@@ -105,7 +105,7 @@ class Run(Strict):
 
 
 class Versions(Strict):
-    """Versions of the code that ran, those of other libraries among them."""
+    """The versions of rotationzoo and of other libraries, as extra keys."""
 
     rotationzoo: str
 
@@ -118,7 +118,7 @@ class ValidationSummary(Strict):
 
 
 class Metrics(Strict):
-    """What was measured of the rotations so far."""
+    """The measurements of the rotations so far."""
 
     orthogonality_error: float
     evaluation: Summary | None = None
@@ -156,16 +156,9 @@ class Manifest(Strict):
 
     @property
     def cached(self) -> CachedRows:
-        """What the model caches, as `geometry.cached_rows` has it."""
-        beside = [layer.rope_dim for layer in self.geometry if layer.rope_dim is not None]
-        return LATENTS if beside else HEADS
-
-    @field_validator("imported")
-    @classmethod
-    def _missing_or_whole(cls, value: Imported | None) -> Imported:
-        if value is None:
-            raise ValueError("null, which is neither missing nor whole")
-        return value
+        """What the model caches, as in `geometry.cached_rows`."""
+        dims = {layer.rope_dim for layer in self.geometry}
+        return HEADS if dims == {None} else LATENTS
 
     @field_validator("geometry")
     @classmethod
@@ -196,23 +189,21 @@ class Manifest(Strict):
 
 
 def _validate(kind: type[BaseModel], content: Any, strict: bool = True) -> BaseModel:
-    """Raises `ValueError`, which says where the content is wrong."""
+    """Validate content. Raises `ValueError`, which says where it is wrong."""
     try:
         return kind.model_validate(content, strict=strict)
     except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, problem["loc"]))[:80]
-        raise ValueError(f"{where}: {problem['msg']}") from error
+        raise ValueError(strict_json.first_problem(error)) from error
 
 
 def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:
-    """The typed content of a manifest. Raises `RotationZooError`, naming `origin`, if damaged."""
+    """The typed manifest. Raises `RotationZooError`, naming `origin`, if it is damaged."""
     return strict_json.validate(Manifest, content, origin)
 
 
 def hash_config(folder: Path, unquantized: bool = False) -> str:
-    """The `config_sha256` of the model in a folder: of `config.json` with sorted keys, without the
-    library version; with `unquantized`, that of the model before quantization."""
+    """The sha256 of a model's `config.json`, with sorted keys and without the library version;
+    if `unquantized`, of that before quantization."""
     config = read_json(folder / "config.json")
     for key in ["transformers_version"] + ["quantization_config"] * unquantized:
         config.pop(key, None)

@@ -1,7 +1,5 @@
-"""The typed model of an evaluation: `evaluate` makes it, and everything that shows one reads it.
-
-`evaluation.json` holds a `Measured`, and the manifest a `Summary` of its first pair of windows.
-"""
+"""The typed results of an evaluation: a `Measured` in `evaluation.json`, and in the manifest a
+`Summary` of its first pair of windows."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -13,12 +11,10 @@ from rotationzoo.artifact.scores import Errors, Figures
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.storage.strict_json import Count, Sha256
 
-# ---- arms
-
 
 class AboutArm(Figures):
-    """What an arm is. `artifact` is the identity of its artifact, None for a baseline; `pooled`
-    says whether it has one rotation per layer instead of the artifact's own."""
+    """One arm. `artifact`: the identity of its artifact, None for a baseline. `pooled`: whether it
+    has one rotation per layer instead of the artifact's own."""
 
     name: str
     kind: Literal["artifact", "baseline"]
@@ -28,54 +24,53 @@ class AboutArm(Figures):
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is an artifact as most engines serve it: unpooled, with nearest codes."""
+        """Whether it is an artifact as most engines serve it: unpooled, with nearest codes."""
         return self.kind == "artifact" and self.rounding == "nearest" and not self.pooled
 
 
 class Measures(Figures):
-    """The cost of one arm; standard errors are over texts."""
+    """The cost of one arm. The increase of perplexity is relative to the exact model on the same
+    tokens; standard errors are over texts."""
 
     perplexity: float
     perplexity_increase: float
-    """The relative increase over the exact model on the same tokens."""
     standard_error: Errors
 
 
 class ArmSummary(Measures, AboutArm):
-    """The figures of one arm in the manifest. Bits are per cached element, exact tokens included:
-    at 131,072 tokens, and at the length of the evaluated texts."""
+    """The figures of one arm in the manifest. Bits are per cached element, including exact tokens:
+    at 131,072 tokens, and at the length of the evaluated texts. `all_tasks`: all tasks together;
+    None if the exact model cannot do any of them."""
 
     bits_per_element: float
     bits_at_length: float
     tasks: Mapping[str, scores.Score]
     all_tasks: scores.Recall | None
-    """All tasks together; None if the exact model can do none of them."""
 
 
 class ArmCosts(Measures):
-    """The measures of one arm, and the mean loss of each text."""
+    """The cost of one arm, with the mean loss of each text in nats."""
 
     text_losses: list[float]
 
 
 class MeasuredArm(ArmCosts, ArmSummary):
-    """Everything that was measured of one arm with one cache."""
+    """All results of one arm with one cache."""
 
     tasks: Mapping[str, scores.TaskRecall]
 
 
 class ExactSummary(Figures):
-    """The figures of the exact model in the manifest."""
+    """The figures of the exact model in the manifest. `tasks`: every task, even those that it
+    cannot do. `all_tasks`: those that it can do, together; None if there is none."""
 
     perplexity: float
     tasks: Mapping[str, scores.Score]
-    """Of every task, also those that it cannot do."""
     all_tasks: scores.Recall | None
-    """All tasks that it can do together; None if there is none."""
 
 
 class ExactCosts(Figures):
-    """The perplexity of the exact model, and the mean loss and the tokens of each text."""
+    """The perplexity of the exact model, with the mean loss in nats and the tokens of each text."""
 
     text_tokens: list[int]
     perplexity: float
@@ -83,7 +78,7 @@ class ExactCosts(Figures):
 
 
 class Exact(ExactCosts, ExactSummary):
-    """Everything that was measured of the exact model."""
+    """All results of the exact model."""
 
     tasks: Mapping[str, scores.ExactTaskRecall]
 
@@ -97,18 +92,15 @@ def arms_of(arms: Mapping[str, Arm], artifact: str) -> list[Arm]:
 
 
 def served_arm(arms: Mapping[str, Arm], artifact: str, format: str) -> Arm | None:
-    """The artifact's unpooled arm with the codes of a format: those of transform coding in
-    `segments`, if it has any, or else the nearest. None if there is no such arm."""
+    """The artifact's unpooled arm with the codes of a format: transform coding in `segments`, if
+    the artifact has it, or else nearest codes. None if there is no such arm."""
     rounding = "transform" if format == BUDGETED else "nearest"
     mine = [arm for arm in arms_of(arms, artifact) if not arm.pooled]
     return max(mine, key=lambda arm: arm.rounding == rounding, default=None)
 
 
-# ---- verdicts
-
-
 class Verdict(Figures):
-    """The number of texts, the decision on each artifact, and the sentences that state it."""
+    """The number of texts, the decision on each artifact, and both in words."""
 
     texts: Count
     words: list[str]
@@ -116,16 +108,13 @@ class Verdict(Figures):
 
     @classmethod
     def of(cls, texts: int, decisions: list[scores.Decision]) -> "Verdict":
-        """The verdict that some decisions make."""
+        """The verdict with these decisions."""
         words = [line for decision in decisions for line in decision.words]
         return cls(texts=texts, words=words, decisions=decisions)
 
 
-# ---- the whole
-
-
 class Text(Figures):
-    """The text that an evaluation read. `length` is the tokens of a row."""
+    """The text of an evaluation. `length`: tokens of a row."""
 
     source: str
     fingerprint: str
@@ -134,8 +123,8 @@ class Text(Figures):
 
 
 class Tasks(Figures):
-    """The recall tasks that were asked, in prompts of these lengths. Statements stand between the
-    position `first` and the last `recent` tokens before the questions."""
+    """The recall tasks, with prompts of these lengths. Statements are between the position `first`
+    and the last `recent` tokens before the questions."""
 
     names: list[str]
     lengths: list[Count]
@@ -145,7 +134,7 @@ class Tasks(Figures):
 
 
 class Conditions(Figures):
-    """How an evaluation was run."""
+    """How an evaluation was run. `positions`: how many the model was made for."""
 
     text: Text
     tokens: Count
@@ -154,9 +143,7 @@ class Conditions(Figures):
     prefill_layout: str | None
     tasks: Tasks
     engine: str | None = None
-    """The engine that the user named."""
     positions: Count | None = None
-    """The positions that the model was made for."""
 
 
 class WindowSummary(Figures):
@@ -176,7 +163,7 @@ class WindowSummary(Figures):
 
 
 class Window(WindowSummary):
-    """Everything that was measured of all arms with one pair of exact windows."""
+    """All results with one pair of exact windows."""
 
     arms: Mapping[str, MeasuredArm]
 
@@ -188,17 +175,15 @@ class Summary(WindowSummary, Conditions):
 
 
 class Probe(Figures):
-    """A prompt with the N most probable tokens after it, through the cache that `serve` makes, and
-    the K most probable candidates for each of these, with log probabilities in nats."""
+    """A prompt, its greedy continuation of N tokens through the cache of `serve`, and the K most
+    probable candidates for each of these tokens `[N, K]`, with their log probabilities in nats
+    `[N, K]` through that cache and through an `exact` one."""
 
     prompt: list[Count]
     tokens: Annotated[list[Count], Field(min_length=1)]
     candidates: list[list[Count]]
-    """`[N, K]`, as all that follows."""
     log_probabilities: list[list[float]]
-    """Through that cache."""
     exact: list[list[float]]
-    """Through an exact one."""
 
     @model_validator(mode="after")
     def _of_one_shape(self) -> Self:
@@ -210,29 +195,28 @@ class Probe(Figures):
 
 
 class Measured(Conditions):
-    """`evaluation.json`: everything that one evaluation measured."""
+    """`evaluation.json`: all results of an evaluation. `layers`: those with a 2-bit cache.
+    `probes`: the answers of a server; empty if no server can read the rotations."""
 
     model: str
     revision: str | None
     weights_fingerprint: str | None
     first_position: Count
     layers: list[Count]
-    """The layers that read a 2-bit cache."""
     notes: list[str]
     rope_scaling: str | None
     exact: Exact
     windows: Annotated[list[Window], Field(min_length=1)]
     probes: list[Probe] = Field(default_factory=list)
-    """What a server with the artifact's rotations answers; empty where none can read them."""
 
     def __str__(self) -> str:
-        return "\n".join(self.window.verdict.words) or f"{self.model}: baselines alone"
+        return "\n".join(self.window.verdict.words) or f"{self.model}: only baselines"
 
     __repr__ = __str__
 
     @property
     def window(self) -> Window:
-        """The first pair of windows, whose figures are shown."""
+        """The first pair of windows, which tables and pages show."""
         return self.windows[0]
 
     def report(self) -> dict[str, Any]:
@@ -242,7 +226,7 @@ class Measured(Conditions):
         return {**content, "arms": first["arms"], "verdict": first["verdict"]}
 
     def summary(self) -> Summary:
-        """The figures that the manifest keeps."""
+        """The figures for the manifest."""
         conditions = {name: getattr(self, name) for name in Conditions.model_fields}
-        # The JSON of a summary has only the fields of its own types.
+        # Its JSON has only the fields of the summary types.
         return Summary(**conditions, **dict(self.window), exact=self.exact)

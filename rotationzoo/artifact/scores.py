@@ -1,5 +1,4 @@
-"""The answers in an evaluation: scores of recall tasks and decisions. `artifact.measured` puts them
-together."""
+"""Parts of an evaluation (`artifact.measured`): scores of recall tasks, and decisions."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -10,24 +9,22 @@ from pydantic import ConfigDict, Field
 from rotationzoo.storage.strict_json import Count, Strict
 
 Errors = dict[str, float | None]
-"""Figure -> its standard error; None if there is only one text, or one prompt."""
+"""Figure -> its standard error; None if there is only one text or prompt."""
 Outlook = Literal["better", "worse", "same", "open"]
-"""Whether an arm is shown to be better or worse than another, as good within a margin, or neither.
-"""
+"""How an arm compares with another: better, worse, the same within a margin, or not clear."""
 ALL_ELSE: Final = "hadamard+transform"
-"""The arm with a Hadamard matrix and all else as in the artifact."""
+"""The arm with a Hadamard matrix, and otherwise the same as the artifact."""
 DataFree = Literal["identity", "hadamard", "hadamard+transform"]
-"""The rotations without data that decisions compare."""
+"""The data-free rotations in decisions."""
 Action = Literal["serve", "refuse", "ask", "nothing"]
-"""Serve the artifact, do not, ask more questions; or nothing was shown, because the exact model can
-do no task."""
+"""Serve the artifact or not, ask more, or nothing: the exact model cannot do any task."""
+FLOOR = 0.9
+"""The share of the answers that must be kept by default."""
 
 
 class Figures(Strict):
-    """Figures under the keys of the JSON, where `from_` is `from`.
-
-    A figure may be NaN until it is written: readers and writers of JSON refuse it.
-    """
+    """Figures under the keys of the JSON, where `from_` is `from`. They may be NaN in memory:
+    readers and writers of JSON refuse it."""
 
     model_config = ConfigDict(
         alias_generator=lambda name: name.removesuffix("_"),
@@ -37,129 +34,112 @@ class Figures(Strict):
     )
 
 
-# ---- answers to recall tasks
-
-
 class Score(Figures):
-    """How some questions were answered."""
+    """The score on some questions: how many were `answered` (the greedy answer is exactly right),
+    and the mean log probability of the whole right answer, in nats."""
 
     answered: Count
-    """Questions whose greedy answer is exactly right."""
     questions: Annotated[int, Field(gt=0)]
     log_probability: float
-    """Of the whole right answer, in nats; the mean over questions."""
 
     @property
     def share(self) -> float:
-        """The share of the questions that was answered."""
+        """The share of the questions that were answered."""
         return self.answered / self.questions
 
 
 class LengthScore(Score):
-    """How the prompts of one length were answered."""
+    """The score on the prompts of one length."""
 
     length: Count
 
 
 class Recall(Score):
-    """How the questions of one task, or of all, were answered, with standard errors over prompts of
-    the share and of the log probability."""
+    """The score on one task, or on all, with the standard errors of both figures over prompts."""
 
     standard_error: Errors
 
 
 class TaskRecall(Recall):
-    """How one task was answered, question by question in the order of prompts."""
+    """The score on one task. `correct`: 1 or 0 for each question, in the order of prompts."""
 
     correct: Annotated[str, Field(max_length=100_000)]
-    """A digit for each question: 1 if it was answered."""
     by_length: Sequence[LengthScore]
 
 
 class ExactLengthScore(LengthScore):
-    """How the exact model answered the prompts of one length, and whether it can do the task."""
+    """The exact model's score on the prompts of one length, and whether it can do the task."""
 
     can_do: bool
 
 
 class ExactTaskRecall(TaskRecall):
-    """How the exact model answered one task, at the lengths at which it can do it, or at all
-    lengths if it can do it at none."""
+    """The exact model's score on one task: on the lengths at which it can do the task, or on all if
+    there is none. `by_length` has all. `prompts`: the number of questions of each prompt."""
 
     by_length: Sequence[ExactLengthScore]
-    """All lengths."""
     can_do: bool
     prompts: list[int]
-    """The number of questions of each prompt."""
 
 
 def kept_share(exact: Mapping[str, ExactTaskRecall], arm: Mapping[str, TaskRecall]) -> float | None:
-    """The share of the exact model's right answers that an arm also gives, among the questions that
-    both were asked; None if there are none."""
+    """The share of the exact model's right answers that an arm also gives; None without any."""
     pairs: list[tuple[str, str]] = []
     for task in arm.keys() & exact.keys():
         able = [length for length in exact[task].by_length if length.can_do]
         right = _split(exact[task].correct, able)
         for length, given in _split(arm[task].correct, arm[task].by_length).items():
-            pairs += zip(right.get(length, ""), given, strict=False)  # an arm may be asked fewer
+            pairs += zip(right.get(length, ""), given, strict=False)  # an arm may have fewer
     kept = [given == "1" for right, given in pairs if right == "1"]
     return sum(kept) / len(kept) if kept else None
 
 
 def _split(correct: str, lengths: Sequence[LengthScore]) -> dict[int, str]:
-    """The digits of each length of prompts."""
+    """Length of prompts -> digits of `correct`."""
     digits = iter(correct)
     return {each.length: "".join(islice(digits, each.questions)) for each in lengths}
 
 
-# ---- decisions
-
-FLOOR = 0.9
-"""The share of the answers that must be kept by default."""
-
-
 def plain_name(arm: str) -> str:
-    """The name of the artifact whose arm this is."""
+    """The name of an arm's artifact."""
     return arm.removesuffix("+transform").removesuffix("+pooled")
 
 
 class Rival(Figures):
-    """A rotation in the same bytes that needs no data, compared with an artifact's arm. Positive
-    differences favor the artifact."""
+    """The arm of a data-free rotation in as many bytes, compared with an artifact's arm. A positive
+    `difference` of the shares of answered questions favors the artifact. `p_value`: of the
+    sign-flip test over prompts, corrected for all rivals."""
 
     name: DataFree
-    """Of the arm."""
     difference: float
-    """Of the shares of all questions that are answered."""
     interval: list[float]
     p_value: float
-    """Of the sign-flip test over prompts, corrected for all rivals."""
     outlook: Outlook
 
 
 class Decision(Figures):
-    """What to do with an artifact, by the answers of one of its arms."""
+    """What to do with an artifact, from the answers of one of its arms.
+
+    * `kept`: the share of the exact model's right answers that the arm also gives, None if there
+      are none; `interval`: its lower and upper bound, each one-sided at the `level`; `floor`: the
+      share that must be kept;
+    * `more_questions`: how many new questions of each task and length would settle it in 80 of 100
+      evaluations; `more_seconds`: how long these take on the machine that measured;
+    * `level`: the chance that this look ends in a wrong verdict, of 5 % in total;
+    * `bits`: per element; `words`: what to do and why, the shares of each task, and other arms.
+    """
 
     arm: str
     kept: float | None = None
-    """The share of the exact model's right answers that the arm also gives; None if there are none.
-    """
     interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    """The lower and the upper bound of what is truly kept, each one-sided at the `level`."""
     floor: float = FLOOR
-    """The share that was to be kept."""
     action: Action
     more_seconds: float | None = None
-    """How long the new questions of `more_questions` take on the machine that measured."""
     more_questions: Count | None = None
-    """New questions of each task and length that would settle it in 80 of 100 evaluations."""
     level: float
-    """The chance that this look ends in a wrong verdict, of 5 % in all."""
     bits: float | None = None
-    """Bits an element of the arm."""
     rivals: list[Rival] = Field(default_factory=list)
     words: list[str]
-    """What to do and why, the shares of each task, and the other arms."""
 
     def __str__(self) -> str:
         return "\n".join(self.words)

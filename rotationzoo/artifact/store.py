@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.artifact.layout import (
-    orthogonality_problems,
-    read_tensors,
-    rotation_layout,
-    rotations_from,
-    sentences,
-    statistics_from,
-    statistics_layout,
-)
+from rotationzoo.artifact import layout
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, Manifest, parse_manifest
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, geometry_from_json
@@ -40,9 +32,10 @@ SIGNATURE = "model.sig"
 EXPORT = "export.json"
 """What `export` writes about the files for an engine."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
-# Only a folder that holds nothing else is replaced, whatever its manifest claims. The last name is
-# of older releases.
+# A folder with any other file is never replaced. Older releases wrote the last name.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED, "feedback.cu"}
+Examined = tuple[dict[str, torch.Tensor], list[str]]
+"""The tensors and problems of a file."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,17 +46,13 @@ class Artifact:
     content: dict[str, Any]
     """The content of `manifest.json`, as it is in the file."""
     hashes: dict[str, str] = field(default_factory=dict, compare=False)
-    """The sha256 of each file that has been hashed since the artifact was opened."""
-    _examined: dict[str, tuple[dict[str, torch.Tensor], list[str]]] = field(
-        default_factory=dict, compare=False
-    )
-    """The tensors and problems of each file that has been read."""
+    """The sha256 of each file that has been hashed so far."""
+    _examined: dict[str, Examined] = field(default_factory=dict, compare=False)
 
     @classmethod
     def open(cls, folder: str | Path, hashes: Mapping[str, str] | None = None) -> "Artifact":
-        """Open the artifact in a folder, without reading its tensors yet. `hashes`: those of files
-        that the caller has just computed. Raises `RotationZooError` for a folder that is not an
-        artifact, for a newer schema, and for a damaged manifest."""
+        """Open an artifact without reading its tensors. `hashes`: name -> sha256 of files that the
+        caller has just hashed. Raises `RotationZooError` unless it has a valid manifest."""
         folder = Path(folder)
         files.check_utf8(folder)
         content = read_settled(folder, partial(_read_manifest, folder))
@@ -95,23 +84,23 @@ class Artifact:
     @cached_property
     def rotations(self) -> Rotations:
         """The rotations by layer. Raises `RotationZooError` if they do not fit the recipe and the
-        geometry, are not orthogonal, or differ from the manifest's sha256."""
-        return rotations_from(self._sound_tensors(ROTATIONS))
+        geometry, are not orthogonal, or do not have the manifest's sha256."""
+        return layout.rotations_from(self._sound_tensors(ROTATIONS))
 
     @cached_property
     def statistics(self) -> Averages | None:
-        """The averages by layer and kind, or None without a file. Raises as `rotations`."""
+        """The averages by layer and kind, or None if there are none. Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
-        return statistics_from(self._sound_tensors(STATISTICS))
+        return layout.statistics_from(self._sound_tensors(STATISTICS))
 
     @cached_property
     def measured(self) -> "Measured | None":
-        """The evaluation that `evaluate --save` added, or None. Raises `RotationZooError` for a
-        damaged file, and for one of other rotations."""
+        """The evaluation from `evaluate --save`, or None. Raises `RotationZooError` for a damaged
+        file, and for one about other rotations."""
         if EVALUATION not in self.manifest.files:
             return None
-        # A server, which reads only rotations, does not need these types.
+        # Not at the top: a server reads only rotations.
         from rotationzoo.artifact.measured import Measured, served_arm
 
         path = files.regular_file(self.folder, EVALUATION)
@@ -121,16 +110,16 @@ class Artifact:
                 raise RotationZooError(f"{path} is damaged: it has no figures of these rotations")
         return measured
 
-    def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """The tensors and problems of a file, as `read_tensors` returns them."""
+    def examine(self, name: str) -> Examined:
+        """The tensors and problems of a file, from `read_tensors`."""
         if name not in self._examined:
-            layout = statistics_layout(self.recipe, self.geometry)
+            required = layout.statistics_layout(self.recipe, self.geometry)
             if name == ROTATIONS:
                 imported = self.manifest.imported is not None
-                layout = rotation_layout(self.recipe, self.geometry, imported)
+                required = layout.rotation_layout(self.recipe, self.geometry, imported)
 
-            def read() -> tuple[dict[str, torch.Tensor], list[str]]:
-                examined = read_tensors(files.regular_file(self.folder, name), layout)
+            def read() -> Examined:
+                examined = layout.read_tensors(files.regular_file(self.folder, name), required)
                 self._check_same(name)
                 return examined
 
@@ -138,7 +127,7 @@ class Artifact:
         return self._examined[name]
 
     def damaged_files(self) -> list[str]:
-        """One sentence for each file that is missing or not the one in the manifest."""
+        """One sentence for each file that is missing or differs from the manifest."""
         return [problem for name in self.manifest.files for problem in self._damage(name)]
 
     def _damage(self, name: str) -> list[str]:
@@ -149,12 +138,11 @@ class Artifact:
         return []
 
     def _check_file(self, name: str) -> None:
-        """Raise `RotationZooError` for a file that is not the one in the manifest."""
+        """Raise `RotationZooError` for a file that differs from the manifest."""
         expected = self.manifest.files[name]
         path = files.regular_file(self.folder, name)
         size, other = files.size_of(path), f"{name} is not the file that was written"
-        # Compare sizes first: that is much cheaper than hashing.
-        if size != expected.size:
+        if size != expected.size:  # much quicker to compare than hashes
             raise RotationZooError(f"{other}: it has {size} bytes, not {expected.size}")
         if name not in self.hashes:
             self.hashes[name] = sha256(path)
@@ -163,40 +151,38 @@ class Artifact:
 
     def _sound_tensors(self, name: str) -> dict[str, torch.Tensor]:
         tensors, problems = self.examine(name)
-        # `verify` examines, and says itself by how much they are not.
+        # Not in `examine`: `verify` itself says by how much they are not orthogonal.
         if name == ROTATIONS and not problems:
-            problems = sentences(orthogonality_problems(tensors, bool(self.manifest.imported)))
+            bent = layout.orthogonality_problems(tensors, bool(self.manifest.imported))
+            problems = layout.sentences(bent)
         if problems := problems or self._damage(name):
-            hint = f"see all of it with: rotationzoo verify {shlex.quote(str(self.folder))}"
+            hint = f"see all problems with: rotationzoo verify {shlex.quote(str(self.folder))}"
             raise RotationZooError(f"{self.folder / name} is damaged: {problems[0]}", hint)
         return tensors
 
     def _check_same(self, name: str) -> None:
-        """Raise `RotationZooError` if another artifact has taken the folder's place since this one
-        was opened. Only the manifests tell: a new folder may reuse an inode number."""
+        """Raise `RotationZooError` if another artifact has replaced this one since it was opened.
+        The manifests are compared, because a new folder may reuse the inode number."""
         if Artifact.open(self.folder).manifest.files.get(name) != self.manifest.files.get(name):
-            hint = "run the command again"
-            raise RotationZooError(f"{self.folder} was replaced while it was read", hint)
+            problem = f"{self.folder} was replaced while it was read"
+            raise RotationZooError(problem, "run the command again")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if files.size_of(path) is None:
         if files.size_of(folder / EXPORT) is not None:
-            problem = (
-                f"{folder} holds files for an engine, which export wrote, and is not an artifact"
-            )
-            hint = "name the artifact that they were exported from"
-            raise RotationZooError(problem, hint)
+            problem = f"{folder} holds exported files for an engine, and is not an artifact"
+            raise RotationZooError(problem, "name the artifact that they were exported from")
         if files.size_of(folder / "config.json") is not None:
             hint = f"make them with: rotationzoo calibrate {folder}"
             raise RotationZooError(f"{folder} is a model, and has no rotations", hint)
         reason, hint = f"it has no {MANIFEST}", "make one with: rotationzoo calibrate MODEL"
         if inside := sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}")):
-            hint = f"name one of those in it, such as {inside[0]}"
+            hint = f"name one of the artifacts in it, such as {inside[0]}"
         if not folder.exists():
-            beside = [path.name for path in folder.parent.glob("*") if path.is_dir()]
-            meant = nearest(folder.name, beside)
+            siblings = [path.name for path in folder.parent.glob("*") if path.is_dir()]
+            meant = nearest(folder.name, siblings)
             reason = f"there is no such folder{meant}"
             hint = "name the folder that calibrate wrote" if meant else hint
         raise RotationZooError(f"{folder} is not an artifact: {reason}", hint=hint)

@@ -240,7 +240,7 @@ class RotatedLayer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `RotationZooError` as `crop` does, before anything changes."""
         if tokens_to_remove > 0:
-            problem = f"a cache is not cropped to a length of {tokens_to_remove}"
+            problem = f"crop takes a negative number of tokens, not {tokens_to_remove}"
             hint = "say how many tokens to take back: crop(-1) takes back the last one"
             raise RotationZooError(problem, hint)
         for stream in self.streams:

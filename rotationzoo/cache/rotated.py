@@ -191,6 +191,7 @@ class RotatedCache(DynamicCache):
             self.padding.forget()
 
     def reset(self) -> None:
+        """Forget everything, for the next prompt."""
         for layer in self.layers:
             layer.reset()
         self.padding.forget()

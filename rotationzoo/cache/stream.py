@@ -236,8 +236,8 @@ class Stream:
 class Blocks:
     """The quantized tokens of one side of one layer, in blocks of `layout.tokens` tokens each.
 
-    A block is uint8 `[B, layout.bytes]`: a page for each row of the batch. Blocks never move, so
-    appending a token copies no long context, and kernels read pages by their addresses.
+    A block is uint8 `[B, layout.bytes]`: a page for each row of the batch. Blocks stay where they
+    are: no token copies a long context, and kernels read pages by their addresses.
     """
 
     def __init__(self, layout: PageLayout | SegmentLayout):

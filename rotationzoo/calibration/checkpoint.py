@@ -1,7 +1,4 @@
-"""The checkpoint of an unfinished calibration, and the comparison of two jobs' identities.
-
-An identity is everything that decides the bytes of a result, by key. A checkpoint stores it.
-"""
+"""The checkpoint of an unfinished calibration, and the comparison of two jobs' identities."""
 
 import json
 import time
@@ -20,23 +17,23 @@ from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.words import differing
 
 Identity = Mapping[str, str]
-"""A job's identity by key, without keys that do not apply, such as `device_map`."""
+"""All that decides the bytes of a job's result, by key. Keys that do not apply are missing."""
 
 
 def differences(saved: Mapping[str, Any], present: Identity) -> list[str]:
-    """The keys in which a saved identity differs from that of the present job."""
+    """The keys in which a saved identity differs from that of this job."""
     return [key for key in dict.fromkeys([*present, *saved]) if saved.get(key) != present.get(key)]
 
 
 def asked_recipe(artifact: Artifact) -> str:
-    """The hash of the recipe that was asked for; the weights may have changed `center_keys`."""
+    """The hash of the recipe that was asked for; `center_keys` may have been dropped since."""
     manifest = artifact.manifest
     return str(manifest.identity.get("recipe", manifest.recipe_sha256))
 
 
 def finished_artifact(output: Path, replaces: bool, identity: Identity) -> Artifact | None:
-    """The finished artifact of the same job, or None if missing, damaged or to be replaced. Raises
-    `RotationZooError` for another job's."""
+    """The finished artifact of the same job, or None if it is missing, damaged or to be replaced.
+    Raises `RotationZooError` for an artifact of another job."""
     if replaces or not (output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(output)
@@ -49,32 +46,28 @@ def finished_artifact(output: Path, replaces: bool, identity: Identity) -> Artif
 
 
 def damaged(path: Path) -> RotationZooError:
-    """The error for a checkpoint that no run has left."""
+    """The error for a damaged checkpoint."""
     return RotationZooError(f"the checkpoint {path} is damaged", hint="start afresh with --restart")
 
 
 # A damaged file can fail in any of these ways.
 _UNREADABLE = OSError, ValueError, KeyError, TypeError, SafetensorError, RotationZooError
 _SHARE = 20  # save once 20 times the duration of the last save has passed
-# Bytes per second, before a save has shown it. 152 MB, the sums of 36 layers of 8 heads of 128
-# channels, took 0.4 to 0.7 s: as long as several batches take on a GPU.
+# Assumed bytes per second of the first save. 152 MB (36 layers of 8 heads of 128 channels) took
+# 0.4 to 0.7 s.
 _SPEED = 2e8
 
 
 class Checkpoint:
-    """The raw sums of an unfinished job, bound to it by its `identity`.
-
-    Sums are saved only between batches, so a resumed run gives the bytes of an uninterrupted one.
-    """
+    """The raw sums of an unfinished job, bound to it by its `identity`. They are saved only between
+    batches, so a resumed run gives the bytes of an uninterrupted one."""
 
     def __init__(self, path: Path, identity: Identity):
-        self.path = path
-        self.identity = identity
+        self.path, self.identity = path, identity
         self._due: float | None = None
 
     def read(self, zeros: Statistics) -> tuple[Statistics, int] | None:
-        """The saved sums and the number of batches in them, or None if nothing was saved. Raises
-        `RotationZooError` if they are of another job, or of other layers or shapes than `zeros`."""
+        """The saved sums and their number of batches, if any. Raises `RotationZooError`."""
         if files.size_of(self.path) is None:
             return None
         name = str(self.path)
@@ -97,8 +90,8 @@ class Checkpoint:
         return from_raw(sums), done
 
     def save(self, statistics: Statistics, done: int, at_once: bool = False) -> bool:
-        """Save the sums after `done` batches, at once or so seldom that saving takes less than 5 %
-        of the time, and return whether that was done. The first call only starts the clock."""
+        """Save the sums after `done` batches, `at_once` or if saving takes less than 5 % of the
+        time, and return whether they were saved. The first call only starts the clock."""
         if at_once:
             self._due = 0.0
         elif self._due is None:
@@ -110,14 +103,13 @@ class Checkpoint:
             return False
         content = {"identity": dict(self.identity), "done": done}
         metadata = {name: json.dumps(value) for name, value in content.items()}
-        # In memory: a killed `save_file` would leave a temporary file with a random name behind.
+        # In memory, because a killed `save_file` would leave a temporary file behind.
         folders.replace_file(self.path, save(to_raw(statistics), metadata))
         now = time.monotonic()
         self._due = now + _SHARE * (now - start)
         return True
 
     def remove(self) -> None:
-        """Remove the file."""
         self.path.unlink(missing_ok=True)
 
 

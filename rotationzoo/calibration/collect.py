@@ -1,8 +1,8 @@
 """The main loop of a calibration: batches of token rows -> second moments of attention's inputs and
-outputs. Whole batches, which a checkpoint keeps, are summed apart from the current one."""
+outputs. The sums of finished batches are kept apart from those of the current one."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -15,13 +15,7 @@ from rotationzoo.artifact.layout import statistic_dims
 from rotationzoo.calibration.checkpoint import Checkpoint, damaged
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.geometry import Geometry, Layer, cached_layers
-from rotationzoo.linalg.moments import (
-    Moment,
-    Statistics,
-    add_runs,
-    on_tensor_cores,
-    rows_of_heads,
-)
+from rotationzoo.linalg.moments import Moment, Statistics, add_runs, on_tensor_cores, rows_of_heads
 from rotationzoo.model import prediction
 from rotationzoo.model.capture import Call, decoder, intercept
 from rotationzoo.model.latent import ReadErrors, cached_of, read_errors
@@ -42,20 +36,16 @@ def collect(
     progress: Progress = silent,
 ) -> Statistics:
     """Collect a recipe's second moments, for each cached layer and KV head, from token ids `[B, T]`
-    or rows with images or audio.
-
-    Whole batches are saved to the `checkpoint` now and then and on interruption, and resumed from
-    it. Queries and outputs count at every position, towards the layer that owns the cache; keys and
-    values from `sink` on if the recipe excludes the sink. `key_energy` takes a second pass, because
-    its weights depend on the queries of all rows.
-
-    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `Unsound` for NaN or inf.
-    """
+    or rows with images or audio, and save and resume their sums. Queries and outputs count at every
+    position, for the layer that owns the cache; keys and values past the sink, if the recipe says
+    so. `key_energy` takes a second pass. Raises `UnsupportedModel` if the hooks miss a layer or a
+    token, and `Unsound` for NaN or inf."""
     passes = 2 if recipe.value_statistic == "key_energy" else 1
-    sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
+    # On the device of most layers: moving zeros from the CPU can take longer than a batch.
+    sums = RunningSums(partial(zero_statistics, geometry, recipe, input_device(model)), checkpoint)
     if checkpoint is not None and sums.done > passes * len(batches):
         raise damaged(checkpoint.path)
-    # The sink stays exact in the cache, so its outliers need not shape the rotations.
+    # The sink stays exact in the cache, so its outliers should not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     progress = InTokens(progress, [_count(batch, 0) for batch in batches] * passes)
     progress("calibrating", sums.done, passes * len(batches))
@@ -64,7 +54,7 @@ def collect(
     with sums.saved_if_interrupted():
         for number in range(passes):
             if number == 1:
-                # It needs the finished query moments of the first pass, also after a resume.
+                # It needs the finished query moments of the first pass.
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, sums.whole)
             first = number * len(batches)
             for batch in batches[max(sums.done - first, 0) :]:
@@ -81,20 +71,20 @@ def collect(
 
 
 def read_row(model: PreTrainedModel, row: torch.Tensor | MediaRow) -> Any:
-    """What a model makes of rows, without its language-model head where the rest can."""
+    """The output of a model for rows, without its language-model head where possible."""
     if isinstance(row, torch.Tensor):
         return decoder(model)(input_ids=row.to(input_device(model)), use_cache=False)
     device, inputs = input_device(model), {}
     for name, tensor in row.inputs.items():
         inputs[name] = tensor.to(device, model.dtype if tensor.is_floating_point() else None)
-    for reader in (model.base_model, model):  # others would drop what they do not know
+    for reader in (model.base_model, model):  # either may drop inputs it does not know
         if inputs.keys() <= inspect.signature(reader.forward).parameters.keys():
             return reader(input_ids=row.ids.to(device), use_cache=False, **inputs)
     raise UnsupportedModel(f"{type(model).__name__} does not take all of {', '.join(inputs)}")
 
 
 def _count(batch: torch.Tensor | MediaRow, first: int) -> int:
-    """How many positions a batch has, from position `first` of each row on."""
+    """The number of positions of a batch, from position `first` of each row on."""
     ids = batch.ids if isinstance(batch, MediaRow) else batch
     return ids[:, first:].numel()
 
@@ -106,57 +96,39 @@ def _check_sums(
     `Unsound` if a sum is not finite, and `RotationZooError` if no token is `past_sink`."""
     if not past_sink:
         hint = "give longer rows with --length, or longer documents"
-        raise RotationZooError(
-            f"nothing lies past the {skip} sink tokens, which do not count", hint
-        )
+        problem = f"no token lies past the {skip} sink tokens, which do not count"
+        raise RotationZooError(problem, hint)
     for owner, moments in statistics.items():
-        readers = [layer for layer in geometry if layer.owner == owner]
         # The query heads of a group count separately, and so do the layers that share a cache.
-        queries = tokens * sum(layer.group for layer in readers)
-        expected = {"query": queries, "output": queries}
-        for kind in moments:
-            if kind == "key_energy":
-                continue
+        queries = tokens * sum(layer.group for layer in geometry if layer.owner == owner)
+        expected = {"query": queries, "output": queries, "key_energy": None}
+        for kind, moment in moments.items():
             count = expected.get(kind, past_sink)
-            weight = moments[kind].weight
-            if not (weight == count).all():
-                seen = f"{int(weight[0])} {kind} rows of layer {owner}"
+            if count is None:
+                continue
+            if not (moment.weight == count).all():
+                seen = f"{int(moment.weight[0])} {kind} rows of layer {owner}"
                 raise UnsupportedModel(f"the hooks saw {seen} instead of {count}")
-            # Attention may hide them: a key of minus infinity can have no weight.
-            if not all(each.isfinite().all() for each in _sums(moments[kind])):
+            # The output may not show them: a key of minus infinity can have no weight.
+            if not all(each.isfinite().all() for each in _sums(moment)):
                 problem = f"layer {owner} has {kind} activations that are not finite"
                 hint = "run again with --dtype float32; if that is set, the weights are damaged"
                 raise Unsound(problem, hint)
 
 
-# ---- the sums while they run
-
-
 class RunningSums:
-    """The sums of `done` whole batches in `whole`, and of the batch under way in `batch`.
+    """The sums of `done` finished batches in `whole`, and of the current batch in `batch`. An error
+    or Ctrl-C within a batch leaves no trace in `whole`, which can be saved."""
 
-    A batch that ends early, by an error or Ctrl-C, leaves no trace in `whole`, which can be saved.
-    """
-
-    def __init__(
-        self,
-        geometry: Geometry,
-        recipe: Recipe,
-        checkpoint: Checkpoint | None,
-        device: torch.device,
-    ):
-        # Made where most layers are: to move zeros from the CPU can take longer than a batch.
-        self.batch = zero_statistics(geometry, recipe, device)
-        self.whole, self.done = zero_statistics(geometry, recipe, device), 0
-        self._checkpoint = checkpoint
-        saved = None if checkpoint is None else checkpoint.read(self.whole)
-        if saved is not None:
+    def __init__(self, zeros: Callable[[], Statistics], checkpoint: Checkpoint | None):
+        self.batch, self.whole, self.done = zeros(), zeros(), 0
+        self._checkpoint, self._torn = checkpoint, False
+        if checkpoint is not None and (saved := checkpoint.read(self.whole)) is not None:
             self.whole, self.done = saved
         self._saved = self.done
-        self._torn = False
 
     def finish_batch(self, kinds: tuple[str, ...]) -> None:
-        """Add these kinds of the current batch's sums to the others, and save them now and then."""
+        """Add these kinds of the current batch's sums to `whole`, and save it now and then."""
         self._torn = True
         totals, parts = [], []
         for layer, moments in self.batch.items():
@@ -174,7 +146,7 @@ class RunningSums:
 
     @contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """Save whole batches that are not saved yet if Ctrl-C or SIGTERM ends the block."""
+        """Save finished batches if Ctrl-C or SIGTERM ends the block."""
         try:
             yield
         except KeyboardInterrupt:
@@ -187,32 +159,13 @@ def _sums(moment: Moment) -> list[torch.Tensor]:
     return [getattr(moment, field.name) for field in fields(Moment)]
 
 
-# ---- what is added to the sums
-
-
 def zero_statistics(geometry: Geometry, recipe: Recipe, device: torch.device) -> Statistics:
     """The initial sums: four moments per cached layer, one more with key energy."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
-        dims = statistic_dims(layer, recipe).items()
-        moments = {kind: Moment.zeros(layer.kv_heads, dim, device) for kind, dim in dims}
-        statistics[layer.index] = moments
+        dims, heads = statistic_dims(layer, recipe).items(), layer.kv_heads
+        statistics[layer.index] = {kind: Moment.zeros(heads, dim, device) for kind, dim in dims}
     return statistics
-
-
-def add_rows(
-    statistics: Statistics,
-    layer: Layer,
-    kind: str,
-    tensor: torch.Tensor,
-    weights: torch.Tensor | None = None,
-) -> None:
-    """Add `[B, H, T, D]`, weighted by `[B, H, T]`, to the sums of the cache's owner."""
-    moments = statistics[layer.owner]
-    # Sums stay on the device of the layer that owns them; weights may be spread over several.
-    if layer.owner == layer.index:
-        moments[kind] = moments[kind].to(tensor.device)
-    _add(moments[kind], tensor, weights)
 
 
 def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -228,40 +181,49 @@ def _add(moment: Moment, tensor: torch.Tensor, weights: torch.Tensor | None = No
 
 
 class MomentObserver:
-    """Sums second moments of queries, outputs, keys and values at the layer that owns the cache.
-    Keys and values count from position `skip` on."""
+    """Sums queries and outputs at all positions, and keys and values from position `skip` on."""
 
     kinds: tuple[str, ...] = ("query", *HEADS.sides, "output", *LATENTS.sides)
-    """What it adds to, of what a layer has."""
+    """The statistics that it adds to, if a layer has them."""
 
     def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
         self.layers = {layer.index: layer for layer in geometry}
-        self.statistics = statistics
-        self.skip = skip
+        self.statistics, self.skip = statistics, skip
 
     def watch(self, call: Call) -> torch.Tensor:
-        """An `Intercept` that adds up what the attention of a layer reads, and changes nothing."""
+        """An `Intercept` that adds the rows of a call to the sums, and changes nothing."""
         output = call.run()
-        layer = self.layer(call.layer)
+        if call.layer not in self.layers:
+            problem = f"layer {call.layer} calls attention although it did not before"
+            raise UnsupportedModel(problem)
+        layer = self.layers[call.layer]
         if layer.cached is HEADS:
             self.add_heads(layer, call, output.transpose(1, 2))
             return output
         for side, rows in cached_of(call).sides.items():
-            add_rows(self.statistics, layer, side, rows[:, :, self.skip :])
+            self.add_rows(layer, side, rows[:, :, self.skip :])
         self._add_costs(call.layer, read_errors(call, output, self.skip))
         return output
 
+    def add_rows(
+        self, layer: Layer, kind: str, rows: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> None:
+        """Add rows `[B, H, T, D]`, weighted by `[B, H, T]`, to the sums of the cache's owner."""
+        moments = self.statistics[layer.owner]
+        if layer.owner == layer.index:
+            moments[kind] = moments[kind].to(rows.device)
+        _add(moments[kind], rows, weights)
+
     def add_heads(self, layer: Layer, call: Call, output: torch.Tensor) -> None:
         """Add the rows of a call with the output `[B, H_q, T, D_v]`."""
-        add_rows(self.statistics, layer, "query", call.query)
-        add_rows(self.statistics, layer, "output", output)
+        self.add_rows(layer, "query", call.query)
+        self.add_rows(layer, "output", output)
         # Keys and values that a layer reads from another's cache count once, at their owner.
         if layer.owner == layer.index:
-            add_rows(self.statistics, layer, "key", call.key[:, :, self.skip :])
-            add_rows(self.statistics, layer, "value", call.value[:, :, self.skip :])
+            self.add_rows(layer, "key", call.key[:, :, self.skip :])
+            self.add_rows(layer, "value", call.value[:, :, self.skip :])
 
     def _add_costs(self, index: int, errors: ReadErrors) -> None:
-        """Add what errors of rows that all heads share cost."""
         _, heads, _, dim = errors.queries.shape
         by_head = Moment.zeros(heads, dim, errors.queries.device)
         _add(by_head, errors.queries)
@@ -271,38 +233,26 @@ class MomentObserver:
         for kind, added in {"query": absorbed, "output": reads}.items():
             moments[kind] = moments[kind].to(errors.queries.device) + added
 
-    def layer(self, index: int) -> Layer:
-        """The layer with this index. Raises `UnsupportedModel` if it was not found before."""
-        if index not in self.layers:
-            raise UnsupportedModel(f"layer {index} calls attention although it did not before")
-        return self.layers[index]
-
 
 class KeyEnergyObserver(MomentObserver):
-    """Sums second moments of values weighted by their key energy `k C_Q k^T`.
-
-    C_Q is the second moment of the queries of all rows, which `totals` have. OSCAR's published code
-    uses this weight in place of the attention that a value receives.
-    """
+    """Sums second moments of values weighted by `k C_Q k^T`, as OSCAR's published code does. C_Q is
+    the second moment of the queries of all rows, from `totals`."""
 
     kinds = ("key_energy",)
 
     def __init__(self, geometry: Geometry, statistics: Statistics, skip: int, totals: Statistics):
         super().__init__(geometry, statistics, skip)
-        self.query_moments = {
-            layer: moments["query"].second_moment for layer, moments in totals.items()
-        }
+        self.query_moments = {at: kinds["query"].second_moment for at, kinds in totals.items()}
 
     def add_heads(self, layer: Layer, call: Call, output: torch.Tensor) -> None:
         """Add the values of a call, unless the layer reads another layer's cache."""
-        index, key = layer.index, call.key
-        if layer.owner != index:
+        if layer.owner != layer.index:
             return
-        query_moment = self.query_moments[index].to(key.device)
-        self.query_moments[index] = query_moment
-        keys, values = key[:, :, self.skip :], call.value[:, :, self.skip :]
+        query_moment = self.query_moments[layer.index].to(call.key.device)
+        self.query_moments[layer.index] = query_moment
+        keys, values = call.key[:, :, self.skip :], call.value[:, :, self.skip :]
         energies = []
         for row in keys.unbind():  # one row of text at a time, in float64
             row = row.double()
             energies.append(((row @ query_moment) * row).sum(-1))
-        add_rows(self.statistics, layer, "key_energy", values, torch.stack(energies))
+        self.add_rows(layer, "key_energy", values, torch.stack(energies))

@@ -1,19 +1,18 @@
-"""The Fisher information of what a cache stores: what an error of a key or a value costs, in nats.
+"""The Fisher information of stored rows: what an error of a key or a value costs, in nats.
 
 If tokens are drawn from the model's own predictions, and g is the gradient of their log probability
-at a stored row, an error e of that row makes predictions diverge by about `e E[g^T g] e / 2`
-(Amari 1998). Rows are read as a server reads them: exact in the windows, and stored elsewhere. So
-one metric holds what each layer, KV head and channel is worth, and nothing else weighs them.
-"""
+at a stored row, an error e of that row makes predictions diverge by about `e E[g^T g] e / 2` (Amari
+1998). Rows in the windows are read exact, as in a server."""
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.calibration.sensitivity import Text, windows_of
+from rotationzoo.calibration.sensitivity import Place, Text, windows_of
 from rotationzoo.codec.int2 import Format
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel, first_sentence
@@ -27,30 +26,16 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.sides import metric_kind
 from rotationzoo.simulation.simulated import Simulation
 
-Place = tuple[int, str]
-"""A layer and a side."""
-BLOCK = 256
-"""Predictions whose logits are held at a time."""
+BLOCK = 256  # predictions whose logits are held at a time
+# Limits of tokens: of the text, of a row, and of a row on a CPU, because the backward pass holds
+# all activations. On a CPU, 30 layers and rows of 8,192 tokens did not fit 23 GB.
 TOKENS, LONGEST, LONGEST_ON_CPU = 65536, 8192, 2048
-"""Tokens of text, and of a row of it, at most: all layers' activations are held to go back. On a
-CPU, these have the square of a row's tokens: 30 layers and rows of 8,192 did not fit 23 GB."""
-FEWEST, MOST_FOR_ANSWERS = 2, 4
-"""How often tokens are drawn, where a recipe says nothing, and for answers at most. Going back
-takes twice as long as a forward pass."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Token ids `[T]`, and the positions whose predictions count."""
-
-    ids: torch.Tensor
-    positions: Sequence[int]
+FEWEST, MOST_FOR_ANSWERS = 2, 4  # draws of tokens by default, and at most for answers
 
 
 @dataclass
 class _Probe:
-    """A codec that stores rows as they are, and keeps zeros that were added to them: the gradient
-    at these is the gradient at what is read of the rows."""
+    """A codec that stores rows exactly, plus zeros, whose gradient is that of the stored rows."""
 
     zeros: dict[Place, torch.Tensor] = field(default_factory=dict)
     token_group: int = 1
@@ -61,7 +46,7 @@ class _Probe:
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: Format
     ) -> torch.Tensor:
-        # Layers that read another one's cache share its zeros.
+        # Layers that share a cache share its zeros.
         zeros = self.zeros.setdefault((layer, side), torch.zeros_like(rows, requires_grad=True))
         return rows + zeros
 
@@ -72,13 +57,13 @@ class _Probe:
 def collect_fisher(
     model: PreTrainedModel,
     geometry: Geometry,
-    texts: Iterable[Scored],
+    texts: Iterable[Text],
     cache: CacheLayout,
     draws: int,
     seed: int = 0,
 ) -> dict[Place, torch.Tensor]:
-    """The Fisher information `[KV heads, D, D]`, float64 on the CPU, of a predicted token: tokens
-    are drawn `draws` times at all positions of each text. Parameters get no gradients."""
+    """The Fisher information `[KV heads, D, D]` per predicted token, float64 on the CPU. Tokens are
+    drawn `draws` times at all positions of each text. Parameters get no gradients."""
     grads = [parameter.requires_grad for parameter in model.parameters()]
     model.requires_grad_(False)
     sums: dict[Place, Moment] = {}
@@ -104,7 +89,7 @@ def collect_fisher(
 
 def _add_draws(
     states: HiddenStates,
-    text: Scored,
+    text: Text,
     probe: _Probe,
     draws: Sequence[torch.Generator],
     sums: dict[Place, Moment],
@@ -123,8 +108,7 @@ def _add_draws(
 def _gradient_of_draw(
     states: HiddenStates, positions: Sequence[int], generator: torch.Generator
 ) -> torch.Tensor:
-    """The gradient, at the last hidden states, of the log probability of tokens that are drawn at
-    these positions."""
+    """The gradient, at the last hidden states, of the log probability of tokens drawn there."""
     output = copy.copy(states.output)
     output["last_hidden_state"] = leaf = states.output.last_hidden_state.detach().requires_grad_()
     copied = replace(states, output=output)
@@ -142,14 +126,12 @@ def _gradient_of_draw(
 def mix(
     metrics: Sequence[Mapping[Place, torch.Tensor]], covariances: Mapping[Place, torch.Tensor]
 ) -> dict[Place, torch.Tensor]:
-    """The sum of several metrics, each as a share of what is lost by it if nothing is stored of
-    rows with these covariances, all `[KV heads, D, D]`."""
+    """The sum of several metrics `[KV heads, D, D]`, each divided by what is lost, by that metric,
+    if no bits are spent on rows with these covariances `[KV heads, D, D]`."""
     mixed = {place: torch.zeros_like(covariance) for place, covariance in covariances.items()}
     for its in metrics:
         lost = sum((its[place] * covariance).sum() for place, covariance in covariances.items())
-        if not lost:  # no query reads what is stored
-            continue
-        for place in covariances:
+        for place in covariances if lost else ():  # 0 if no query reads stored rows
             mixed[place] = mixed[place] + its[place] / lost
     return mixed
 
@@ -157,16 +139,15 @@ def mix(
 def check_backward(
     model: PreTrainedModel, geometry: Geometry, ids: torch.Tensor, recipe: Recipe
 ) -> None:
-    """Raise `UnsupportedModel` for a recipe with Fisher information, and a model that cannot go
-    back through a few tokens `[T]`: one whose weights are not all in memory, or whose layers have
-    kernels without gradients."""
+    """Raise `UnsupportedModel` if the recipe needs a backward pass and the model cannot run one, on
+    a few tokens `[T]`: its weights are not all in memory, or its kernels have no gradients."""
     if not recipe.goes_back:
         return
     hint = "give --recipe attention, which needs no gradients"
     if any(parameter.is_meta for parameter in model.parameters()):
         problem = "Fisher information needs all weights in memory, and some are not"
         raise UnsupportedModel(problem, "add: --quick")
-    text, nearly_all = Scored(ids, range(1, len(ids) - 1)), CacheLayout(sink=0, recent=1)
+    text, nearly_all = Text(ids, range(1, len(ids) - 1)), CacheLayout(sink=0, recent=1)
     try:
         collect_fisher(model, geometry, [text], nearly_all, draws=1)
     except RuntimeError as error:
@@ -178,16 +159,15 @@ def check_backward(
 
 def choose_texts(
     rows: Sequence[torch.Tensor], asked: Sequence[Text], recipe: Recipe, on_cpu: bool
-) -> dict[str, list[Scored]]:
-    """What the Fisher information is that of: `text`, from rows of token ids `[T]`, cut into equal
-    pieces, and the `answers` that are asked for. Nothing if the recipe needs none."""
+) -> dict[str, list[Text]]:
+    """The `text` and the `answers` for Fisher information; none if the recipe needs none."""
     if not recipe.goes_back:
         return {}
     length = min(LONGEST_ON_CPU if on_cpu else LONGEST, max(map(len, rows)))
     whole = [part for row in rows for part in row.split(length) if len(part) == length]
     positions = range(sum(windows_of(recipe, length)), length - 1)
-    text = [Scored(row, positions) for row in whole[: max(1, TOKENS // length)]]
-    return {"text": text, "answers": [Scored(its.ids, its.positions) for its in asked]}
+    text = [Text(row, positions) for row in whole[: max(1, TOKENS // length)]]
+    return {"text": text, "answers": [*asked]}
 
 
 def count_draws(recipe: Recipe) -> dict[str, int]:
@@ -196,8 +176,9 @@ def count_draws(recipe: Recipe) -> dict[str, int]:
     return {"text": draws, "answers": min(draws, MOST_FOR_ANSWERS)}
 
 
-def count_passes(texts: Mapping[str, Sequence[Scored]], recipe: Recipe) -> int:
-    """How many tokens the model reads in the time that `add_fisher` takes."""
+def count_passes(texts: Mapping[str, Sequence[Text]], recipe: Recipe) -> int:
+    """How many tokens the model could read in the time that `add_fisher` takes. A backward pass
+    takes as long as two forward passes."""
     tokens, draws = 0, count_draws(recipe)
     for name, its in texts.items():
         tokens += (1 + 2 * draws[name]) * sum(len(each.ids) for each in its)
@@ -208,26 +189,26 @@ def add_fisher(
     statistics: Statistics,
     model: PreTrainedModel,
     geometry: Geometry,
-    texts: Mapping[str, Sequence[Scored]],
+    texts: Mapping[str, Sequence[Text]],
     recipe: Recipe,
     progress: Progress,
 ) -> None:
-    """Add the Fisher information of each side to the statistics: that of text and that of answers,
-    which count alike. Raises `RotationZooError` where the activations of a row do not fit."""
+    """Add the Fisher information of each side to the statistics. Text and answers have the same
+    weight. Raises `RotationZooError` if the activations of a row do not fit."""
     sink, recent = windows_of(recipe, len(texts["text"][0].ids))
     cache, total = CacheLayout(sink=sink, recent=recent), sum(map(len, texts.values()))
-    found, covariances, done, count, draws = [], {}, 0, 0, count_draws(recipe)
+    found, covariances, draws, done = [], {}, count_draws(recipe), itertools.count()
+    count = sum(len(each.positions) for each in itertools.chain(*texts.values()))
 
-    def told(its: Sequence[Scored], before: int) -> Iterator[Scored]:
-        for number, text in enumerate(its):
-            progress("measuring what errors cost", before + number, total)
+    def told(its: Sequence[Text]) -> Iterator[Text]:
+        for text in its:
+            progress("measuring what errors cost", next(done), total)
             yield text
 
     for name, its in texts.items():
+        given = told(its), cache, draws[name], recipe.seed
         try:
-            metrics = collect_fisher(
-                model, geometry, told(its, done), cache, draws[name], recipe.seed
-            )
+            found.append(collect_fisher(model, geometry, *given))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -235,8 +216,6 @@ def add_fisher(
             problem = f"the activations of {length:,} tokens do not fit the device's memory"
             hint = f"add: --length {length // 2}, or --recipe attention"
             raise RotationZooError(problem, hint) from error
-        found.append(metrics)
-        done, count = done + len(its), count + sum(len(each.positions) for each in its)
     for layer, side in found[0]:
         rows = statistics[layer][side]
         covariances[layer, side] = covariance(rows.second_moment, rows.mean).cpu()

@@ -1,8 +1,4 @@
-"""A calibration job, and its plan from the config: refusals, adapted recipes, memory and disk.
-
-Terms of an estimate count tensors that exist at the same time; tests compare them with allocations.
-With weights spread over devices, a pass gets as many rows as fit, since each fetches them again.
-"""
+"""A calibration job, and its plan from the config: refusals, adapted recipes, memory and disk."""
 
 import os
 import platform
@@ -24,21 +20,12 @@ from rotationzoo.artifact.store import MANIFEST
 from rotationzoo.calibration.soundness import check_recipe
 from rotationzoo.codec.engine_needs import DEFAULT
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.geometry import Geometry, cached_layers, shift_reason, shifted_layers
+from rotationzoo.geometry import Geometry, Layer, cached_layers, shift_reason, shifted_layers
 from rotationzoo.linalg.moments import run_bytes
 from rotationzoo.model import loading, placement
 from rotationzoo.model.files import check_engine, is_gguf
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
-from rotationzoo.model.placement import (
-    USABLE,
-    Limits,
-    devices_of,
-    free_memory,
-    memory_limits,
-    sum_entries,
-    weights_bytes,
-)
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
@@ -58,33 +45,23 @@ class Job(RunSettings):
     model: str
     recipe: Recipe
     output: Path
-    batch: int = 4
-    """Rows per forward pass; `SIZED` leaves them to the plan."""
-    engine: str = DEFAULT
-    """The engine that the rotations are for."""
+    batch: int = 4  # rows per forward pass; `SIZED` leaves them to the plan
+    engine: str = DEFAULT  # the engine that the rotations are for
     restart: bool = False
     fit_length: bool = False
     """Whether rows that are too long are shortened, not refused: if the length is the default."""
-    """The model that the caller loaded."""
 
     def __post_init__(self) -> None:
         folders.check_name(self.output)
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint, next to the output."""
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
 
-    @property
-    def lock(self) -> Path:
-        """The lock file that keeps other jobs away from the checkpoint and the output."""
-        return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
-
     def earlier(self, key: str) -> str | None:
-        """The batch or date of the run whose checkpoint or artifact is there, or None. A sum needs
-        the same ones to go on, and free memory and today change."""
+        """The `batch` or `date` of an existing checkpoint or artifact, which this run must keep."""
         identities: list[Any] = [files.read_json(self.output / MANIFEST).get("identity")]
-        # No checkpoint, or a damaged one, which is refused when it is read.
+        # Errors of a damaged checkpoint are raised when it is read.
         with suppress(Exception), safe_open(self.checkpoint, "pt") as file:
             stored = file.metadata()["identity"]
             identities.insert(0, strict_json.parse(stored, str(self.checkpoint)))
@@ -96,16 +73,14 @@ class Job(RunSettings):
 
     @property
     def unfinished(self) -> bool:
-        """Whether an earlier run for this output was stopped and can be resumed."""
+        """Whether an earlier run for this output can be resumed."""
         return files.size_of(self.checkpoint) is not None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A job as it is known before any weights are read, with rows that fit the model.
-
-    `config` and `geometry` are None for a refused model; `geometry` also if only weights can tell.
-    """
+    """A job before any weights are read, with rows that fit the model. `config` and `geometry` are
+    None for a refused model, and `geometry` also if only the weights show it."""
 
     job: Job
     source: Source
@@ -114,27 +89,21 @@ class Plan:
     refusal: UnsupportedModel | None
     weights_bytes: int = 0
     artifact_bytes: int = 0
-    pass_bytes: int = 0
-    """Memory that a forward pass takes besides the weights where the layers run, with the sums."""
+    pass_bytes: int = 0  # memory of a forward pass without the weights, but with the sums
     peak_memory_bytes: int = 0
-    memory_bytes: int = 0
-    """Memory that this machine has where the job would run."""
-    notes: tuple[str, ...] = ()
-    """How the job to run differs from the one that was asked for, and why."""
+    memory_bytes: int = 0  # memory of the device where the job would run
+    notes: tuple[str, ...] = ()  # how the job differs from the request, and why
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the job needs the weights, and not only the config."""
+        """Whether the config is not enough for the job."""
         return self.job.recipe.needs_statistics or self.geometry is None
 
 
 def plan(job: Job) -> Plan:
-    """Inspect the model on the `meta` device and check the job against it.
-
-    Raises `ModelUnavailable` if there is no such model, and `RotationZooError` if the job cannot be
-    done as asked. A model that cannot be calibrated raises nothing: the plan's `refusal` says why.
-    """
-    memory_limits(job.device_map, job.max_memory)
+    """Inspect the model on `meta` and check the job against it. The plan has a `refusal` if the
+    model cannot be calibrated. Raises `RotationZooError` if the job is not possible."""
+    placement.memory_limits(job.device_map, job.max_memory)
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
@@ -157,17 +126,15 @@ def plan(job: Job) -> Plan:
 
 
 def settle_centering(recipe: Recipe, geometry: Geometry) -> tuple[Recipe, list[str]]:
-    """The recipe, whose keys keep their mean if attention in some layers needs it, and notes."""
+    """The recipe, without `center_keys` if attention in some layers needs the mean; and notes."""
     layers = shifted_layers(geometry)
     if not recipe.center_keys or not layers:
         return recipe, []
     note = f"keys keep their mean, although the recipe {recipe.name} centers them"
-    note = f"{note}: {shift_reason(layers)}"
-    return recipe.model_copy(update={"center_keys": False}), [note]
+    return recipe.model_copy(update={"center_keys": False}), [f"{note}: {shift_reason(layers)}"]
 
 
-USUAL_LENGTH = 2048
-"""Tokens of a row where there are fewer than the preset's rows would take."""
+USUAL_LENGTH = 2048  # tokens of a row if there are too few tokens for the preset's rows
 
 
 def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
@@ -198,8 +165,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     """The plan with its size estimates; `model` is on `meta`."""
     job = known.job
     assert known.config is not None
-    stored = weights_bytes(known.source, model)
-    dtype = job.torch_dtype
+    stored, dtype = placement.weights_bytes(known.source, model), job.torch_dtype
     quantized = quantization_of(known.config) is not None
     loads_stored = quantized or not isinstance(dtype, torch.dtype)
     if loads_stored:  # activations use the config's dtype
@@ -207,32 +173,22 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         dtype = getattr(text_config, "dtype", None) or torch.bfloat16
     assert isinstance(dtype, torch.dtype)
     loaded = stored
-    dequantized = is_dequantized(known.config) or is_gguf(known.source.folder)
-    if not loads_stored or dequantized:
+    if not loads_stored or is_dequantized(known.config) or is_gguf(known.source.folder):
         loaded = dtype.itemsize * model.num_parameters()
-    on_cpu = job.torch_device == "cpu"
-    memory = total_memory(on_cpu, spread=job.device_map is not None)
-    needs = Footprint(
-        recipe=job.recipe,
-        geometry=known.geometry or [],
-        config=model.config,
-        batch=job.batch,
-        item=dtype.itemsize,
-        on_cpu=on_cpu,
-    )
+    on_cpu, geometry = job.torch_device == "cpu", known.geometry or []
+    needs = Footprint(job.recipe, geometry, model.config, dtype.itemsize, on_cpu)
     if job.batch == SIZED:
-        limits = memory_limits(job.device_map, job.max_memory)
+        limits = placement.memory_limits(job.device_map, job.max_memory)
         batch = job.earlier("batch") or choose_batch(needs, loaded, limits)
         job = replace(job, batch=int(batch))
-        needs = replace(needs, batch=job.batch)
     return replace(
         known,
         job=job,
         pass_bytes=needs.pass_bytes(job.batch),
         weights_bytes=stored,
         artifact_bytes=needs.rotations + needs.statistics,
-        peak_memory_bytes=needs.peak(loaded),
-        memory_bytes=memory,
+        peak_memory_bytes=needs.peak(loaded, job.batch),
+        memory_bytes=total_memory(on_cpu, spread=job.device_map is not None),
     )
 
 
@@ -243,7 +199,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def total_memory(on_cpu: bool, spread: bool) -> int:
-    """Bytes of memory where a job runs: main memory, the GPU's, or both for `spread` weights."""
+    """Bytes of main memory, of the GPU, or of both for `spread` weights."""
     main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     main = min([main, *(limit for limit, _ in placement.container_limits())])
     if not torch.cuda.is_available() or (on_cpu and not spread):
@@ -260,11 +216,10 @@ def peak_memory() -> int:
         on_devices = sum(torch.cuda.max_memory_allocated(device) for device in devices)
         if on_devices:
             return on_devices
-    if kilobytes := sum_entries(_STATUS, "VmHWM:"):  # which only Linux has
+    if kilobytes := placement.sum_entries(_STATUS, "VmHWM:"):  # Linux only
         return 1024 * kilobytes
-    # Where the process that started this one was larger, this is the peak of that one.
+    # The peak of the parent process, if that is larger; in bytes on macOS, else in kilobytes.
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # `ru_maxrss` is in bytes on macOS and in kilobytes on Linux.
     return resident if sys.platform == "darwin" else resident * 1024
 
 
@@ -273,21 +228,18 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
 
 
-# torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured.
+# Memory of torch and transformers themselves: 420 to 460 MB measured.
 _LIBRARIES = 450_000_000
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Estimated sizes of one job, in bytes."""
+    """Estimated sizes of one job, in bytes. Terms that are added exist at the same time."""
 
     recipe: Recipe
     geometry: Geometry
     config: PretrainedConfig
-    batch: int
-    """Rows per forward pass."""
-    item: int
-    """Bytes per activation element."""
+    item: int  # bytes per activation element
     on_cpu: bool
 
     @property
@@ -297,30 +249,28 @@ class Footprint:
             return 0
         total = 0
         for layer in cached_layers(self.geometry):
-            dims = [*statistic_dims(layer, self.recipe).values()]
+            squares = sum(dim**2 for dim in statistic_dims(layer, self.recipe).values())
             if self.recipe.transform:  # the Fisher information
-                dims += [layer.dims[side] for side in layer.sides]
-            total += 8 * layer.kv_heads * sum(dim**2 for dim in dims)
+                squares += _squares(layer)
+            total += 8 * layer.kv_heads * squares
         return total
 
     @property
     def rotations(self) -> int:
-        """The rotations: a float32 matrix per side and head, or pooled layer; and the matrices of
-        transform coding."""
+        """The rotations: float32 matrices, and with transform coding one more per head."""
         total = 0
         for layer in cached_layers(self.geometry):
-            squares = sum(layer.dims[side] ** 2 for side in layer.sides)
-            total += 4 * matrix_count(self.recipe, layer.kv_heads) * squares
-            if self.recipe.transform:
-                total += 4 * layer.kv_heads * squares
+            matrices = matrix_count(self.recipe, layer.kv_heads)
+            matrices += layer.kv_heads * self.recipe.transform
+            total += 4 * matrices * _squares(layer)
         return total
 
-    def peak(self, weights: int) -> int:
+    def peak(self, weights: int, batch: int) -> int:
         """Peak memory of the job, including `weights` bytes for the model."""
         libraries = _LIBRARIES if self.on_cpu else 0
         if not self.recipe.needs_statistics:
             return self.rotations + libraries
-        passing = weights + self.pass_bytes(self.batch)
+        passing = weights + self.pass_bytes(batch)
         # On a CPU, the allocator keeps what the passes freed.
         if self.on_cpu:
             return libraries + passing + self.rotations
@@ -328,27 +278,27 @@ class Footprint:
         return max(passing, weights + 2 * self.statistics + self.rotations)
 
     def pass_bytes(self, batch: int) -> int:
-        """Bytes of a pass over `batch` rows besides weights: activations and both sets of sums."""
+        """Bytes of a pass over `batch` rows without weights: activations and both sets of sums."""
         return self.activations(batch) + 2 * self.statistics
 
     def activations(self, batch: int) -> int:
         """Peak memory of the decoder for a batch: residuals, projections, sums and eager scores."""
         length, tokens = self.recipe.data.length, self.recipe.data.length * batch
-        scores = 0
-        if self._text._attn_implementation == "eager":
+        scores, text = 0, self.config.get_text_config(decoder=True)
+        if text._attn_implementation == "eager":
             heads = max((layer.query_heads for layer in self.geometry), default=0)
             whole = length * length <= LARGEST_MASK
             scores = 3 * 4 * tokens * (length if whole else BLOCK_QUERIES) * heads
-        hidden: int = self._text.hidden_size
-        inner = getattr(self._text, "intermediate_size", None) or 4 * hidden
+        hidden: int = text.hidden_size
+        inner = getattr(text, "intermediate_size", None) or 4 * hidden
         if not isinstance(inner, int):  # some models have one size per layer
             inner = max(inner)
         states: int = tokens * self.item * (4 * hidden + 3 * max(self._widest, inner))
         return states + self._adding(batch) + scores
 
     def _adding(self, batch: int) -> int:
-        """The most memory that adding one layer's rows to the sums takes: float64 copies of one
-        row of text, and on a GPU runs of a whole batch in 16 bits."""
+        """Peak memory of adding one layer's rows to the sums: float64 copies of one row of text, or
+        on a GPU runs of a whole batch in 16 bits."""
         length = self.recipe.data.length
         if self.on_cpu or self.item > 2:
             return 2 * 8 * length * self._widest
@@ -358,7 +308,7 @@ class Footprint:
             for dim in (layer.key_dim, layer.value_dim):
                 adding.append(run_bytes(layer.kv_heads, layer.group * rows, dim))
             if self.recipe.value_statistic == "key_energy":
-                # Of one row of text: its keys or values in float64, and what is made of them.
+                # Keys or values of one row in float64, and two products of them.
                 adding.append(3 * 8 * length * layer.kv_heads * max(layer.key_dim, layer.value_dim))
         return max(adding)
 
@@ -368,29 +318,26 @@ class Footprint:
         widths = (layer.query_heads * (layer.key_dim + layer.value_dim) for layer in self.geometry)
         return max(widths, default=0)
 
-    @property
-    def _text(self) -> PretrainedConfig:
-        return self.config.get_text_config(decoder=True)
+
+def _squares(layer: Layer) -> int:
+    """Elements of one `[D, D]` matrix of each side."""
+    return sum(layer.dims[side] ** 2 for side in layer.sides)
 
 
-SIZED = 0
-"""The batch of a job that leaves the number of rows to `choose_batch`."""
+SIZED = 0  # the batch of a job that leaves the number of rows to `choose_batch`
 
 
-def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
-    """The rows of a pass: all of them if their activations fit, else even parts, as few as fit.
-
-    Of the bytes of all `weights`, each device may hold its limit. Without limits, `placement` keeps
-    weights off a device for the activations, which get half of what is free there.
-    """
+def choose_batch(needs: Footprint, weights: int, limits: placement.Limits | None) -> int:
+    """The rows of a pass: all rows if their activations fit, else even parts, as few as fit. Of all
+    `weights`, a device holds up to its limit or, without one, all but half of its free memory."""
     rooms = []
-    for device in devices_of(on_cpu=needs.on_cpu):
-        usable = int(USABLE * free_memory(device))
+    for device in placement.devices_of(on_cpu=needs.on_cpu):
+        usable = int(placement.USABLE * placement.free_memory(device))
         if limits is None:
             rooms.append(max(usable - weights, usable // 2))
         else:
             rooms.append(usable - min(weights, limits.get(device, 0)))
-    # Of the longest kind; of documents of unknown lengths, at most as many as would be that long.
+    # Documents with media may be shorter: this assumes the longest.
     rows = max(1, needs.recipe.data.tokens // needs.recipe.data.length)
     fitting = bisect_right(range(1, rows + 1), min(rooms), key=needs.pass_bytes)
     passes = -(-rows // max(fitting, 1))

@@ -1,19 +1,15 @@
-"""The metric of errors for models that do not run backward: errors of attention, times what the
-model's predictions lose by them.
+"""The metric of errors for models that cannot run backward: errors of attention (`C_Q` for keys,
+`C_S` for values), scaled to the measured loss in nats.
 
-An error of a key costs its squared product with queries, and one of a value its squared product
-with attention outputs (`C_Q` and `C_S`). What these are worth in nats is measured: with one side of
-one layer stored, and all else exact. Losses nearly add up: on a trained model of eight layers,
-their sum was 0.87 of the joint loss.
-"""
+The loss is measured with one side of one layer stored and all others exact. These losses nearly add
+up: on a trained model of eight layers, their sum was 0.87 of the joint loss."""
 
 import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,36 +35,29 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.sides import cost_kinds, metric_kind, rows_of
 
-BITS = 2.0
-"""Bits an element of the side that is stored, whose loss is measured."""
+BITS = 2.0  # bits per element of the side whose loss is measured
 SMALLEST = 1e-3
-"""The share of the mean loss that every side loses at least. In bfloat16, a loss may be too small
-to be measured."""
-ASKED = ("needles", "key-value", QUOTE)
-"""The recall tasks whose answers are compared."""
-QUESTIONS, LONGEST = 8, 2048
-"""Questions of each task, and tokens of a prompt, at most."""
+"""The least loss of a side, as a share of the mean: bfloat16 cannot measure very small losses."""
+ASKED = ("needles", "key-value", QUOTE)  # the recall tasks whose answers are compared
+QUESTIONS, LONGEST = 8, 2048  # questions of each task, and tokens of a prompt, at most
 ROWS, POSITIONS = 8, 64
-"""Rows of plain text that take the place of prompts, and the last predictions of each, at most."""
-Place = tuple[int, str]
-"""A layer and a side."""
+"""Rows of plain text to use without prompts, and the last predictions of each, at most."""
+Place = tuple[int, str]  # a layer and a side
 Stored = tuple[int, Intercept]
-"""A layer, and attention that reads one side of its cache as it is stored."""
+"""A layer, and an attention function that reads one side of its cache in stored form."""
 
 
-@dataclass(frozen=True)
-class Text:
-    """Token ids `[T]` whose predictions are compared at some positions. Earlier tokens are read at
-    once and exact, like a prompt. All others read a cache that holds the positions `stored` in 2
-    bits."""
+class Text(NamedTuple):
+    """Token ids `[T]` whose predictions count at some positions. To measure losses, earlier tokens
+    are an exact prefill, and the others read a cache with the positions `stored` in 2 bits."""
 
     ids: torch.Tensor
-    positions: list[int]
-    stored: slice
+    positions: Sequence[int]
+    stored: slice = slice(0)
 
     def count_passes(self, layers: int) -> int:
-        """How many tokens the model reads in the time that measuring all layers takes: for both
-        sides of each, the codec takes as long as the layer, and half of the layers run again."""
+        """How many tokens the model could read while all layers are measured. For both sides of
+        each, the codec takes as long as the layer, and half of the layers run again."""
         first, last = self.positions[0], self.positions[-1] + 1
         return 3 * first + layers * (last - first)
 
@@ -81,9 +70,7 @@ def add_attention_metric(
     recipe: Recipe,
     progress: Progress,
 ) -> None:
-    """Add the metric of each side to the statistics: `C_Q` or `C_S`, so scaled that errors cost
-    what the model was measured to lose, in nats a token. Raises as `measure_losses`."""
-    weights: dict[Place, float] = {}
+    """Add `C_Q` or `C_S` of each side, scaled to the measured loss in nats per token."""
     add_attention(statistics)
     rotations = spend_bits(fit(statistics, recipe, geometry), EvenBudget(BITS))
     losses = measure_losses(model, geometry, rotations, texts, progress)
@@ -94,14 +81,13 @@ def add_attention_metric(
         left = torch.tensor(REMAINING, dtype=torch.float64)[rotation.widths]
         predicted = (rotation.costs * left.repeat_interleave(SEGMENT, dim=-1)).sum().item()
         lost = max(losses[layer, side], least)
-        weights[layer, side] = lost / predicted if predicted else 0.0  # of what nothing reads
-    for (layer, side), weight in weights.items():
+        weight = lost / predicted if predicted else 0.0  # 0 if nothing reads it
         metric = statistics[layer][metric_kind(side)].second_moment
         statistics[layer][metric_kind(side)] = _one_row(weight * metric)
 
 
 def add_attention(statistics: Statistics) -> None:
-    """Add the metric of each side, of which layers and sides do not compare."""
+    """Add the metric of each side, unscaled."""
     for kinds in statistics.values():
         for side in rows_of(kinds).sides:
             kinds[metric_kind(side)] = _one_row(sum_moments(kinds, cost_kinds(side)))
@@ -121,38 +107,32 @@ def measure_losses(
     texts: Sequence[Text],
     progress: Progress,
 ) -> dict[Place, float]:
-    """The mean `KL(exact || stored)` in nats a token of predictions at the compared positions, with
-    one side of one layer stored by transform coding, minus the arithmetic's own noise.
-
-    Tokens before these positions are read once; the others once exact, and for every layer and side
-    without the layers before. Raises `RotationZooError` for predictions that are not finite.
-    """
+    """The mean `KL(exact || stored)` in nats per compared prediction, with one side of one layer
+    stored by transform coding, minus the noise. Raises `RotationZooError` if it is not finite."""
     layers = prediction.decoder_layers(model)
     if any(layer.owner != layer.index for layer in geometry):
-        layers = []  # a layer that reads another one's cache needs it to run
+        layers = []  # a layer that reads another one's cache needs that one to run
     codec, plain = RotatedCodec(rotations, rounding="transform"), RotatedCodec(rotations)
     places = [(layer, side) for layer, side, _ in rotations.each()]
-    losses = dict.fromkeys(places, 0.0)
-    done, total = 0, len(texts) * len(places)
-    for text in texts:
+    losses, total = dict.fromkeys(places, 0.0), len(texts) * len(places)
+    for number, text in enumerate(texts):
         stored = [_reading_stored(codec, geometry, text, place) for place in places]
-        # In bfloat16, any change moves all later roundings.
+        # In bfloat16, any change affects all later rounding.
         unrounded = _reading_stored(plain, geometry, text, places[0], rounds=False)
         found = _lose(model, layers, text, [unrounded, *stored])
         noise = next(found)
-        for (index, side), loss in zip(places, found, strict=True):
-            progress("measuring what each layer loses", done, total)
+        for done, ((index, side), loss) in enumerate(zip(places, found, strict=True)):
+            progress("measuring what each layer loses", number * len(places) + done, total)
             if not math.isfinite(loss - noise):  # a maximum of 0 and NaN is 0
-                hint = "give --quick, which measures no losses"
-                raise RotationZooError(f"what {side}s of layer {index} lose is not finite", hint)
+                problem = f"the measured loss of {side}s in layer {index} is not finite"
+                raise RotationZooError(problem, "give --quick, which measures no losses")
             losses[index, side] += max(0.0, loss - noise) / len(texts)
-            done += 1
     return losses
 
 
 @torch.no_grad()
 def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Raise `UnsupportedModel` if a model's cache miscounts ids `[B, T]`, as MiniMax's does."""
+    """Raise `UnsupportedModel` if a model's cache counts ids `[B, T]` wrong, as MiniMax's does."""
     cache = returned_cache(model(input_ids=ids, use_cache=True))
     if cache.get_seq_length() != ids.shape[1]:
         whose = f"{type(model).__name__}, whose own cache loses count of its tokens"
@@ -160,11 +140,10 @@ def check_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 def write_texts(
-    rows: Sequence[torch.Tensor], recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None
+    rows: Sequence[torch.Tensor], recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> list[Text]:
-    """Prompts of `ASKED` as long as the longest row, hidden in the rows of token ids `[T]`, whose
-    answers are compared. Without a tokenizer, or if rows are too short, the longest rows are
-    compared at their last tokens. Windows are the recipe's, or a quarter of a shorter row."""
+    """Prompts of `ASKED`, in the rows of token ids `[T]`, whose answers are compared. If rows are
+    too short, the last tokens of the longest rows are compared."""
     longest = [row[:LONGEST] for row in sorted(rows, key=len, reverse=True)]
     length, filler = len(longest[0]), torch.cat([*rows]).tolist()
     sink, recent = windows_of(recipe, length)
@@ -173,9 +152,8 @@ def write_texts(
         count = QUESTIONS // TASKS[task]
         asked.append(PromptSettings(task, count, length, None, sink, recent, pool="choose"))
     prompts: list[Prompt] = []
-    if tokenizer is not None:
-        with suppress(RotationZooError):
-            prompts = [each for its in asked for each in write_prompts(its, tokenizer, filler)]
+    with suppress(RotationZooError):  # rows may be too short
+        prompts = [each for its in asked for each in write_prompts(its, tokenizer, filler)]
     compared = []
     for prompt in prompts:  # at the positions that predict the tokens of answers
         answers = [range(it.answer.start, it.answer.stop) for it in prompt.questions]
@@ -205,7 +183,7 @@ def _lose(
     with prediction.keeping_outputs(layers) as outputs:
         exact = _predict(model, text, cache)
     if len(outputs) != len(layers) or not all(map(torch.is_tensor, outputs)):
-        layers = []  # a later one cannot stand for them
+        layers = []  # layers cannot be skipped
     for layer, attention in stored:
         before = layers[:layer]
         leaving_out = prediction.returning(before, outputs[layer - 1]) if before else nullcontext()

@@ -1,4 +1,4 @@
-"""The check that every artifact passes before it is written: do its tensors fit its manifest?"""
+"""The check that an artifact must pass before it is written: do its tensors fit its manifest?"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -8,16 +8,9 @@ from typing import Any
 
 import torch
 
+from rotationzoo.artifact import layout
 from rotationzoo.artifact.fit import fit, target_moment, transform_problems
-from rotationzoo.artifact.layout import (
-    Problem,
-    rotation_layout,
-    rotation_tensors,
-    sentences,
-    statistics_layout,
-    statistics_tensors,
-    tensor_problems,
-)
+from rotationzoo.artifact.layout import Problem
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.budget import EQUAL
 from rotationzoo.codec.bit_allocation import budget_problems, check_room
@@ -43,7 +36,7 @@ from rotationzoo.writer import write_artifact
 
 FETCH_AGAIN = "fetch the weights again; activations as large as theirs have no float32 statistics"
 """The hint when a calibration's own results are unsound."""
-# Largest relative error of a diagonalized statistic. 6e-8 was measured, and 0.85 and more for the
+# Largest relative error of a diagonalized statistic: 6e-8 was measured, and 0.85 or more for the
 # statistic of another side or layer.
 DIAGONAL = 1e-4
 
@@ -52,65 +45,35 @@ DIAGONAL = 1e-4
 class Verification:
     """The outcome of a check."""
 
-    problems: list[str]
-    """Empty if everything holds."""
-    orthogonality_error: float | None
-    """None if the rotations could not be read."""
-    checked: list[str]
-    """The names of the checks that were made."""
+    problems: list[str]  # empty if the check passed
+    orthogonality_error: float | None  # None if the rotations could not be read
+    checked: list[str]  # the names of the checks that were made
     misfits: list[str] = field(default_factory=list)
     """The problems that are about the model and not about the artifact."""
 
     @property
     def ok(self) -> bool:
-        """Whether everything holds."""
         return not self.problems
 
     @property
     def only_misfits(self) -> bool:
-        """Whether the artifact itself is sound, and only the model is another."""
+        """Whether the artifact itself is sound, but does not fit the model."""
         return 0 < len(self.misfits) == len(self.problems)
 
     def with_misfits(self, misfits: list[str]) -> "Verification":
-        """The same with more problems that are about the model."""
-        return replace(self, problems=[*self.problems, *misfits], misfits=[*self.misfits, *misfits])
+        return replace(self, problems=[*self.problems, *misfits], misfits=misfits)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The statements of a manifest or a recipe about rotations and statistics."""
+    """What a manifest says about rotations and statistics."""
 
     recipe: Recipe
     geometry: Geometry
     imported: bool = False
 
-    @classmethod
-    def from_manifest(cls, content: Mapping[str, Any]) -> "Claim":
-        """The claim of a manifest's content. Raises `RotationZooError` if it is damaged."""
-        recipe = from_dict(content["recipe"], "the manifest's recipe")
-        return cls(recipe, geometry_from_json(content["geometry"]), "imported" in content)
-
-    def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """Tensors that are missing, superfluous, misshapen or not finite."""
-        layout = rotation_layout(self.recipe, self.geometry, self.imported)
-        problems = tensor_problems(rotation_tensors(rotations), layout)
-        if statistics is not None:
-            layout = statistics_layout(self.recipe, self.geometry)
-            problems += tensor_problems(statistics_tensors(statistics), layout)
-        return problems
-
-    def content_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """One sentence for each kind of problem with tensors of the right shapes."""
-        problems = chain(
-            self.side_problems(rotations, statistics or {}),
-            self.origin_problems(rotations, statistics),
-            transform_problems(rotations, statistics, self.recipe),
-            budget_problems(rotations, self.recipe.budget),
-        )
-        return sentences(problems) + self.centering_problems(rotations)
-
     def side_problems(self, rotations: Rotations, statistics: Averages) -> Iterator[Problem]:
-        """Matrices that are not orthogonal, and clip ratios and means of another origin."""
+        """Matrices that are not orthogonal, and wrong clip ratios and means."""
         allowed = orthogonality.allowed_error(self.imported)
         for layer, side, rotation in rotations.each():
             error = orthogonality.orthogonality_error(rotation.matrix)
@@ -127,26 +90,25 @@ class Claim:
     def origin_problems(
         self, rotations: Rotations, statistics: Averages | None
     ) -> Iterator[Problem]:
-        """Rotations that the recipe would not make; unknown formulas of imports are not checked."""
-        recipe = self.recipe
-        if recipe.composition == GIVEN:
+        """Rotations that the recipe would not make. Imported matrices are not checked."""
+        if self.recipe.composition == GIVEN:
             return
-        if not recipe.has_eigenbasis:
+        if not self.recipe.has_eigenbasis:
             yield from self._formula_problems(rotations)
         elif statistics is not None:
             yield from self._eigenbasis_problems(rotations, statistics)
 
     def centering_problems(self, rotations: Rotations) -> list[str]:
-        """Keys stored without their mean, which attention of a layer is known not to ignore."""
-        keys = [rotation for _, side, rotation in rotations.each() if side == "key"]
-        centered = any(rotation.mean is not None for rotation in keys)
-        if centered and (moved := shifted_layers(self.geometry)):
-            return [f"keys are stored without their mean: {shift_reason(moved)}"]
+        """Keys stored without their mean although the attention of a layer needs it."""
+        moved = shifted_layers(self.geometry)
+        for _, side, rotation in rotations.each():
+            if moved and side == "key" and rotation.mean is not None:
+                return [f"keys are stored without their mean: {shift_reason(moved)}"]
         return []
 
     def _formula_problems(self, rotations: Rotations) -> Iterator[Problem]:
         """Rotations that differ from those that a recipe without an eigenbasis makes."""
-        # Leave out what comes from statistics, which is checked elsewhere.
+        # Means and transform coding come from statistics, and are checked elsewhere.
         measured = "center_keys", "center_values", "transform"
         alone = self.recipe.model_copy(update=dict.fromkeys(measured, False) | asdict(EQUAL))
         for layer, side, rotation in fit(None, alone, self.geometry).each():
@@ -160,7 +122,7 @@ class Claim:
             averages = statistics.get(layer, {})
             if self._diagonalizes(sides, averages, {side: side for side in sides.sides}):
                 continue
-            # Swapped sides are the likeliest mistake, so they get a message of their own.
+            # Swapped sides are the most likely mistake, so they get their own message.
             swapped = {"key": "value", "value": "key"}
             if sides.sides == SIDES and self._diagonalizes(sides, averages, swapped):
                 yield "key and value swapped", layer
@@ -170,9 +132,8 @@ class Claim:
     def _diagonalizes(
         self, sides: LayerRotations, averages: Mapping[str, Average], statistic_of: dict[str, str]
     ) -> bool:
-        """Whether `U^T C U` is diagonal with the stored eigenvalues, to `DIAGONAL`, for each side's
-        eigenbasis U and the second moment C of the side that `statistic_of` names. Missing ones
-        agree."""
+        """Whether `U^T C U` is diagonal with the stored eigenvalues, within `DIAGONAL`. U is each
+        side's eigenbasis, and C the second moment of the side in `statistic_of`, if stored."""
         recipe = self.recipe
         for side, other in statistic_of.items():
             if not averages.keys() >= set(recipe.target_kinds(other)):
@@ -191,7 +152,7 @@ class Claim:
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise `RotationZooError` for a composition that does not exist for a head dimension."""
+    """Raise `RotationZooError` for a recipe that is not possible with this geometry."""
     if recipe.composition == GIVEN:
         problem = "the composition 'given' stands for imported matrices and cannot be calibrated"
         hint = "leave composition out of the recipe, or see docs/recipes.md for those that can"
@@ -212,8 +173,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
         problem = f"transform coding takes heads of a multiple of {SEGMENT} channels"
         raise RotationZooError(f"{problem}, and these have {max(dims)}", "give --recipe oscar")
     check_room(recipe.budget, geometry)
-    # Build the rotations only for the errors that it raises.
-    for dim in sorted(dims):
+    for dim in sorted(dims):  # raises if the composition does not exist for this dimension
         if recipe.has_eigenbasis:
             compositions.compose(orthogonality.identity(dim), recipe.composition, recipe.group(dim))
         else:
@@ -227,11 +187,8 @@ def write_sound_artifact(
     content: dict[str, Any],
     hint: str,
 ) -> Artifact:
-    """Write an artifact with its card in the place of one in its folder, if it would pass `verify`.
-    Raises `Unsound` with the first problem and `hint`, and then writes nothing.
-
-    `content` is that of the manifest, without the keys that are added when it is written.
-    """
+    """Write an artifact, replacing any in its folder, if it would pass `verify`; else raise
+    `Unsound` with the first problem and `hint`. `content` is the manifest's."""
     if problems := check(rotations, statistics, content).problems:
         raise Unsound(f"not written, since it would not pass verify: {problems[0]}", hint=hint)
     return write_artifact(folder, rotations, statistics, content)
@@ -241,15 +198,28 @@ def check(
     rotations: Rotations, statistics: Averages | None, content: dict[str, Any]
 ) -> Verification:
     """Check tensors against a manifest's content. Raises `RotationZooError` if that is damaged."""
-    claim, checked = Claim.from_manifest(content), ["geometry", "finiteness"]
-    if claim.recipe.composition != GIVEN:
-        check_recipe(claim.recipe, claim.geometry)
-    # The checks below rely on the right shapes.
-    if problems := claim.layout_problems(rotations, statistics):
+    recipe = from_dict(content["recipe"], "the manifest's recipe")
+    imported = content.get("imported") is not None
+    claim = Claim(recipe, geometry_from_json(content["geometry"]), imported)
+    if recipe.composition != GIVEN:
+        check_recipe(recipe, claim.geometry)
+    checked = ["geometry", "finiteness"]
+    expected = layout.rotation_layout(recipe, claim.geometry, claim.imported)
+    problems = layout.tensor_problems(layout.rotation_tensors(rotations), expected)
+    if statistics is not None:
+        expected = layout.statistics_layout(recipe, claim.geometry)
+        problems += layout.tensor_problems(layout.statistics_tensors(statistics), expected)
+    if problems:  # the checks below rely on the right shapes
         return Verification(problems, None, checked)
-    problems = claim.content_problems(rotations, statistics)
+    found = chain(
+        claim.side_problems(rotations, statistics or {}),
+        claim.origin_problems(rotations, statistics),
+        transform_problems(rotations, statistics, recipe),
+        budget_problems(rotations, recipe.budget),
+    )
+    problems = layout.sentences(found) + claim.centering_problems(rotations)
     origin = "agreement with the statistics" if statistics else "the recipe"
     checked += ["orthogonality", "clip ratios", origin]
-    if claim.recipe.transform:
+    if recipe.transform:
         checked.append("transform coding")
     return Verification(problems, rotations.orthogonality_error, checked)

@@ -15,10 +15,9 @@ from rotationzoo.recipe.rope import position_count
 from rotationzoo.storage.files import read_json
 from rotationzoo.words import counted, nearest, size_words
 
-UTILIZATION = 0.92
-"""The share of a GPU's memory that vLLM takes by default (`gpu_memory_utilization`)."""
+UTILIZATION = 0.92  # of a GPU's memory: vLLM's default (`gpu_memory_utilization`)
 OWN = 1_380_000_000
-"""Bytes of it that vLLM 0.32.0 keeps on a GPU for activations, graphs and itself: so it was for
+"""Bytes that vLLM 0.32.0 keeps on a GPU for activations, graphs and itself, measured with
 Qwen3-8B's shape on an H100, with 8,192 tokens and 64 requests a step (docs/plan.md)."""
 _GIB = 1 << 30
 _UNITS = {"gib": _GIB, "gb": 10**9, "g": _GIB, "tib": 1024 * _GIB, "tb": 10**12}
@@ -28,11 +27,10 @@ _SEVERAL = re.compile(r"(\d{1,4})\s*[x*]\s*(.+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU, or a `count` of one kind that share a model evenly."""
+    """One GPU, or `count` of one kind that share a model evenly."""
 
     kind: str
-    memory: int
-    """Bytes of one."""
+    memory: int  # bytes of one
     count: int = 1
 
     @property
@@ -41,11 +39,11 @@ class Card:
 
     @property
     def usable(self) -> int:
-        """Bytes of all of them for weights and cache in a server."""
+        """Bytes of all GPUs for weights and cache in a server."""
         return max(0, int(self.count * self.memory * UTILIZATION) - self.count * OWN)
 
 
-OTHERS = "T4", "MI300X"  # too old, or of AMD: our kernels do not run on them
+OTHERS = "T4", "MI300X"  # too old, or from AMD: our kernels do not run on them
 # GiB as PyTorch's errors report them ("has a total capacity of"), up to 8 % less than a data sheet.
 _SIZES = {
     "RTX 3090": 23.56, "RTX 4090": 23.52, "RTX 5060 Ti": 15.47, "RTX 5070": 11.49,
@@ -77,7 +75,7 @@ def _plain(text: str) -> str:
 
 
 WEIGHTS_WORDS = {"published": "weights as published", "4bit": "weights in 4 bits"}
-_MORE_CARDS = 2, 4, 8  # that are offered where one is too small
+_MORE_CARDS = 2, 4, 8  # offered if one is too small
 _SMALLEST = CACHES[-1]
 
 
@@ -104,13 +102,11 @@ class Capacity:
     weights: dict[str, int]
     weights_from: str
     positions: int | None
-    context: int
-    """Tokens of each request."""
-    request_bytes: dict[str, int]
-    """Those of one request of the wish in every cache."""
+    context: int  # tokens of each request
+    request_bytes: dict[str, int]  # of one such request in every cache
 
     def free_bytes(self, weights: str, cache: str, card: Card) -> int:
-        """Bytes of a card for requests, next to these weights and to what a server takes once."""
+        """Bytes of a card for requests, next to these weights and what a server takes once."""
         room = card.usable - self.weights[weights]
         if cache != _SMALLEST:
             return room
@@ -126,7 +122,6 @@ class Capacity:
         return max(0, self.free_bytes(weights, cache, card) // self.request_bytes[cache])
 
     def cache_words(self, cache: str) -> str:
-        """A cache as people read it: our own by its bits."""
         dim = self.shape.layers[0].key_dim
         return f"{self.wish.storage.row_bits(dim) / dim:.3g} bits" if cache == _SMALLEST else cache
 
@@ -150,8 +145,7 @@ class Answer:
     words: str
     weights: str | None = None
     cache: str | None = None
-    context: int | None = None
-    """Where nothing does: how many tokens of each request would fit, in the smallest cache."""
+    context: int | None = None  # if nothing fits: the tokens per request that would, at most
 
 
 def judge_wish(capacity: Capacity) -> Answer:
@@ -193,7 +187,7 @@ def _fitting_words(capacity: Capacity, weights: str, cache: str) -> str:
 
 
 def remarks(capacity: Capacity) -> Iterator[str]:
-    """What prevents the wish on any card or on this one, and what the numbers leave out."""
+    """What prevents the wish on any card or this one, and what the numbers leave out."""
     wish, card, shape = capacity.wish, capacity.wish.card, capacity.shape
     if capacity.positions and capacity.context > capacity.positions:
         made, tokens = counted(capacity.positions, "position"), counted(capacity.context, "token")

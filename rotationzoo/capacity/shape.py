@@ -22,7 +22,7 @@ from rotationzoo.model.files import indexed_bytes, text_config, weight_files
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import Source
 from rotationzoo.sides import HEADS
-from rotationzoo.vllm.prompts import Scratch
+from rotationzoo.vllm.prompts import scratch_sizes
 from rotationzoo.vllm.segments import LONG
 from rotationzoo.vllm.steps import count_slots
 
@@ -37,13 +37,12 @@ _MATRICES = 4  # in float32: rotation, transform, and the products for each way
 
 @dataclass(frozen=True)
 class CachedLayer(Layer):
-    """One layer with a cache of its own."""
+    """A layer with its own cache."""
 
-    window: int | None = None
-    """How many tokens a layer with sliding attention keeps; None keeps all."""
+    window: int | None = None  # tokens that a layer with sliding attention keeps; None: all
 
     def tokens_held(self, context: int) -> int:
-        """How many tokens of a request of `context` tokens the layer keeps."""
+        """The tokens of a request of `context` tokens that the layer keeps."""
         return context if self.window is None else min(context, self.window)
 
 
@@ -52,27 +51,20 @@ class Shape:
     """A model's cache and weights."""
 
     layers: tuple[CachedLayer, ...]
-    embeddings: int
-    """Parameters of the input embedding and, unless it is the same, of the output projection."""
+    embeddings: int  # parameters of the input embedding and of an output projection of its own
     parameters: int = 0
-    expert_parameters: int = 0
-    """Those of routed experts, in all layers together."""
-    state_bytes: int = 0
-    """Bytes per request of linear attention's, Mamba's and convolutions' states, of any context."""
-    uncounted_states: bool = False
-    """Whether there are states of unknown size, or the keys of a sparse attention's index."""
+    expert_parameters: int = 0  # of routed experts, in all layers together
+    state_bytes: int = 0  # per request, of linear attention, Mamba and convolutions
+    uncounted_states: bool = False  # of unknown size, or keys of a sparse attention's index
 
     def elements(self, context: int) -> int:
-        """Cached elements of a request of `context` tokens, without states of linear attention."""
+        """Cached elements of a request of `context` tokens, without states."""
         return sum(each.elements * each.tokens_held(context) for each in self.layers)
 
     def request_bytes(self, cache: str, context: int, storage: "Storage") -> int:
-        """Bytes of the cache of one request of `context` tokens, with states of linear attention.
-
-        * `bf16`, `fp8`: 16 and 8 bits an element, nothing else.
-        * `int2`: as `storage` says. Our backend for vLLM stores every token in pages, with copies
-          of pages that windows touch, and layers with a sliding window in bf16.
-        """
+        """Bytes of the cache of one request of `context` tokens, with states. `int2` is stored as
+        `storage` says: our backend for vLLM stores every token in pages, with copies of pages that
+        windows touch, and layers with a sliding window in bf16."""
         if cache in _PLAIN_BITS:
             bits: float = _PLAIN_BITS[cache] * self.elements(context)
         else:
@@ -80,7 +72,7 @@ class Shape:
         return math.ceil(bits / 8) + self.state_bytes
 
     def server_bytes(self, storage: "Storage", requests: int) -> int:
-        """Bytes that our vLLM backend takes besides pages: exact copies, matrices, prompts."""
+        """Bytes that our vLLM backend takes besides pages: exact copies, matrices, scratch."""
         layers, total = [each for each in self.layers if storage.has_pages(each)], 0
         for layer in layers:
             matrices = _MATRICES * layer.kv_heads * 4 + layer.query_heads * 2
@@ -89,7 +81,7 @@ class Shape:
         for layer in layers[:1]:  # all share this memory
             room = max(LONG, _STEP + storage.sink + storage.recent)
             queries = _STEP, layer.query_heads, layer.key_dim
-            sizes = Scratch.sizes(queries, layer.kv_heads, room, torch.bfloat16)
+            sizes = scratch_sizes(queries, layer.kv_heads, room, torch.bfloat16)
             total += sum(math.prod(size) * dtype.itemsize for size, dtype in sizes)
         return total
 
@@ -101,14 +93,14 @@ class Shape:
 
 
 def read_shape(source: Source) -> Shape:
-    """Build a model on `meta` and look at its attention and cache. Raises `ModelUnavailable` for a
+    """Build a model on `meta` and inspect its attention and cache. Raises `ModelUnavailable` for a
     config that cannot be read, and `UnsupportedModel` for another kind of cache."""
     config = loading.load_config(source)
     model = loading.on_meta(config, source.name)
     geometry = geometry_on_meta(model)
     if geometry is None:
-        problem = f"what the layers of {source.name} cache shows only with its weights"
-        raise UnsupportedModel(problem, "fetch them and look at: rotationzoo generate")
+        problem = f"the cache of {source.name} cannot be read from its config without weights"
+        raise UnsupportedModel(problem, "fetch them and run: rotationzoo generate")
     kept, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
     windows = {index: getattr(each, "sliding_window", None) for index, each in enumerate(kept)}
     owners = cached_layers(geometry)
@@ -130,8 +122,8 @@ def read_shape(source: Source) -> Shape:
 
 @torch.no_grad()
 def _count_states(model: PreTrainedModel) -> int:
-    """Bytes of a request's states, as servers store them: a convolution's inputs but the newest in
-    bfloat16, everything else in float32."""
+    """Bytes of a request's states, as servers store them: a convolution's inputs except the newest
+    in bfloat16, everything else in float32."""
     ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
     output, total = decoder(model)(input_ids=ids, use_cache=True), 0
     for layer in returned_cache(output).layers:
@@ -145,20 +137,20 @@ def _count_states(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class Storage(CacheLayout):
-    """How our cache is stored: a layout, and bits an element (None: those of the format)."""
+    """How our cache is stored: a layout, and bits per element (None: those of the format)."""
 
     bits: float | None = None
 
     def has_pages(self, layer: CachedLayer) -> bool:
-        """Whether our backend for vLLM stores a layer so, and not in bf16 or not at all."""
+        """Whether our backend for vLLM stores a layer in pages of codes."""
         return self.format in _PAGED and layer.window is None and layer.cached is HEADS
 
     def row_bits(self, dim: int) -> float:
-        """Bits of a row with its scale and offset."""
+        """Bits of a row, with its scale and offset."""
         return dim * (self.bits or bits_per_element(dim, None, self.format))
 
     def copied_tokens(self, requests: int) -> int:
-        """Tokens whose exact copies a server keeps for `requests` requests, next to their codes."""
+        """Tokens with exact copies, next to their codes, in a server of `requests` requests."""
         return _PAGE * count_slots(self, _PAGE, requests)
 
 
@@ -176,8 +168,7 @@ def _stored_bits(layer: CachedLayer, context: int, storage: Storage) -> float:
     return exact * whole + (held - exact) * stored
 
 
-FOUR_BITS = 4 + (16 + 4) / 128
-"""Bits of a weight in AWQ and GPTQ: for each group of 128, a float16 scale and a 4-bit zero."""
+FOUR_BITS = 4 + (16 + 4) / 128  # AWQ and GPTQ: a float16 scale and a 4-bit zero for each 128
 _MXFP4_BITS = 4 + 8 / 32  # an 8-bit exponent for each block of 32
 _TYPE_BITS = {"float64": 64.0, "float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
 
@@ -194,18 +185,18 @@ def weigh(source: Source, config: dict[str, Any], shape: Shape) -> tuple[dict[st
     origin, published = next((name, size) for name, size in sizes.items() if size)
     four_bit = _packed(shape, FOUR_BITS, shape.embeddings)
     if bits < 5 or published < four_bit:
-        four_bit = published  # which has 4 bits already
+        four_bit = published  # already 4 bits
     return {"published": published, "4bit": four_bit}, origin
 
 
 def _packed(shape: Shape, bits: float, kept: int) -> int:
-    """Bytes if all parameters but `kept` take `bits`; those take 16, if `bits` is less."""
+    """Bytes if all parameters except `kept` take `bits`; those take 16 bits, if `bits` is less."""
     kept = 0 if bits >= 16 else min(kept, shape.parameters)
     return int(kept * 2 + (shape.parameters - kept) * bits / 8)
 
 
 def _published_bits(config: dict[str, Any]) -> float:
-    """Bits of a published weight; with MXFP4, of those of routed experts alone."""
+    """Bits of a published weight; with MXFP4, only of routed experts."""
     tables = config, text_config(config)
     for table in tables:
         quantized = table.get("quantization_config")

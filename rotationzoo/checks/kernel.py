@@ -1,5 +1,5 @@
-"""Validation of the CUDA reference kernel against the codec's definition: every layer and head is
-compared bit by bit."""
+"""Validation of the CUDA reference kernel against the codec's definition, bit by bit, for every
+layer and head."""
 
 import json
 from collections.abc import Iterator
@@ -19,20 +19,16 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.writer import add_files, check_writable
 
 EDGE_ROWS = 8
-_TAIL_DEGREES = 3  # degrees of freedom of drawn rows' Student t: few of them make heavy tails
+_TAIL_DEGREES = 3  # degrees of freedom of the Student t of drawn rows, for heavy tails
 _HINT = "do not publish; report the GPU, the driver and this line as an issue"
 _FLOAT32_ROUNDING = 2.0**-24
-_SMALLEST_BOUND = 1e-37  # the bound for rows of zeros: products below it are subnormal in float32
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Bytes per element -> the integer type of that size.
-
-Floats are compared as integers, bit by bit: -0 differs from 0, and NaN equals NaN.
-"""
+_SMALLEST_BOUND = 1e-37  # for rows of zeros: smaller products are subnormal in float32
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes -> integer type
 
 
 def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: int) -> torch.Tensor:
-    """Random rows `[heads, count, dim]`, float32, heavy-tailed: multivariate Student t with the
-    mean and covariance of `moments`, or standard."""
+    """Heavy-tailed random rows `[heads, count, dim]`, float32: multivariate Student t with the mean
+    and covariance of `moments`, or standard."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(heads, count, dim, generator=generator, dtype=torch.float64)
     degrees = torch.randn(heads, count, _TAIL_DEGREES, generator=generator, dtype=torch.float64)
@@ -64,7 +60,7 @@ def edge_rows(dim: int, largest: float) -> torch.Tensor:
 def rows_of_each_type(rows: torch.Tensor) -> Iterator[torch.Tensor]:
     """Edge rows followed by the rows `[H, N, D]`, in every dtype that the kernel reads."""
     for dtype in cuda.TYPES:
-        # Rounding to bfloat16 may add one part in 256, which must not leave the codec's domain.
+        # Rounding to bfloat16 may add 1/256, which must stay within the codec's domain.
         largest = min(int2.LARGEST, torch.finfo(dtype).max) * 0.99
         edges = edge_rows(rows.shape[-1], largest).expand(len(rows), -1, -1)
         yield torch.cat([edges, rows.clamp(-largest, largest)], dim=1).to(dtype)
@@ -77,27 +73,24 @@ class KernelComparison:
     group_size: int | None
     rows: int = 0
     elements: int = 0
-    rotation_error: float = 0.0
-    """The largest error of a rotation, as a fraction of the bound for float32."""
-    name: str = ""
-    """The layer and side that are being compared, for error messages."""
+    rotation_error: float = 0.0  # the largest of a rotation, as a fraction of the bound for float32
+    name: str = ""  # of the layer and side that are compared, for error messages
 
     def compare(
         self, name: str, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
     ) -> None:
-        """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios
-        `[H]`."""
+        """Compare on unrotated rows `[H, N, D]`, rotations `[H, D, D]` and clip ratios `[H]`."""
         self.name = name
         self.rows += rows.shape[0] * rows.shape[1]
         rotated = torch.empty(rows.shape, device="cuda")
-        # Models produce keys and values in bfloat16, so that is what the kernel rotates.
+        # The kernel rotates bfloat16, as models produce it.
         narrow = rows.bfloat16()
         for format in int2.FORMATS.values():
             packed = cuda_rows.quantize(
                 narrow.cuda(), clip, self.group_size, format, rotation.cuda(), rotated
             )
             # The definition quantizes the rows that the kernel rotated. If it rotated them itself,
-            # sums in another order, which are allowed, would now and then round to another code.
+            # sums in another order, which are allowed, would sometimes round to another code.
             self._check_product("rotation", rotated.cpu(), narrow, rotation)
             expected = self._check_quantized(packed, rotated.cpu(), clip, format)
             restored = cuda_rows.dequantize(packed, torch.float32, rotation.cuda()).cpu()
@@ -110,8 +103,7 @@ class KernelComparison:
     def _check_quantized(
         self, packed: cuda.Packed, rows: torch.Tensor, clip: torch.Tensor, format: int2.Format
     ) -> int2.Quantized:
-        """Check that the kernel stored rotated rows as the definition does, and that the reader
-        restores them. Returns what the definition stores."""
+        """Check how the kernel stores and restores rotated rows. Returns what it should store."""
         expected = int2.quantize(rows, clip[:, None], self.group_size, format)
         codes = int2.unpack(packed.codes.cpu(), format)
         self._check_equal("code", codes, expected.codes)
@@ -125,7 +117,7 @@ class KernelComparison:
         return expected
 
     def _check_equal(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise `RotationZooError` unless the tensors are equal bit by bit."""
+        """Raise `RotationZooError` unless the bits are equal: -0 is not 0, and NaN equals NaN."""
         bits = _SAME_SIZE[expected.element_size()]
         different = (actual.view(bits) != expected.view(bits)).nonzero()
         if len(different):
@@ -138,8 +130,8 @@ class KernelComparison:
     def _check_product(
         self, what: str, actual: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor
     ) -> None:
-        """Check `rows @ matrix` as computed in float32 against float64: the error of a dot product
-        of D terms is at most D 2^-24 |x| |R| (Higham 2002, section 3.1)."""
+        """Check `rows @ matrix` in float32 against float64: the error of a dot product of D terms
+        is at most D 2^-24 |x| |R| (Higham 2002, section 3.1)."""
         rows, matrix = rows.double(), matrix.double()
         allowed = rows.shape[-1] * _FLOAT32_ROUNDING * (rows.abs() @ matrix.abs())
         error = (actual.double() - rows @ matrix).abs() / (allowed + _SMALLEST_BOUND)
@@ -158,10 +150,8 @@ def validate_kernel(
     artifact: Artifact, rows: int = 1024, progress: Progress = silent
 ) -> dict[str, Any]:
     """Compare the kernel with the codec's definition on `rows` rows of every layer, KV head and
-    side, and return the report, which is added to the artifact with the source that ran.
-
-    Raises `RotationZooError` at the first difference, and without a GPU.
-    """
+    side, and return the report, which is added to the artifact with the source that ran. Raises
+    `RotationZooError` at the first difference, and without a GPU."""
     if not torch.cuda.is_available():
         needs = "the CUDA reference needs an NVIDIA GPU, and there is none here"
         problem = f"{artifact.folder} is not validated: {needs}"

@@ -1,4 +1,4 @@
-"""A few requests to a running server, whose log probabilities tell which rotations it reads."""
+"""A few requests to a running server, whose log probabilities show which rotations it reads."""
 
 import os
 import re
@@ -23,19 +23,14 @@ from rotationzoo.storage import strict_json
 from rotationzoo.storage.strict_json import Strict
 from rotationzoo.words import shortened
 
-KEY = "OPENAI_API_KEY"
-"""The environment variable with the server's key, as vLLM's and OpenAI's clients have it."""
-SECONDS = 120.0
-"""For one answer: a CPU takes 0.15 s a token, and other requests may come first."""
+KEY = "OPENAI_API_KEY"  # with the server's key, as for vLLM's and OpenAI's clients
+SECONDS = 120.0  # for one answer: a CPU takes 0.15 s a token, and other requests may come first
 NEAR = 0.6
-"""Up to this share of what rounding changes, two readings are the same. Measured with the demo
-model in float32 and bfloat16: with the artifact, a server is 0 to 0.49 from the record; without, 0
-to 0.34 from the exact model; with other rotations or rounding, 1.08 or more from both; with half of
-the recent window, 0.70 from the record."""
-LEAST_CHANGE = 0.05
-"""Nats. The demo's are .15, and bfloat16 alone moves a server by .05."""
-LEAST_COMPARED = 40
-"""Log probabilities. Fewer would be those of less than eight tokens."""
+"""Up to this fraction of what rounding changes, two readings are the same. For the demo model in
+float32 and bfloat16, a server is 0 to 0.49 from the record; without the artifact, 0 to 0.34 from
+the exact model; with other rotations or rounding, 1.08 or more; with half the window, 0.70."""
+LEAST_CHANGE = 0.05  # nats: the demo's are 0.15, and bfloat16 alone moves a server by 0.05
+LEAST_COMPARED = 40  # log probabilities, of at least eight tokens
 _ARTIFACT = re.compile(r'(?m)^rotationzoo_artifact_info\{.*artifact="([0-9a-f]+)"')
 
 Verdict = Literal["in use", "exact", "other", "unclear"]
@@ -46,25 +41,19 @@ Content = TypeVar("Content")
 class ServerCheck:
     """What a server's log probabilities say. Distances are mean absolute differences in nats."""
 
-    compared: int
-    """Log probabilities of tokens that were read from a cache which holds codes."""
-    change: float
-    """From the exact model to the record: what rounding changes."""
-    to_record: float
-    """From the server to the record."""
-    to_exact: float
-    """From the server to the exact model."""
-    artifact: str | None = None
-    """The sha256 that it names at its `/metrics`, if it does."""
+    compared: int  # log probabilities of tokens that were read from a cache with codes
+    change: float  # from the exact model to the record: what rounding changes
+    to_record: float  # from the server to the record
+    to_exact: float  # from the server to the exact model
+    artifact: str | None = None  # the sha256 at its `/metrics`, if any
 
     @property
     def verdict(self) -> Verdict:
         """Which cache the server reads."""
-        if self.compared < LEAST_COMPARED or self.change < LEAST_CHANGE:
-            return "unclear"
         near_record = self.to_record <= NEAR * self.change
         near_exact = self.to_exact <= NEAR * self.change
-        if near_record and near_exact:
+        is_little = self.compared < LEAST_COMPARED or self.change < LEAST_CHANGE
+        if is_little or (near_record and near_exact):
             return "unclear"
         if near_record:
             return "in use"
@@ -90,7 +79,7 @@ class _Models(Strict):
 
 
 class LogProbabilities(Strict):
-    """An answer's tokens, as `token_id:7`, with the most probable candidates for each."""
+    """An answer's tokens, as `token_id:7`, and the most probable candidates for each."""
 
     tokens: list[str]
     top_logprobs: list[dict[str, float]]
@@ -105,19 +94,19 @@ class _Completion(Strict):
 
 
 def recorded_probes(artifact: Artifact) -> list[Probe]:
-    """What a server with these rotations answers. Raises `RotationZooError` if not recorded."""
+    """The recorded answers of a server with these rotations. Raises `RotationZooError` if none."""
     probes = artifact.measured.probes if artifact.measured else []
     if not probes:
         model, *revision = model_words(artifact)
         words = ["rotationzoo", "evaluate", model, str(artifact.folder), "--save", *revision]
-        hint = f"record it with: {shlex.join(words)}"
-        raise RotationZooError(f"{artifact.folder} has no record of what a server answers", hint)
+        hint = f"record them with: {shlex.join(words)}"
+        raise RotationZooError(f"{artifact.folder} has no record of a server's answers", hint)
     return probes
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that should read an artifact. Raises `UsageError` for no HTTP address."""
+    """A server that should read an artifact. Raises `UsageError` if the address is not HTTP."""
 
     address: str
     artifact: Artifact
@@ -129,8 +118,7 @@ class Server:
             raise UsageError(f"{self.address} is not the address of a server", hint)
 
     def read(self) -> ServerCheck:
-        """Let it continue the recorded prompts, and compare. Raises `RotationZooError` if it
-        fails."""
+        """Compare how it continues the recorded prompts. Raises `RotationZooError` if it fails."""
         model = self._ask("v1/models", _Models).data[0]
         if model.owned_by != "vllm":
             raise self.refuse("is not vLLM")
@@ -146,17 +134,17 @@ class Server:
         return replace(reading, artifact=named and named[1])
 
     def refusal(self, reading: ServerCheck) -> RotationZooError | None:
-        """The error for what a server reads; None if it is the artifact's rotations."""
+        """The error for what a server reads; None for the artifact's rotations."""
         if reading.artifact not in (None, self.artifact.identity):
             return self.refuse(f"serves another artifact, by its metrics: {reading.artifact}")
         if reading.verdict == "unclear":
-            words = f"it is not decided which rotations the server at {self.address} reads"
+            words = f"the check cannot tell which rotations the server at {self.address} reads"
             hint = "see in the server's log how many layers are stored in 2 bits"
             return Undecided(f"{words}: {reading.words}", hint)
         problems = {
             "exact": "reads an exact cache: the artifact is not in use",
             "other": "reads other rotations, or was started with another model, other windows or "
-            "another rounding",
+            "other rounding",
         }
         problem = problems.get(reading.verdict)
         return self.refuse(f"{problem} ({reading.words})") if problem else None
@@ -173,13 +161,13 @@ class Server:
             "prompt": probe.prompt,
             "max_tokens": len(probe.tokens),
             "temperature": 0,
-            "repetition_penalty": 1.0,  # a model's own may be another
+            "repetition_penalty": 1.0,  # the model's default may differ
             "ignore_eos": True,
             "logprobs": len(probe.candidates[0]),
             "return_tokens_as_token_ids": True,
-            # With fewer tokens to choose from, a near tie less often ends the comparison.
+            # Fewer candidates mean fewer near ties, which end the comparison.
             "allowed_token_ids": sorted(set(probe.tokens)),
-            # The prompt is to be read exact, and a prefix that is there would be read from codes.
+            # The prompt must be read exact: a cached prefix would be read from codes.
             "cache_salt": secrets.token_hex(16),
         }
         answer = self._ask("v1/completions", _Completion, request).choices[0].logprobs
@@ -211,7 +199,7 @@ class Server:
             raise self.refuse(f"does not answer: {error}") from error
         text = content.decode(errors="replace")
         if status == 401:
-            raise self.refuse(f"wants another key than there is in {KEY}")
+            raise self.refuse(f"does not accept the key in {KEY}")
         if status != 200:
             words = shortened(" ".join(text.split()))
             raise self.refuse(f"answers with status {status}: {words}")
@@ -222,7 +210,7 @@ class Server:
 
 
 def compare(probes: Sequence[Probe], answers: Sequence[LogProbabilities]) -> ServerCheck:
-    """Compare answers with the record, up to the first other token, without the first one."""
+    """Compare answers with the record up to the first different token, except the first token."""
     changes, to_record, to_exact = [], [], []
     for probe, answer in zip(probes, answers, strict=True):
         tables = probe.candidates, probe.log_probabilities, probe.exact

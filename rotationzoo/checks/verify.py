@@ -18,11 +18,11 @@ from rotationzoo.storage.folders import read_settled
 def verify(
     artifact: Artifact, model: str | None = None, revision: str | None = None
 ) -> Verification:
-    """Recompute everything, and with `model` check that the artifact was made for it. Raises
-    `RotationZooError` only if the check cannot be made, for example without such a model."""
+    """Check everything again, and with `model` that the artifact was made for it. Raises
+    `RotationZooError` only if the check cannot be made, for example if there is no such model."""
     problems = artifact.damaged_files()
     checked = [] if problems else ["checksums"]
-    # After the checksums, so that a file that was changed comes first.
+    # After the checksums, so that changed files come first.
     problems += unlisted_files(artifact)
     error = None
     try:
@@ -35,7 +35,7 @@ def verify(
         error = tensors.orthogonality_error
         checked += tensors.checked
     except RotationZooError as damage:
-        # A checksum may have reported unreadable content already.
+        # A checksum may already have reported unreadable content.
         if str(damage) not in problems:
             problems.append(str(damage))
     verification = Verification(problems, error, checked)
@@ -48,7 +48,7 @@ def verify(
 
 
 def _check_tensors(artifact: Artifact) -> Verification:
-    """Check the names, dtypes and shapes of all tensors, then, if they are right, their content."""
+    """Check the names, dtypes and shapes of all tensors and, if they are right, their content."""
     rotations, problems = artifact.examine(ROTATIONS)
     statistics = None
     if STATISTICS in artifact.manifest.files:
@@ -61,7 +61,7 @@ def _check_tensors(artifact: Artifact) -> Verification:
 
 
 def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
-    """Compare the config and any local weights. Returns problems, and what was compared."""
+    """Compare the config and any local weights. Returns problems and what was compared."""
     expected, source = artifact.manifest.model, find(model, revision)
     fingerprint, compared, problems = expected.weights_fingerprint, f"the config of {model}", []
     if hash_config(source.folder) != expected.config_sha256:
@@ -73,7 +73,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
     else:
         if fingerprint:
             compared += ", whose weights are not on this machine"
-        # Without weights to compare, the revision still identifies them.
+        # Without local weights, the revision still identifies them.
         if expected.revision and source.revision not in (None, expected.revision):
             made_for = f"made for revision {expected.revision}"
             problems = [f"{made_for}, and {model} is at {source.revision}"]
@@ -82,7 +82,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
 
 # ---- entries that the manifest does not list
 
-# What the clients of hubs and the Finder leave in a folder, and no engine reads. Earlier clients of
+# What hubs' clients and the Finder leave in a folder, and no engine reads. Earlier clients of
 # ModelScope also leave pickles, which they load: these are refused.
 _LEFT_BEHIND = re.compile(
     r"\.gitattributes|\.DS_Store|\.mv"
@@ -93,7 +93,7 @@ _LEFT_FOLDERS = ".cache", "._____temp"
 
 
 def unlisted_files(artifact: Artifact) -> list[str]:
-    """One sentence for each entry that neither the manifest nor a hub's client accounts for."""
+    """One sentence for each entry that is neither in the manifest nor left by a hub's client."""
     folder, problems = artifact.folder, []
     for name in read_settled(folder, lambda: sorted(os.listdir(folder))):
         if name in artifact.manifest.files:
@@ -101,8 +101,8 @@ def unlisted_files(artifact: Artifact) -> list[str]:
         path = folder / name
         if name not in (MANIFEST, CARD, SIGNATURE):
             if foreign := _foreign_file(folder, name):
-                problem = f"{foreign} is not in the manifest: whoever made it did not write it"
-                problems.append(problem)
+                problem = "is not in the manifest: whoever made the artifact did not write it"
+                problems.append(f"{foreign} {problem}")
         elif path.is_symlink() or not path.is_file():
             problems.append(f"{name} is not a file")
     return problems
@@ -117,7 +117,7 @@ def _foreign_file(folder: Path, name: str) -> str | None:
         return name
     unreadable: list[OSError] = []
     for parent, inner, names in os.walk(top, onerror=unreadable.append):
-        # A link to a folder is among the folders, and is not followed.
+        # Links to folders are listed as folders, and are not followed.
         links = [each for each in inner if Path(parent, each).is_symlink()]
         for path in (Path(parent, each) for each in (*links, *names)):
             if not _is_left_behind(folder, path):
@@ -126,7 +126,7 @@ def _foreign_file(folder: Path, name: str) -> str | None:
 
 
 def _is_left_behind(folder: Path, path: Path) -> bool:
-    """Whether it is a file that a client of a hub leaves."""
+    """Whether it is a file that a hub's client leaves."""
     if not _LEFT_BEHIND.fullmatch(path.relative_to(folder).as_posix()):
         return False
     try:

@@ -1,2 +1,1 @@
-"""The command line: each command reads its options, runs a job of the library and prints the
-result."""
+"""The command line: each command reads its options, runs a job and prints the result."""

@@ -1,6 +1,4 @@
-"""The Typer app: the list of commands, the pages of `--help` and of `rotationzoo` alone, and how
-failures become messages and exit codes.
-"""
+"""The Typer app: the commands, their `--help`, and how failures become messages and exit codes."""
 
 import functools
 import importlib
@@ -40,13 +38,12 @@ class Command(TyperCommand):
     """A command that shows the options of `_GROUPS` in groups, after all others."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, and then each group of options."""
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        groups |= {name: [] for name in _GROUPS}
+        """Write the arguments, then each group of options."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        groups |= {name: [] for name in ("Arguments", "Options", *_GROUPS)}
         for parameter in self.get_params(ctx):
-            group = _GROUP_OF.get(parameter.name, "Options")
-            if parameter.param_type_name == "argument":
-                group = "Arguments"
+            is_argument = parameter.param_type_name == "argument"
+            group = "Arguments" if is_argument else _GROUP_OF.get(parameter.name, "Options")
             if row := parameter.get_help_record(ctx):
                 groups[group].append(row)
         for name, rows in groups.items():
@@ -74,10 +71,9 @@ _JOURNEYS = (
 def journey_lines() -> list[str]:
     """The page of `rotationzoo` alone, in 80 columns."""
     width = max(len(command) for command, _ in _JOURNEYS)
-    lines = ["rotationzoo: rotations with which a KV cache can be stored in 2 bits", ""]
-    for command, purpose in _JOURNEYS:
-        lines.append(f"  rotationzoo {command:{width}}  {purpose}")
-    return [*lines, "", "All commands: rotationzoo --help"]
+    lines = [f"  rotationzoo {command:{width}}  {purpose}" for command, purpose in _JOURNEYS]
+    title = "rotationzoo: rotations for a KV cache that is stored in 2 bits"
+    return [title, "", *lines, "", "All commands: rotationzoo --help"]
 
 
 _NAMES = (
@@ -113,53 +109,45 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _fail(error, words)
     try:
         sys.stdout.flush()
-    except OSError as error:  # which Python itself would tell again, as it ends
+    except OSError as error:  # which Python would report again as it exits
         code = code or int(isinstance(error, BrokenPipeError)) or _fail(error, [])
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
-class _Option(inspect.Parameter):
-    """A parameter whose default is Typer's description of the option."""
-
-    parse: Callable[[str], Any] | None = None
-    """Parses what was typed; None leaves it to Typer."""
-
-
-def _options_of(group: Callable[..., Any]) -> Iterator[_Option]:
+def _options_of(group: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     """The options of a command or a group: its parameters or fields that have a help text."""
     if isinstance(group, type) and is_dataclass(group):
         members = [(each.name, each.type, each) for each in fields(group)]
     else:
         parameters = inspect.signature(group).parameters.values()
         members = [(each.name, each.annotation, each.default) for each in parameters]
-    for name, kind, known in members:
-        default = known.default if isinstance(known, Field) else known
+    for name, kind, declared in members:
+        default = declared.default if isinstance(declared, Field) else declared
         if get_origin(kind) is Annotated:
-            kind, known = get_args(kind)
-        if isinstance(known, Field) and known.metadata:
-            yield _option(name, kind, known.metadata, default)
+            kind, declared = get_args(kind)
+        if isinstance(declared, Field) and declared.metadata:
+            yield _option(name, kind, declared.metadata, default)
 
 
-def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> _Option:
-    """The option of a field or a parameter. Flags are named, or Typer would add a `--no-...`."""
-    names, typed, is_argument = about["names"], about["kind"], about["argument"]
-    if default is False and not names:
+def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> inspect.Parameter:
+    """A parameter whose default is Typer's description of the option."""
+    names, typed, more = about["names"], about["kind"], about["more"]
+    if default is False and not names:  # or Typer would add a `--no-...`
         names = (f"--{name.replace('_', '-')}",)
-    parse = typed if inspect.isfunction(typed) else None
-    kind = str | None if parse else typed or kind
+    if inspect.isfunction(typed):
+        typed, more = str | None, {"parser": typed, "metavar": "TEXT", **more}
+    kind = typed or kind
     if default in (MISSING, inspect.Parameter.empty, ()):
         default = None if NoneType in get_args(kind) else ...
-    make = typer.Argument if is_argument else typer.Option
-    known = make(default, *names, help=about["help"], **about["more"])
-    option = _Option(name, _Option.KEYWORD_ONLY, default=known, annotation=kind)
-    option.parse = parse
-    return option
+    make = typer.Argument if about["argument"] else typer.Option
+    shown = make(default, *names, help=about["help"], **more)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=kind)
 
 
 def _runnable(command: Callable[..., None]) -> Callable[..., None]:
-    """The command for Typer, with every option in its signature: its own, those of its groups, and
-    last those of `Output`. Ctrl-C raises `Interrupted`, before Typer turns it into an exit code."""
+    """The command for Typer, with every option in its signature: its own, then those of its groups,
+    `Output` last. Ctrl-C raises `Interrupted`, before Typer turns it into an exit code."""
     spread = [*_options_of(command)]
     parameters, single = inspect.signature(command).parameters, [each.name for each in spread]
     groups = {name: parameters[name].annotation for name in parameters if name not in single}
@@ -168,9 +156,6 @@ def _runnable(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        for each in spread:
-            if each.parse and values[each.name] is not None:
-                values[each.name] = each.parse(values[each.name])
         for name, group in groups.items():
             own = {each.name: values.pop(each.name) for each in _options_of(group)}
             values[name] = group(**own)
@@ -194,7 +179,7 @@ COMMANDS: dict[str, Callable[..., None]] = {}
 for _name in _NAMES.split():
     _module = importlib.import_module(f"rotationzoo.cli.{_name}{'_' * keyword.iskeyword(_name)}")
     COMMANDS[_name] = _runnable(getattr(_module, f"{_name}_command"))
-    # What `serve` does not know goes to vLLM.
+    # `serve` passes unknown options to vLLM.
     _settings = {"ignore_unknown_options": _name == "serve"}
     app.command(_name, cls=Command, context_settings=_settings)(COMMANDS[_name])
 
@@ -213,21 +198,20 @@ def _common_options(
 
 
 def _fail(error: Exception, words: Sequence[str]) -> int:
-    """Print an error and its hint (with `ROTATIONZOO_DEBUG=1` after the traceback), and return the
-    exit code. `words`: the command line."""
+    """Print an error and its hint (with `ROTATIONZOO_DEBUG=1` its traceback); return its code."""
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         output.print_traceback(error)
-    known = _known_error(error)
-    if isinstance(known, Interrupted) and known.hint is None:
-        known.hint = f"run it again with: {shlex.join(['rotationzoo', *words])}"
-    if str(known):
+    failure = _as_failure(error)
+    if isinstance(failure, Interrupted) and failure.hint is None:
+        failure.hint = f"run it again with: {shlex.join(['rotationzoo', *words])}"
+    if str(failure):
         # The words are searched because parsing the options may be what failed.
-        output.show_error(known, as_json="--json" in words)
-    return known.exit_code
+        output.show_error(failure, as_json="--json" in words)
+    return failure.exit_code
 
 
-def _known_error(error: Exception) -> RotationZooError:
-    """The error in words for people."""
+def _as_failure(error: Exception) -> RotationZooError:
+    """The error as a sentence and a hint."""
     if isinstance(error, RotationZooError):
         return error
     if isinstance(error, typer.Abort):
@@ -242,10 +226,8 @@ def _known_error(error: Exception) -> RotationZooError:
     if "home directory" in first:  # what `Path.expanduser` raises
         hint = "write the whole path"
         return RotationZooError("a path begins with ~ and a user without a home directory", hint)
-    return RotationZooError(
-        name if first == name else f"{name}: {first}",
-        hint="for the traceback, run again with ROTATIONZOO_DEBUG=1",
-    )
+    message = name if first == name else f"{name}: {first}"
+    return RotationZooError(message, "for the traceback, run again with ROTATIONZOO_DEBUG=1")
 
 
 def _usage_error(error: Any) -> UsageError:

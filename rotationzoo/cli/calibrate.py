@@ -1,10 +1,9 @@
-"""`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
+"""`rotationzoo calibrate`: compute the rotations of a model, or print what that takes."""
 
 import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli import next_steps
@@ -15,13 +14,7 @@ from rotationzoo.codec.engine_needs import ENGINES
 from rotationzoo.codec.formats import BUDGETED, FORMATS, SEGMENTS
 from rotationzoo.errors import Interrupted, ModelUnavailable, RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, cached_layers, cached_rows, geometry_json
-from rotationzoo.settings import (
-    RECIPES,
-    CalibrationSettings,
-    EvaluationSettings,
-    Lengths,
-    RunSettings,
-)
+from rotationzoo.settings import RECIPES, CalibrationSettings, EvaluationSettings, Lengths
 from rotationzoo.settings_base import flag, option
 from rotationzoo.sides import HEADS
 from rotationzoo.storage.folders import follow_link
@@ -35,9 +28,9 @@ if TYPE_CHECKING:
 def calibrate_command(
     settings: CalibrationSettings,
     out: Output,
-    keep: float | None = option("Find the fewest bits that keep N percent of answers."),
+    keep: float | None = option("Find the fewest bits that keep N percent of the answers."),
     lengths: Lengths = None,
-    dry_run: bool = flag("Say what would be done; read no weights."),
+    dry_run: bool = flag("Show what would be done, without reading weights."),
 ) -> None:
     """Compute the rotations of a causal language model.
 
@@ -48,7 +41,7 @@ def calibrate_command(
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
     if lengths and keep is None:
-        raise UsageError("--lengths are of the questions for --keep", "add: --keep 90")
+        raise UsageError("--lengths is only for the questions of --keep", "add: --keep 90")
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.recipe.loading import load
 
@@ -60,7 +53,7 @@ def calibrate_command(
 
     job = calibration_job(replace(settings, output=follow_link(settings.output)))
     model, engine = str(settings.model), settings.engine
-    if engine and settings.recipe is None and job.recipe.name != RECIPES[0]:  # which needs no words
+    if engine and settings.recipe is None and job.recipe.name != RECIPES[0]:
         out.note(f"For {engine}: recipe {job.recipe.name}")
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
@@ -69,13 +62,13 @@ def calibrate_command(
     if dry_run:
         show_plan(out, job)
         return
-    # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
-    before = _last_change(job.output)
+    # A finished artifact of the same job is left as it is, and its folder unchanged.
+    before = job.output.stat().st_ctime_ns if job.output.exists() else None
     artifact = run_job(out, job)
     if keep is not None:
         _find_bits(out, artifact, settings, keep, lengths)
         return
-    is_new = _last_change(job.output) != before
+    is_new = job.output.stat().st_ctime_ns != before
     if not is_new:
         out.note("Note: this job is already done; --restart runs it again")
     next_steps.show_artifact(out, artifact, with_time=is_new)
@@ -89,7 +82,7 @@ def _find_bits(
     keep: float,
     lengths: int | Sequence[int] | None,
 ) -> None:
-    """Find the fewest bits (or check the user's) that keep so many percent of the answers, and show
+    """Find the fewest bits (or check the user's) that keep this percentage of the answers, and show
     the command that serves them. Raises `RotationZooError` if none are shown to."""
     from rotationzoo.api import evaluation_job
     from rotationzoo.artifact.scores import plain_name
@@ -108,7 +101,7 @@ def _find_bits(
         baselines=(),
         engine=settings.engine,
         rope_scaling=settings.rope_scaling,
-        **settings.part(RunSettings),
+        **settings.run_options,
     )
     job = evaluation_job(asked)
     with show_progress(out) as progress:
@@ -120,10 +113,9 @@ def _find_bits(
     next_steps.show_artifact(out, artifact, False, decision)
     folder, engine = str(artifact.folder), settings.engine or usual_engine(artifact.manifest)
     if decision.action == "serve":
-        use = ["export", folder, "--for", engine]
-        if command := ENGINES[engine].command:
-            use = [command, *words, "--rotations", folder]
-        out.suggest(*use)
+        command = ENGINES[engine].command
+        serve, write = [*words, "--rotations", folder], [folder, "--for", engine]
+        out.suggest(*([command, *serve] if command else ["export", *write]))
         return
     hint = f"serve it with fp8: {shlex.join(['vllm', 'serve', model])} --kv-cache-dtype fp8"
     if decision.action == "nothing":
@@ -137,15 +129,11 @@ def _find_bits(
     raise RotationZooError(f"nothing shows that {keep:g}% of the answers are kept", hint=hint)
 
 
-def _last_change(folder: Path) -> int | None:
-    return folder.stat().st_ctime_ns if folder.exists() else None
-
-
 def run_job(out: Output, job: "Job") -> "Artifact":
     """Run the job. Raises `Interrupted`, which says how to continue."""
     from rotationzoo.calibration.calibrate import calibrate
 
-    # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that the error says how to resume.
+    # Schedulers end jobs with SIGTERM. Like Ctrl-C, it should say how to resume.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with show_progress(out) as progress:
@@ -158,37 +146,33 @@ def run_job(out: Output, job: "Job") -> "Artifact":
         raise Interrupted("interrupted; what was done so far is saved", hint) from None
 
 
-# ---- the plan
-
-
 def show_plan(out: Output, job: "Job") -> None:
-    """Plan the job from the model's config, and print the plan. Raises `RotationZooError` for text
-    that cannot be used."""
+    """Print the plan of a job. Raises `RotationZooError` for unusable text."""
     from rotationzoo.calibration.calibrate import read_text
     from rotationzoo.calibration.plan import plan
 
-    known = plan(job)
-    if known.refusal is None:
+    planned = plan(job)
+    if planned.refusal is None:
         try:
-            text = read_text(known)
+            text = read_text(planned)
             further = [text.note] if text and text.note else []
-        except ModelUnavailable as error:  # its tokenizer, or the processor of its media
+        except ModelUnavailable as error:  # for its tokenizer, or the processor of its media
             further = [f"it cannot be calibrated yet: {error}"]
-        known = replace(known, notes=(*known.notes, *further))
-    data = _plan_json(known)
-    out.notes(known.notes)
-    out.result(data, str(known.job.output), lambda: _say_plan(known, data))
-    if known.refusal is None:
-        fits = known.peak_memory_bytes <= known.memory_bytes or job.device_map is not None
+        planned = replace(planned, notes=(*planned.notes, *further))
+    data = _plan_json(planned)
+    out.notes(planned.notes)
+    out.result(data, str(planned.job.output), lambda: _say_plan(planned, data))
+    if planned.refusal is None:
+        fits = planned.peak_memory_bytes <= planned.memory_bytes or job.device_map is not None
         # With a device map, weights that do not fit stay on disk.
         out.suggest(*typed_words("--dry-run"), *([] if fits else ["--device-map", "auto"]))
 
 
-def _plan_json(known: "Plan") -> dict[str, Any]:
+def _plan_json(planned: "Plan") -> dict[str, Any]:
     from rotationzoo.codec.size import BudgetSizes, bits_per_element, codec_bits
     from rotationzoo.codec.windows import CacheLayout
 
-    recipe, cached = known.job.recipe, cached_layers(known.geometry or [])
+    recipe, cached = planned.job.recipe, cached_layers(planned.geometry or [])
     bits: dict[str, float | None] = dict.fromkeys(FORMATS)
     if cached:
         layouts = {name: CacheLayout.of_recipe(recipe, each) for name, each in FORMATS.items()}
@@ -197,8 +181,8 @@ def _plan_json(known: "Plan") -> dict[str, Any]:
             exact = CacheLayout.of_recipe(recipe, SEGMENTS)
             bits = {BUDGETED: codec_bits(cached, BudgetSizes(recipe.budget), exact), **bits}
     return {
-        "model": known.source.name,
-        "revision": known.source.revision,
+        "model": planned.source.name,
+        "revision": planned.source.revision,
         "recipe": recipe.name,
         "layers": len(cached),
         "kv_heads": _common(cached, "kv_heads"),
@@ -206,16 +190,16 @@ def _plan_json(known: "Plan") -> dict[str, Any]:
         "value_head_dim": _common(cached, "value_dim"),
         "tokens": recipe.data.tokens if recipe.needs_statistics else 0,
         "length": recipe.data.length,
-        "batch": known.job.batch,
-        "weights_bytes": known.weights_bytes,
-        "peak_memory_bytes": known.peak_memory_bytes,
-        "memory_bytes": known.memory_bytes,
-        "artifact_bytes": known.artifact_bytes,
+        "batch": planned.job.batch,
+        "weights_bytes": planned.weights_bytes,
+        "peak_memory_bytes": planned.peak_memory_bytes,
+        "memory_bytes": planned.memory_bytes,
+        "artifact_bytes": planned.artifact_bytes,
         "bits_per_element": bits,
-        "refusal": known.refusal and str(known.refusal),
-        "notes": list(known.notes),
-        "output": str(known.job.output),
-        "geometry": geometry_json(known.geometry or []),
+        "refusal": planned.refusal and str(planned.refusal),
+        "notes": list(planned.notes),
+        "output": str(planned.job.output),
+        "geometry": geometry_json(planned.geometry or []),
     }
 
 
@@ -225,24 +209,24 @@ def _common(layers: Geometry, field: str) -> int | list[int]:
     return values[0] if len(set(values)) == 1 else values
 
 
-def _say_plan(known: "Plan", data: dict[str, Any]) -> None:
+def _say_plan(planned: "Plan", data: dict[str, Any]) -> None:
     from rotationzoo.codec.size import CONTEXT
 
-    name, job = known.source.name, known.job
-    if known.refusal:
-        say(f"{name} cannot be calibrated: {known.refusal}")
+    name, job = planned.source.name, planned.job
+    if planned.refusal:
+        say(f"{name} cannot be calibrated: {planned.refusal}")
         return
-    if known.geometry is None:
-        say(f"{name}: what its layers cache cannot be told without its weights")
+    if planned.geometry is None:
+        say(f"{name}: its cache is unknown until its weights are read")
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
-        if (cached := cached_rows(known.geometry)) is not HEADS:
+        if (cached := cached_rows(planned.geometry)) is not HEADS:
             heads = f"{cached.words} of {data['head_dim']} elements"
         say(f"{name}: {counted(data['layers'], 'layer')} with a cache, {heads}")
-    weights, artifact = size_words(known.weights_bytes), size_words(known.artifact_bytes)
+    weights, artifact = size_words(planned.weights_bytes), size_words(planned.artifact_bytes)
     say(f"Weights {weights}, artifact {artifact}, {counted(data['tokens'], 'token')}")
-    peak, present = size_words(known.peak_memory_bytes), size_words(known.memory_bytes)
-    shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
+    peak, present = size_words(planned.peak_memory_bytes), size_words(planned.memory_bytes)
+    shortage = ", which is not enough" if planned.peak_memory_bytes > planned.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
     if data["layers"]:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]

@@ -13,19 +13,17 @@ from rotationzoo.storage.folders import follow_link
 MODEL = "demo"
 BASELINES = ("identity", "hadamard")
 ASKED = ("needles", "key-value")
-PROMPTS, FIRST = 10, 4  # of each task, and those that caches are asked which decide nothing
-TOKENS = 16384  # of the calibration: half as many as usual take half as long
+PROMPTS, FIRST = 10, 4  # of each task, and those for the caches that decide nothing
+TOKENS = 16384  # of the calibration: half of the usual number, in half of the time
 LENGTH = 1024  # tokens of a prompt, and of each of two texts for perplexity with a standard error
 
 
 def demo_command(
     out: Output,
-    output: Path | None = option(
-        "Folder of the artifact and its page (rotations/demo).", "--output", "-o"
-    ),
+    output: Path | None = option("Folder of the artifact (rotations/demo).", "--output", "-o"),
     restart: Restart = False,
 ) -> None:
-    """Calibrate a small model that ships with rotationzoo, ask it about its context, and draw the
+    """Calibrate a small model that ships with rotationzoo, ask it about its context, and write the
     report.
 
     It takes about a minute, and needs no network and no GPU.
@@ -82,7 +80,7 @@ def demo_command(
         say(
             f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
             "RotatedCache and serve give each channel 0 to 8 bits, most engines the same to all",
-            f"Easy questions in {LENGTH:,} tokens; evaluate asks for quotes, too, which lose more",
+            f"Easy questions in {LENGTH:,} tokens; evaluate also asks for quotes, which lose more",
             "",
             *report.window.verdict.words[:1],
             f"The page about it: {page}",

@@ -1,7 +1,6 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rotationzoo.cli.next_steps import check_is_model, named, retyped, served, suggest_text
@@ -9,11 +8,11 @@ from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.settings import EvaluationSettings
-from rotationzoo.settings_base import as_tuple, flag
+from rotationzoo.settings_base import flag
 from rotationzoo.words import counted, finish
 
 if TYPE_CHECKING:
-    from rotationzoo.artifact.measured import Measured, Window
+    from rotationzoo.artifact.measured import Measured
     from rotationzoo.artifact.scores import Decision
 
 
@@ -22,19 +21,17 @@ def evaluate_command(
     out: Output,
     details: bool = flag("Also print all tables, with explanations."),
 ) -> None:
-    """Measure what rotations keep of a model in 2 bits, and whether to serve them.
+    """Measure what a model keeps with rotations in 2 bits, and decide whether to serve them.
 
     rotationzoo evaluate demo rotations/demo-transform
 
     rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-transform --for vllm
     """
-    artifacts = [Path(str(each)) for each in as_tuple(settings.artifacts)]
     check_is_model(settings.model, "evaluate")
-    if settings.save and not artifacts:
-        hint = "name a folder of rotations after the model, or print the report with --json"
-        raise UsageError("--save adds the report to artifacts, and none is given", hint)
-    if settings.keep is not None and not artifacts:
-        raise UsageError("--keep decides on rotations, and none are given", "name their folders")
+    for name, is_given in {"--save": settings.save, "--keep": settings.keep is not None}.items():
+        if is_given and not settings.folders:
+            hint = "name their folder after the model, or print the report with --json"
+            raise UsageError(f"{name} is for rotations, and none are given", hint)
     from rotationzoo.api import evaluation_job
     from rotationzoo.evaluation.evaluate import evaluate
 
@@ -53,11 +50,9 @@ def check_kept(report: "Measured") -> None:
 
     decisions = [each for window in report.windows for each in window.verdict.decisions]
     if failed := [plain_name(each.arm) for each in decisions if each.action != "serve"]:
-        raise RotationZooError(
-            f"at least {100 * decisions[0].floor:g}% of the answers were to be kept, "
-            f"which is not shown of {', '.join(dict.fromkeys(failed))}",
-            hint="see the decision above",
-        )
+        kept = f"at least {100 * decisions[0].floor:g}% of the answers are kept"
+        problem = f"nothing shows that {kept} by {', '.join(dict.fromkeys(failed))}"
+        raise RotationZooError(problem, hint="see the decision above")
 
 
 def show_evaluation(out: Output, report: "Measured", details: bool = False) -> None:
@@ -69,7 +64,7 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
             _say_details(report)
         for window in report.windows:
             if len(report.windows) > 1:
-                say(f"With {_title(window)}:")
+                say(f"With sink {window.sink}, recent {window.recent}:")
             say(*window.verdict.words)
 
     out.result(report.report(), "\n".join(report.window.arms), human)
@@ -78,27 +73,25 @@ def show_evaluation(out: Output, report: "Measured", details: bool = False) -> N
 def suggest_next(
     out: Output, decisions: Sequence["Decision"], settings: EvaluationSettings
 ) -> None:
-    """Suggest what the decision on the first artifact calls for."""
+    """Suggest the command that the decision on the first artifact calls for."""
     from rotationzoo.report.card import decided_words
 
     model, simulated = named(settings.model, settings.revision), served(settings.engine)
-    artifacts = [Path(str(each)) for each in as_tuple(settings.artifacts)]
-    if not artifacts:
+    if not settings.folders:
         out.suggest("calibrate", *model, *simulated)
         return
-    decision, more = decisions[0], decisions[0].more_questions
+    decision, more, folder = decisions[0], decisions[0].more_questions, settings.folders[0]
     if decision.action == "ask" and more is not None:
         if decision.more_seconds is not None:
             out.tell(f"{more:,} new questions of each task{finish(decision.more_seconds)}")
-        seed = str((settings.seed or 0) + 1)  # of new questions
-        options = {"--minutes": "", "--questions": str(more), "--seed": seed}
-        out.suggest(*retyped(options))
-    elif words := decided_words(decision, model, str(artifacts[0]), simulated):
+        seed = str((settings.seed or 0) + 1)  # for new questions
+        out.suggest(*retyped({"--minutes": "", "--questions": str(more), "--seed": seed}))
+    elif words := decided_words(decision, model, str(folder), simulated):
         out.suggest(*words)
     elif settings.save:
-        out.suggest("report", str(artifacts[0]))
+        out.suggest("report", str(folder))
     else:
-        suggest_text(out, artifacts[0], model, *simulated, "--compare")
+        suggest_text(out, folder, model, *simulated, "--compare")
 
 
 def _say_details(report: "Measured") -> None:
@@ -110,18 +103,10 @@ def _say_details(report: "Measured") -> None:
     format = f"format {report.format}{tables.describe_prefill(report)}"
     say(f"{report.model}, {text}, {format}; {exact}")
     for number, window in enumerate(report.windows):
-        if number:
-            say("")
-        say(_title(window))
+        say(*[""] * (number > 0), f"sink {window.sink}, recent {window.recent}")
         for each in tables.evaluation_tables(report, window):
             table(each.title, each.columns, each.rows, apart=True)
-    say("")
-    say(*tables.describe_recall(report))
+    say("", *tables.describe_recall(report))
     say("±: standard error over texts, paired with the exact model")
     say(f"{tables.ABOUT_BITS}; bits here: at {report.text.length:,}")
-    say(*tables.describe_arms(report.window.arms.values()))
-    say("")
-
-
-def _title(window: "Window") -> str:
-    return f"sink {window.sink}, recent {window.recent}"
+    say(*tables.describe_arms(report.window.arms.values()), "")

@@ -22,10 +22,10 @@ def export_command(
     to: EngineName | None = option("The engine.", "--for", "--to", metavar=CHOICES),
     output: Path | None = option("Folder (ROTATIONS-ENGINE in exports).", "--output", "-o"),
     pooled: bool = flag("One rotation per layer, fitted from the pooled statistics."),
-    uncentered: bool = flag("Leave the means of keys and values out."),
+    uncentered: bool = flag("Leave out the means of keys and values."),
     clip: Clip = None,
     windows: Windows = None,
-    base: Path | None = option("llama.cpp: the GGUF file that is copied and added to."),
+    base: Path | None = option("llama.cpp: the GGUF file to copy and add to."),
 ) -> None:
     """Write the files that a serving engine reads, and print how to start it.
 
@@ -34,32 +34,23 @@ def export_command(
     rotationzoo export rotations/Qwen3-8B-transform --for llama.cpp --base Qwen3-8B-Q8_0.gguf
     """
     if to is None:
-        hint = "name it: --for vllm, or --for sglang"
-        raise UsageError("export writes what one engine reads", hint)
+        raise UsageError("export needs an engine", "name it: --for vllm, or --for sglang")
     from rotationzoo.artifact.reductions import Request
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.engines.export import export
 
     opened = Artifact.open(artifact)
-    request = Request(
-        engine=to,
-        output=follow_link(output),
-        pooled=pooled,
-        uncentered=uncentered,
-        clip=clip,
-        windows=windows,
-        base=base,
-    )
+    request = Request(to, follow_link(output), pooled, uncentered, clip, windows, base)
     if to != "llama.cpp" and base:
-        raise UsageError("--base is for llama.cpp", hint="--for llama.cpp")
+        raise UsageError("--base is for llama.cpp", hint="write: --for llama.cpp")
     exported = export(opened, request)
     if opened.manifest.metrics.evaluation is None:
-        out.note("Note: these rotations were not evaluated yet: rotationzoo evaluate does that")
+        out.note("Note: these rotations have not been evaluated; rotationzoo evaluate does that")
     show_export(out, exported)
 
 
 def show_export(out: Output, exported: "Exported") -> None:
-    """Print the command that starts the engine, with notes on what the export left out."""
+    """Print the command that starts the engine, with notes on what the export leaves out."""
     from rotationzoo.engines.export import as_json, launch_line
 
     for words in exported.reduced:

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.model.source import Source
 
-NO_ROTATION = "none"
-_SHOWN = 24  # characters of each text after the place where two part
-_LONGEST = 16 << 20  # bytes of a prompt, of which English has four a token
+_SHOWN = 24  # characters of each text after the place where they diverge
+_LONGEST = 16 << 20  # bytes of a prompt; English has about four a token
 _HINT = 'give a text with --prompt "TEXT" or --file FILE, or pipe it into the command'
 _ANSWER = 19  # tokens of the line that the demo's own prompt begins
 
@@ -43,7 +42,7 @@ def generate_command(
 
     rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-transform --compare < long.txt
     """
-    if out.mode == "quiet" and settings.compare:
+    if out.quiet and settings.compare and not out.json:
         raise UsageError("--quiet prints one text, and --compare makes two", "--json prints both")
     text, new = _read_prompt(settings.prompt, file), settings.max_new_tokens
     model, rotations = settings.model, settings.rotations
@@ -58,7 +57,7 @@ def generate_command(
         text, new = (DEMO.parent / "prompt.txt").read_text("utf-8"), new or _ANSWER
     if text is None:
         raise UsageError("there is no prompt", _HINT)
-    named = None if rotations == NO_ROTATION else rotations
+    named = None if rotations == "none" else rotations
     job = replace(settings, prompt=text, rotations=named, max_new_tokens=new)
     check_settings(job)  # before rotations are looked for
     if rotations is None:
@@ -68,11 +67,11 @@ def generate_command(
             raise no_rotations(source)
         job = replace(job, rotations=artifact)
     with TextScreen(out) as screen:
-        write = None if out.mode == "json" else screen.write
+        write = None if out.json else screen.write
         report = generate(job, screen.progress, write, lambda text: out.notes([text]))
     if is_demos_own:
         out.tell(f"the demo completes a line that its prompt has: {text.splitlines()[-1]}")
-    if out.mode != "quiet":  # which wants the text alone, and that is on stdout already
+    if out.json or not out.quiet:  # quiet prints the text alone, and that was written
         out.result(report, "", lambda: _say_generation(out, report))
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
@@ -86,8 +85,8 @@ def find_rotations(
     out: Output, source: "Source", fits: Callable[[str | None], bool] = lambda scaling: True
 ) -> "Artifact | None":
     """The newest artifact in the folder `rotations` that this user made or pulled for a model and
-    whose scaling of RoPE `fits`, with a note that names it. Raises `UsageError` if only artifacts
-    of others fit: they may come with an archive or a repository."""
+    whose scaling of RoPE `fits`, with a note that names it. Raises `UsageError` if only other
+    people's artifacts fit: they may come with an archive or a repository."""
     from rotationzoo.artifact.manifest import ROTATIONS, hash_config
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.writer import is_remembered
@@ -106,9 +105,9 @@ def find_rotations(
         place = fitting[0].folder
         hint = f"if you trust it, add: --rotations {shlex.quote(str(place))}"
         raise UsageError(f"{place} was neither calibrated nor pulled by you on this machine", hint)
-    # Not by the manifest, which `evaluate --save` rewrites.
+    # `evaluate --save` rewrites manifests, and not these files.
     newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
-    if out.mode != "quiet":
+    if not out.quiet:
         others = f", the newest of {len(own)}" if len(own) > 1 else ""
         out.note(f"Rotations: {newest.folder}{others}")
     return newest
@@ -116,35 +115,33 @@ def find_rotations(
 
 def no_rotations(source: "Source") -> UsageError:
     """The error for a model without rotations."""
-    words = shlex.quote(source.name)
-    hint = f"make one with: rotationzoo calibrate {words}"
-    if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
-        hint = f"pull one of the zoo, or {hint}"
+    hint = f"make some with: rotationzoo calibrate {shlex.quote(source.name)}"
+    if source.revision is not None:  # a hub model, for which the zoo may have rotations
+        hint = f"pull some from the zoo, or {hint}"
     return UsageError(f"there are no rotations of {source.name} in the folder rotations", hint)
 
 
 def _say_generation(out: Output, report: dict[str, Any]) -> None:
-    if "exact_text" in report and (parted := report["parted_at"]) is None:
-        say(f"The exact model writes the same {counted(report['exact_tokens'], 'token')}.")
-    elif "exact_text" in report:
-        exact, start = report["exact_text"], parted["character"]
+    exact, parted = report.get("exact_text", ""), report.get("parted_at")
+    if parted is not None:
+        start = parted["character"]
         say("", "The exact model writes:")
         write_text(exact.removesuffix("\n") + "\n")
         same = f"{counted(start, 'character')} ({counted(parted['token'], 'token')})"
         both = f"here {_quote(report['text'], start)}, exact {_quote(exact, start)}"
         say("", f"The two diverge after {same}: {both}.")
+    elif "exact_text" in report:
+        say(f"The exact model writes the same {counted(report['exact_tokens'], 'token')}.")
     out.note(_summary(report))
 
 
 def _quote(text: str, start: int) -> str:
-    """The text from a place on, or its end in words."""
-    if start == len(text):
-        return "the text ends"
-    return dumps(text[start : start + _SHOWN], ensure_ascii=False)
+    rest = text[start : start + _SHOWN]
+    return dumps(rest, ensure_ascii=False) if rest else "the text ends"
 
 
 def _summary(report: dict[str, Any]) -> str:
-    """Speed and bytes in one line."""
+    """Speed and memory in one line."""
     words = counted(report["tokens"], "token")
     if report["tokens_per_second"] is not None:
         words += f" at {report['tokens_per_second']:,.1f} a second"
@@ -155,41 +152,37 @@ def _summary(report: dict[str, Any]) -> str:
     words += f"; cache {byte_count(held)}, and {byte_count(exact)} in bf16"
     if held and exact > held:
         words += f" ({exact / held:.1f} times smaller)"
-    # The cache has read all tokens but the last one.
+    # The cache holds all tokens but the last one.
     if report["prompt_tokens"] + report["tokens"] - 1 <= report["sink"] + report["recent"]:
         words += "; a context this short stays exact"
     return words if report["rotations"] else f"{words}; no rotation"
 
 
-# ---- the prompt
-
-
 def _read_prompt(text: str | None, file: Path | None) -> str | None:
-    """The prompt of these options or, without them, what is piped into the command, or None. Raises
-    `UsageError` for two prompts, and for what is not text."""
+    """The prompt, or None. Raises `UsageError` for two prompts, and for what is not text."""
     if text is not None and file is not None:
         raise UsageError("--prompt and --file exclude each other", hint="leave out one of them")
     if text is not None:
         # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer takes.
         return _checked(os.fsencode(text), "--prompt")
+    name, content = "standard input", b""
     if file is not None and str(file) != "-":
+        name = str(file)
         try:
             with file.expanduser().open("rb") as opened:
-                content, name = opened.read(_LONGEST + 1), str(file)
+                content = opened.read(_LONGEST + 1)
         except OSError as error:
             raise UsageError(f"{file} cannot be read: {error.strerror}", hint=_HINT) from error
     elif file is None and not _is_piped():
         return None
-    else:
-        content, name = b"", "standard input"
-        if sys.stdin is not None:
-            content = sys.stdin.buffer.read(_LONGEST + 1)
+    elif sys.stdin is not None:
+        content = sys.stdin.buffer.read(_LONGEST + 1)
     # Editors and `echo` end with a newline, after which a model would start a new line.
     return _checked(content, name).removesuffix("\n").removesuffix("\r")
 
 
 def _is_piped() -> bool:
-    """Whether standard input is a pipe or a file, and no terminal or /dev/null."""
+    """Whether standard input is a pipe or a file, not a terminal or /dev/null."""
     try:
         return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
     except (AttributeError, OSError, ValueError):  # None, closed, or not of this process
@@ -207,4 +200,4 @@ def _checked(content: bytes, name: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         hint = "convert it, for example with: iconv -f latin1 -t utf-8"
-        raise UsageError(f"{name} is no UTF-8 text: byte {error.start} is wrong", hint) from error
+        raise UsageError(f"{name} is not UTF-8: byte {error.start} is wrong", hint) from error

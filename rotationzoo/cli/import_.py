@@ -9,7 +9,7 @@ from rotationzoo.storage.folders import follow_link
 
 
 def import_command(job: Import, out: Output) -> None:
-    """Make an artifact of files that others published: OSCAR's .pt files.
+    """Make an artifact from OSCAR's published .pt files.
 
     rotationzoo import k_rotation_qqt_r_h_pbr.pt v_rotation_sst_r_h_pbr.pt --model
     Qwen/Qwen3-4B-Thinking-2507

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rotationzoo.cli.next_steps import suggest_step
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.geometry import cached_layers
 from rotationzoo.settings import ArtifactFolder
 from rotationzoo.sides import read_as
 from rotationzoo.words import number
@@ -32,10 +33,7 @@ def inspect_command(artifact: ArtifactFolder, out: Output) -> None:
 
 
 def summarize(artifact: "Artifact") -> list[dict[str, Any]]:
-    """What is stored for each cached layer, in order; key and value are the same where one side is
-    read as both. Raises `RotationZooError` for a damaged file."""
-    from rotationzoo.geometry import cached_layers
-
+    """What is stored for each cached layer: latents twice, as key and as value."""
     layers = []
     for layer in cached_layers(artifact.geometry):
         rotations = artifact.rotations[layer.index]
@@ -45,13 +43,11 @@ def summarize(artifact: "Artifact") -> list[dict[str, Any]]:
 
 
 def _describe(rotation: "Rotation") -> dict[str, Any]:
-    """One side of a layer. The error is the largest over KV heads; `bits` are those of a channel by
-    the budget, None without one."""
+    """One side of a layer: the largest error of its KV heads, and the bits a channel, if known."""
     from rotationzoo.linalg.orthogonality import orthogonality_error
 
-    bits = None
-    if rotation.widths is not None:
-        bits = rotation.widths.double().mean().item()
+    widths = rotation.widths
+    bits = None if widths is None else widths.double().mean().item()
     return {
         "dim": rotation.dim,
         "orthogonality_error": orthogonality_error(rotation.matrix),
@@ -67,8 +63,8 @@ def _show_layers(artifact: "Artifact", layers: list[dict[str, Any]]) -> None:
     for layer, side in product(layers, sides):
         stored = layer[read_as(side)[0]]  # what is read as both is there as keys and as values
         cells = [str(layer["layer"]), side, str(layer["kv_heads"]), str(stored["dim"])]
-        cells += [number(stored["bits"], ".3g")]
-        rows.append([*cells, f"{stored['orthogonality_error']:.0e}"])
+        error = f"{stored['orthogonality_error']:.0e}"
+        rows.append([*cells, number(stored["bits"], ".3g"), error])
     table(f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}", columns, rows)
     say("bits a channel: by a budget, without scales; |R R^T - I|: its largest entry")
     if centered := [side for side in sides if artifact.recipe.centers(side)]:

@@ -19,7 +19,7 @@ def list_command(
     out: Output,
     model: str | None = argument("Only models with this in their name.", None),
     recipe: str | None = option("Only this recipe."),
-    from_: HubName = option("Whose index.", "--from", default=DEFAULT_HUB),
+    from_: HubName = option("The hub whose index is read.", "--from", default=DEFAULT_HUB),
     index: IndexPlace = None,
     repo: ZooRepo = None,
 ) -> None:
@@ -31,16 +31,12 @@ def list_command(
 
     zoo_index = find_index(index, repo, chosen_hubs(from_, repo)[0])
     out.note(f"Read {zoo_index.origin}")
-    entries = [
-        entry
-        for entry in zoo_index.content.entries
-        if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe)
-    ]
+    part, entries = (model or "").lower(), zoo_index.content.entries
+    entries = [entry for entry in entries if part in entry.model.lower()]
+    entries = [entry for entry in entries if recipe in (None, entry.recipe)]
     show_list(out, entries)
-    if entries:
-        out.suggest("pull", entries[0].model, *place_options(index, repo, zoo_index))
-    else:
-        out.suggest("calibrate", "MODEL")
+    place = place_options(index, repo, zoo_index)
+    out.suggest(*(["pull", entries[0].model, *place] if entries else ["calibrate", "MODEL"]))
 
 
 def place_options(index: str | None, repo: str | None, read: "LoadedIndex") -> list[str]:

@@ -1,4 +1,4 @@
-"""The commands that output and hints name: the one that is running, and those to run next."""
+"""The commands that output and hints name: the running one, and those to run next."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,13 @@ def remember_words(words: Sequence[str]) -> None:
 
 
 def typed_words(*left_out: str) -> list[str]:
-    """The words after `rotationzoo` on the command line, without some flags."""
+    """The words after `rotationzoo` on the command line, without those in `left_out`."""
     return [word for word in _words.get() if word not in left_out]
 
 
 def retyped(options: Mapping[str, str]) -> list[str]:
     """The same words with these `options` replaced or added; "" leaves one out."""
-    kept: list[str] = []
-    words = iter(_words.get())
+    kept, words = list[str](), iter(_words.get())
     for word in words:
         if word in options:
             next(words, None)
@@ -41,7 +40,7 @@ def retyped(options: Mapping[str, str]) -> list[str]:
 
 
 def shell_line(*words: str) -> str:
-    """A command to copy, quoted for the shell; `words` follow `rotationzoo`."""
+    """A command to copy, quoted for the shell, of the `words` after `rotationzoo`."""
     return shlex.join(["rotationzoo", *words])
 
 
@@ -59,12 +58,11 @@ def served(engine: str | None) -> list[str]:
 def show_artifact(
     out: Output, artifact: "Artifact", with_time: bool = True, decision: "Decision | None" = None
 ) -> None:
-    """Print a summary of an artifact, `with_time` if the calibration has just run, and the
-    `decision` on it if one was made."""
-    manifest = artifact.manifest
+    """Print a summary of an artifact, `with_time` of its calibration, and the `decision` on it."""
+    manifest, folder = artifact.manifest, str(artifact.folder)
     tokens = manifest.calibration.tokens if manifest.calibration else 0
     data: dict[str, Any] = {
-        "artifact": str(artifact.folder),
+        "artifact": folder,
         "identity": artifact.identity,
         "model": manifest.model.id,
         "revision": manifest.model.revision,
@@ -79,16 +77,14 @@ def show_artifact(
     made = f"{manifest.model.id}: rotations of {counted(len(artifact.rotations), 'layer')}"
     if with_time and manifest.imported is None:
         made += f", from {counted(tokens, 'token')} in {manifest.run.seconds:.1f} s"
-    folder, words = str(artifact.folder), list[str]()
     if decision is not None:
         data |= {"decision": decision.model_dump()}
-        words = decision.words
+    words = decision.words if decision else []
     out.result(data, folder, lambda: say(made, f"Folder: {folder}", *words))
 
 
 def check_is_model(model: str, command: str, *option: str) -> None:
-    """Raise `UsageError` if the user gave an artifact as the model. It belongs after the model, as
-    the value of an `option` if there is one."""
+    """Raise `UsageError` for an artifact as the model; its hint names it after the `option`."""
     if not (Path(model) / "manifest.json").is_file():
         return
     from rotationzoo.artifact.store import Artifact
@@ -101,20 +97,17 @@ def check_is_model(model: str, command: str, *option: str) -> None:
 def suggest_step(
     out: Output, artifact: "Artifact", model: list[str] | None = None, engine: str | None = None
 ) -> None:
-    """Suggest an evaluation, for the engine that the user named, or the report if the artifact has
-    one. `model`: as in `suggest_text`."""
+    """Suggest the report of an evaluated artifact, or else an evaluation for the engine."""
     from rotationzoo.model.source import model_words
 
-    folder = str(artifact.folder)
-    if artifact.manifest.metrics.evaluation is not None:
-        out.suggest("report", folder)
-    else:
-        words = model or model_words(artifact)
-        out.suggest("evaluate", *words, folder, *served(engine), "--save")
+    step = ["report", str(artifact.folder)]
+    if artifact.manifest.metrics.evaluation is None:
+        model = model or model_words(artifact)
+        step = ["evaluate", *model, str(artifact.folder), *served(engine), "--save"]
+    out.suggest(*step)
 
 
 def suggest_text(out: Output, folder: Path, model: list[str], *more: str) -> None:
-    """Suggest `generate` with the rotations of a folder. `model`: the words that name it, as the
-    user wrote them; `more`: options."""
+    """Suggest `generate` with `more` options. `model`: the words that name it."""
     prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
     out.suggest("generate", *model, "--rotations", str(folder), *more, *prompt)

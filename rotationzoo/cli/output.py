@@ -1,8 +1,7 @@
-"""The only module that prints: data on stdout, everything else on stderr, and no logs or bars of
-other libraries.
+"""The only module that prints: data on stdout, everything else on stderr.
 
-All text for people goes through `visible`, which escapes control characters: names and messages
-come from hubs, files and other libraries, and a terminal would obey them.
+Text for people goes through `visible`: names and messages come from hubs, files and other
+libraries, and a terminal would obey their control characters.
 """
 
 import json
@@ -16,8 +15,9 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.table import Table as Grid
@@ -25,10 +25,10 @@ from rich.text import Text
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
-from rotationzoo.settings_base import option
+from rotationzoo.settings_base import Settings, flag
 from rotationzoo.words import sentence, shortened
 
-_LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
+_LONGEST = 1000  # characters of an error message, which may quote a hub's long answer
 _UNLIMITED = 10_000  # columns, for files and programs
 _COMMAND = re.compile(": (?=rotationzoo |pip install )")
 # A model's text is not limited to printable characters: many scripts need others to join letters.
@@ -37,42 +37,36 @@ _answered: ContextVar[bool] = ContextVar("answered", default=False)
 """Whether this command has printed its JSON object."""
 
 
-Json = Annotated[bool, option("Print one JSON object and nothing else.")]
-Quiet = Annotated[bool, option("Print the result alone, in short.", "--quiet", "-q")]
-
-
-class Output:
+@dataclass(frozen=True, kw_only=True)
+class Output(Settings):
     """Prints the result and the notes of one command, for a person or for a program."""
 
-    def __init__(self, json: Json = False, quiet: Quiet = False):
-        self.mode: Literal["human", "json", "quiet"] = "quiet" if quiet else "human"
-        if json:
-            self.mode = "json"
+    json: bool = flag("Print one JSON object and nothing else.")
+    quiet: bool = flag("Only print the result, in short.", "--quiet", "-q")
 
     def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
-        """Print the command's result by mode: `data` as JSON, only `name` (maybe several lines), or
-        what `human` prints."""
-        if self.mode == "json":
+        """Print `data` as JSON, `name` (one or more lines) if quiet, or what `human` prints."""
+        if self.json:
             _print_json(data)
-        elif self.mode == "quiet":
+        elif self.quiet:
             show_lines(*name.split("\n"))
         else:
             human()
 
     def note(self, text: str, stream: TextIO | None = None) -> None:
-        """Print a remark on stderr in every mode, or on `stream`, an earlier stderr."""
+        """Print a remark in every mode, on stderr or on `stream`, an earlier stderr."""
         _print((text,), stream or sys.stderr)
 
     def tell(self, text: str) -> None:
         """Print progress on stderr, unless quiet."""
-        if self.mode != "quiet":
+        if not self.quiet:
             self.note(sentence(text))
 
     def suggest(self, *words: str) -> None:
         """Print the command to run next, as the last line; `words` follow `rotationzoo`."""
         if Path.cwd() in map(Path.resolve, map(Path, words)):  # the folder would be replaced
             words = tuple(word for word in words if word != "--save")
-        if self.mode == "human":
+        if not (self.json or self.quiet):
             sys.stdout.flush()  # both streams may go to one file
             self.note(f"Next: {shlex.join(['rotationzoo', *words])}")
 
@@ -93,8 +87,7 @@ def show_lines(*lines: str) -> None:
 
 
 def write_text(text: str) -> None:
-    """Print a piece of a model's text on stdout at once. On a terminal, control characters other
-    than line ends and tabs are escaped."""
+    """Print a piece of a model's text at once. On a terminal, control characters are escaped."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda control: _escape(control[0]), text)
     print(text, end="", flush=True)
@@ -107,15 +100,13 @@ def table(
     apart: bool = False,
     folded: Collection[str] = (),
 ) -> None:
-    """Print a table on stdout, set `apart` by an empty line before it. The first column and those
-    with titles in `folded` are words, at the left of their column. On a narrow terminal, the widest
-    columns are folded, and no cell is cut off."""
+    """Print a table, after an empty line if `apart`. The first column and those in `folded` are
+    left-aligned. On a narrow terminal, columns are folded, and no cell is cut off."""
     grid = Grid(box=None, pad_edge=False, show_edge=False)
-    for number, title_of in enumerate(columns):
-        justify: Literal["left", "right"] = "right"
-        if number == 0 or title_of in folded:
-            justify = "left"
-        grid.add_column(Text(visible(title_of)), justify=justify, overflow="fold")
+    for heading in columns:
+        is_text = heading == columns[0] or heading in folded
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        grid.add_column(Text(visible(heading)), justify=justify, overflow="fold")
     for row in rows:
         # Without `Text`, rich would read markup in names such as [bold].
         grid.add_row(*(Text(visible(cell)) for cell in row))
@@ -129,7 +120,7 @@ def show_error(error: RotationZooError, as_json: bool = False) -> None:
     object, unless it has printed one."""
     message, hint = shortened(str(error), _LONGEST), error.hint or None
     if as_json and not _answered.get():
-        with suppress(OSError):  # stderr says it, too
+        with suppress(OSError):  # stderr gets it, too
             _print_json({"error": redact(message), "hint": hint and redact(hint)})
     _print([f"Error: {message}", *([f"Hint: {hint}"] if hint else [])], sys.stderr)
 
@@ -172,8 +163,7 @@ def _print(lines: Iterable[str], stream: TextIO) -> None:
 
 
 def _wrap(line: str, stream: TextIO) -> list[str]:
-    """Wrap a line between words to the width of the terminal. A command at its end gets its own
-    line, unwrapped, to be copied."""
+    """Wrap a line for a terminal. A command at its end gets a line to itself, unwrapped."""
     width = Console(file=stream).width
     if not stream.isatty() or len(line) <= width:  # files and programs get whole lines
         return [line]
@@ -193,8 +183,8 @@ def _print_json(data: dict[str, Any]) -> None:
 
     _answered.set(True)
     # JSON cannot express NaN and infinity, which become null.
-    known = to_jsonable_python(data, inf_nan_mode="null")
-    print(json.dumps(known, indent=2, allow_nan=False))
+    plain = to_jsonable_python(data, inf_nan_mode="null")
+    print(json.dumps(plain, indent=2, allow_nan=False))
 
 
 _LOUD = ("accelerate", "huggingface_hub", "bitsandbytes", "sigstore", "tuf", "vllm")
@@ -206,17 +196,16 @@ class _Visible(logging.Formatter):
 
 
 SHELL: dict[str, str] = {}
-"""The variables as they were before, for a server that replaces this process."""
+"""The environment before `hush_libraries`, for a server that replaces this process."""
 
 
 def hush_libraries() -> None:
-    """Silence the logs and bars of other libraries, also of those imported later, and send
-    rotationzoo's own warnings to stderr."""
+    """Silence other libraries, even those imported later, and send our warnings to stderr."""
     from huggingface_hub.utils import disable_progress_bars
 
     SHELL.clear()
     SHELL.update(os.environ)
-    # Not the root logger, to which ModelScope's client adds a handler.
+    # Not the root logger: ModelScope's client adds a handler to it.
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("rotationzoo")
     handler.setFormatter(_Visible())
     logger.handlers, logger.propagate = [handler], False

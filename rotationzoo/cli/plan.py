@@ -25,14 +25,14 @@ def plan_command(
     format: Literal["segments", "vllm", "sglang"] = option(
         "How our cache stores rows: by a budget (segments), or as an engine.", default=BUDGETED
     ),
-    bits: float | None = option("Bits of it (the recipe's 2.5).", min=1, max=4),
+    bits: float | None = option("Bits of that budget (the recipe's 2.5).", min=1, max=4),
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
 ) -> None:
     """Show what context and how many requests of a model fit a GPU.
 
-    It reads the config alone, and counts all that a server takes. The answer is for caches in bf16,
-    in fp8 and of ours, and for weights as published and in 4 bits.
+    It reads only the config, and counts all memory that a server takes. It answers for caches in
+    bf16, in fp8 and in 2 bits, and for weights as published and in 4 bits.
 
     rotationzoo plan meta-llama/Llama-3.3-70B-Instruct --gpu "2x RTX 3090" --bits 2.25
 
@@ -44,8 +44,7 @@ def plan_command(
     from rotationzoo.codec.options import check_budget
 
     check_budget(Budget(bits), True, format)
-    card = plan.parse_card(gpu or "24GiB")
-    is_quick = format != BUDGETED
+    card, is_quick = plan.parse_card(gpu or "24GiB"), format != BUDGETED
     asked = CalibrationSettings(model, bits=bits, quick=is_quick, rope_scaling=rope_scaling)
     job = calibration_job(asked)
     recipe, scaling = job.recipe, job.recipe.rope_scaling
@@ -78,7 +77,7 @@ def plan_command(
 
 
 def _show_contexts(capacity: "Capacity", data: dict[str, Any], weights: str) -> None:
-    """How long each of one, some and many requests can be, and what a server takes besides."""
+    """How long requests can be for several numbers of them, and what else a server takes."""
     from rotationzoo.capacity.plan import OWN, WEIGHTS_WORDS
 
     card, wished, caches = capacity.wish.card, data["requests"], data["kv_bytes_per_request"]
@@ -107,15 +106,13 @@ def _commands(capacity: "Capacity", format: str, job: "Job") -> list[list[str]]:
     if format != BUDGETED:
         calibrate.append("--quick")
         generate += ["--format", format]
-    elif job.recipe.budget != PRESETS[RECIPES[0]].budget:  # another budget than the default's
+    elif job.recipe.budget != PRESETS[RECIPES[0]].budget:  # the default's
         calibrate += ["--bits", f"{wish.storage.bits:g}"]
     if format in (BUDGETED, "vllm"):
         limits = ["--max-model-len", str(capacity.context), "--max-num-seqs", str(wish.requests)]
         if wish.card.count > 1:
             limits += ["--tensor-parallel-size", str(wish.card.count)]
-        # It scales RoPE as the rotations say.
+        # It scales RoPE as the rotations do.
         server = ["serve", *named(wish.model, wish.revision), "--rotations", artifact, *limits]
-    # vLLM takes no others.
-    if capacity.shape.layers[0].cached is not HEADS or is_gguf(capacity.source.folder):
-        return [calibrate, generate]
-    return [calibrate, generate, server]
+    can_serve = capacity.shape.layers[0].cached is HEADS and not is_gguf(capacity.source.folder)
+    return [calibrate, generate, *([server] if can_serve else [])]

@@ -1,4 +1,4 @@
-"""Showing the progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`."""
+"""The progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`."""
 
 import sys
 import threading
@@ -20,17 +20,16 @@ from rotationzoo.progress import Bytes, Progress, Tokens, repeating, silent
 
 # Seconds. After 10 of silence, a job seems dead.
 QUICK = 5.0  # a shorter job needs no log
-EVERY = 9.0  # least time between two lines of one stage
-_LOOK = 1.0  # seconds between two checks of the clock
-_PERIOD = 24 * 3600.0  # seconds over which rich averages, because a step may take minutes
-_BAR = 12  # columns: the words need the room
+EVERY = 9.0  # between two lines of one stage
+_LOOK = 1.0  # between two checks of the clock
+_PERIOD = 24 * 3600.0  # over which rich averages, because a step may take minutes
 
 
 @contextmanager
 def show_progress(out: Output) -> Iterator[Progress]:
     """Yield the progress callback for a job. It writes to stderr and removes its bar at the end."""
     bar = StageBar(stderr_console())
-    if out.mode == "quiet":
+    if out.quiet:
         yield silent
     elif bar.console.is_terminal:
         with bar:
@@ -45,14 +44,13 @@ class StageBar(Bar):
     """A bar for the current stage of a job. `clock` returns seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] | None = None):
-        # On a narrow terminal, the name of the stage is cut off.
-        name = Column(overflow="ellipsis", no_wrap=True)
-        steps, left = Column(no_wrap=True), Column(no_wrap=True)
+        # On a narrow terminal, the name of the stage is cut off, and the bar is short for it.
+        name, whole = Column(overflow="ellipsis", no_wrap=True), Column(no_wrap=True)
         super().__init__(
             TextColumn("{task.description}", markup=False, table_column=name),
-            BarColumn(_BAR),
-            _Steps(steps),
-            TimeRemainingColumn(table_column=left),
+            BarColumn(12),
+            _Steps(whole),
+            TimeRemainingColumn(table_column=whole),
             console=console,
             transient=True,
             speed_estimate_period=_PERIOD,
@@ -60,7 +58,7 @@ class StageBar(Bar):
         )
 
     def tell(self, stage: str, done: int, total: int) -> None:
-        """Show a step of a stage. A `total` of 0 is not known."""
+        """Show a step of a stage. A `total` of 0 is unknown."""
         stage = visible(stage)
         if not self.tasks or self.tasks[0].description != stage:
             # A new task for each stage, for its own speed.
@@ -72,7 +70,7 @@ class StageBar(Bar):
 
 
 class _Steps(ProgressColumn):
-    """The steps done, as `1,024/8,192 tokens, 512 tokens/s`; empty where nothing is counted."""
+    """The steps done, as `1,024/8,192 tokens, 512 tokens/s`; empty if nothing is counted."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -89,7 +87,7 @@ class _Steps(ProgressColumn):
 @contextmanager
 def log_stages(bar: StageBar, say: Callable[[str], None]) -> Iterator[Progress]:
     """Yield a callback for which `say` writes few lines: none in the first `QUICK` seconds, then
-    one when a stage begins, and one per `EVERY` seconds, even if the stage reports nothing."""
+    one when a stage begins, and one every `EVERY` seconds, even if the stage reports nothing."""
     begun, lock = bar.get_time(), threading.Lock()
     written: dict[str, float] = {}  # stage -> the time of its last line
 
@@ -120,9 +118,8 @@ class TextScreen:
     """Shows the progress of a job except while it writes text, which a bar would overwrite."""
 
     def __init__(self, out: Output):
-        self._out, self._bar = out, ExitStack()
+        self._out, self._bar, self._line_is_open = out, ExitStack(), False
         self._tell: Progress | None = None
-        self._line_is_open = False
 
     def __enter__(self) -> Self:
         return self

@@ -16,14 +16,12 @@ def pull_command(
     signatures: Signatures,
     out: Output,
     model: str = argument("The model whose rotations to fetch, such as Qwen/Qwen3-8B."),
-    from_: HubOrAny = option("Which hub.", "--from", default="any"),
-    revision: str | None = option("The model's revision that they should be made for."),
+    from_: HubOrAny = option("The hub to fetch from.", "--from", default="any"),
+    revision: str | None = option("Only rotations for this revision of the model."),
     recipe: str | None = option("Only rotations of this recipe."),
-    rope_scaling: str | None = option(
-        "Only rotations for this scaling, such as yarn:4; by default none."
-    ),
-    local_dir: Path | None = option("Put them here and not into the cache."),
-    to: PullEngineName | None = option("Also export them for this engine", "--for", "--to"),
+    rope_scaling: str | None = option("Only rotations for this scaling (none), such as yarn:4."),
+    local_dir: Path | None = option("Where to put them (the cache)."),
+    to: PullEngineName | None = option("Also export them for this engine.", "--for", "--to"),
     index: IndexPlace = None,
     repo: ZooRepo = None,
 ) -> None:
@@ -38,7 +36,7 @@ def pull_command(
 
     demand = make_demand(signatures)
     hubs = chosen_hubs(from_, repo)
-    # The index is that of the first hub, even if the files may come from any.
+    # The first hub has the index, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
     out.note(f"Read {zoo_index.origin}")
     if finding := check_index(zoo_index, demand):
@@ -65,7 +63,7 @@ def pull_command(
         }
         out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
         if pulled.artifact is None:
-            out.note("Note: these are OSCAR's own files; import makes an artifact of them")
+            out.note("Note: these are OSCAR's own files; import makes an artifact from them")
             out.suggest("import", str(pulled.path), "--model", entry.model)
         else:
             suggest_text(out, pulled.artifact.folder, [entry.model])
@@ -81,6 +79,6 @@ def pull_command(
 
         folder = default_output(entry.model, "imported")
         artifact = import_(Import([pulled.path], folder, model=entry.model, revision=revision))
-    name = f"{Path(entry.model).name}-{entry.recipe}-{to}"
-    target = None if ENGINES[to].command else Path("exports") / name
-    show_export(out, export(artifact, Request(str(to), target)))
+    target = Path("exports", f"{Path(entry.model).name}-{entry.recipe}-{to}")
+    request = Request(str(to), None if ENGINES[to].command else target)
+    show_export(out, export(artifact, request))

@@ -26,8 +26,7 @@ _IN_CI = f"{_CI_JOB} signs what it publishes unless told otherwise, and that"
 
 
 def choose_signer(signing: Signing) -> "IndexSigner | None":
-    """What signs the upload and the index, or None. Raises `UsageError` for a `--sign` that is
-    neither a word nor a file, and for `--adopt-index` without a signature."""
+    """The signer of the upload and the index, or None. Raises `UsageError` for a wrong `--sign`."""
     from rotationzoo.zoo.signed_index import IndexSigner
     from rotationzoo.zoo.signing import SigningTool, can_sign_in_ci
 
@@ -36,9 +35,7 @@ def choose_signer(signing: Signing) -> "IndexSigner | None":
         sign, why = KEYLESS, _IN_CI
     if sign in (None, NONE):
         if signing.adopt_index:
-            raise UsageError(
-                "--adopt-index does nothing without a signature", hint="add: --sign key.pem"
-            )
+            raise UsageError("--adopt-index needs a signature", hint="add: --sign key.pem")
         return None
     key = None if sign == KEYLESS else Path(sign).expanduser()
     if key is not None and not key.is_file():
@@ -55,8 +52,8 @@ def publish(
     signer: "IndexSigner | None",
     signing: Signing,
 ) -> tuple["Upload", dict[str, "Published"]]:
-    """Check, sign and publish an upload, and say who signed it. A signature that it came with is
-    kept, unless the user says how to sign it. Returns the signed upload, and hub -> its place."""
+    """Check, sign and publish an upload, and print who signed it. A signature that it came with is
+    kept unless `--sign` is given. Returns the signed upload, and hub -> its place."""
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import check_indexes, push
 
@@ -85,15 +82,15 @@ def push_command(
     signing: Signing,
     out: Output,
     repo: str = argument("The zoo: owner/name, or a folder as ./zoo.", metavar="REPO"),
-    to: HubOrBoth = option("Which hub.", default=DEFAULT_HUB),
-    create_pr: bool = flag("As a pull request (Hugging Face)."),
-    no_statistics: bool = flag("Leave the statistics behind."),
+    to: HubOrBoth = option("The hub to publish to.", default=DEFAULT_HUB),
+    create_pr: bool = flag("Open a pull request (Hugging Face)."),
+    no_statistics: bool = flag("Leave out the statistics."),
     index: Path | None = option("Also list it in this zoo_index.json, with pinned revisions."),
     published: datetime | None = option(
-        "When it was first published, of a copy (today).", formats=["%Y-%m-%d"]
+        "For a copy: the day it was first published (today).", formats=["%Y-%m-%d"]
     ),
-    anyway: bool = flag("Also if its evaluation shows no use of it."),
-    dry_run: bool = flag("Say what would go; reach no hub."),
+    anyway: bool = flag("Publish it even if its evaluation advises against it."),
+    dry_run: bool = flag("Show what would be uploaded, without reaching a hub."),
 ) -> None:
     """Verify an artifact and publish it, in one commit per hub.
 
@@ -101,41 +98,40 @@ def push_command(
     """
     from rotationzoo.artifact.store import ANSWERS, Artifact
     from rotationzoo.report.charts import NOT_DRAWN, is_installed
-    from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, prepare_upload
+    from rotationzoo.zoo.push import Destination, extend_index_file, prepare_upload
     from rotationzoo.zoo.signed_index import root_names
 
     signer, anew = choose_signer(signing), signing.sign is not None
     opened = Artifact.open(artifact)
     if not anyway:
         check_use(opened)
-    day = published and published.date()
-    upload = prepare_upload(opened, repo, not no_statistics, day)
+    upload = prepare_upload(opened, repo, not no_statistics, published and published.date())
     if ANSWERS in opened.manifest.files.keys() - upload.files and not is_installed():
         out.notes([NOT_DRAWN])
     if index is not None and is_folder(repo):
-        raise UsageError("--index lists what is on hubs, and no folder", "leave out --index")
+        raise UsageError("--index lists what is on hubs, not in a folder", "leave out --index")
     if dry_run:
         signs, on_hub = signer is not None and (anew or not upload.is_signed), not is_folder(repo)
         root_files = root_names(signed=signer is not None and on_hub)
         show_push_plan(out, repo, upload.listing(signs), root_files)
         out.suggest(*typed_words("--dry-run"))
         return
-    # After the dry run, because publishing asks a hub for the model's config.
+    # After the dry run, because it asks a hub for the model's config.
     destination = Destination(repo, chosen_hubs(to, repo), create_pr)
     upload, places = publish(out, opened, upload, destination, signer, signing)
     if index is not None:
-        extend_index_file(index, pinned_entry(upload, repo, places))
+        extend_index_file(index, upload, repo, places)
+    data: dict[str, Any] = {"repo": repo, "path": upload.path, "hubs": {}}
     lines = []
     for name, place in places.items():
+        data["hubs"][name] = asdict(place)
         change = "published" if place.changed else "nothing new"
         lines.append(f"{name}: {change}, revision {place.revision}, {place.url}")
-    hubs = {name: asdict(place) for name, place in places.items()}
     revisions = "\n".join(place.revision for place in places.values())
-    data = {"repo": repo, "path": upload.path, "hubs": hubs}
     out.result(data, revisions, lambda: say(*lines))
     hub = destination.hubs[0]
     read_from = ["--from", hub] if hub in HUB_NAMES[1:] else []
-    # What is in a pull request cannot be fetched yet.
+    # A pull request cannot be pulled yet.
     step = ["list"] if create_pr else ["pull", upload.entry.model]
     out.suggest(*step, *read_from, "--repo", repo)
 
@@ -155,13 +151,12 @@ def check_use(artifact: "Artifact") -> None:
 def show_push_plan(
     out: Output, repo: str, files: list[dict[str, Any]], root_files: list[str]
 ) -> None:
-    """Print what would be uploaded: `files` as in `Upload.listing`, and the files at the root of
-    the repository, which every push writes."""
+    """Print what would be uploaded: the files of `Upload.listing`, and those of every push."""
     rows = []
     for file in files:
         size = "not made yet" if file["size"] is None else f"{file['size']:,}"
         rows.append([file["path"], size])
     data, names = {"repo": repo, "files": files, "root_files": root_files}, [row[0] for row in rows]
-    columns = ["file", "bytes"]
-    out.result(data, "\n".join(names), lambda: table(f"would go to {repo}", columns, rows))
+    title, columns = f"would be uploaded to {repo}", ["file", "bytes"]
+    out.result(data, "\n".join(names), lambda: table(title, columns, rows))
     out.note(f"Note: the commit also writes {', '.join(root_files)}")

@@ -15,8 +15,8 @@ from rotationzoo.settings import (
     EvaluationSettings,
     IndexPlace,
     Lengths,
-    Machine,
     OutputFolder,
+    RunSettings,
     Signing,
     Tasks,
     TextLength,
@@ -24,7 +24,7 @@ from rotationzoo.settings import (
 )
 from rotationzoo.settings_base import argument, flag, option
 from rotationzoo.storage.folders import follow_link
-from rotationzoo.words import counted
+from rotationzoo.words import UNKNOWN, counted
 from rotationzoo.zoo.hubs.protocol import DEFAULT_HUB, HubOrBoth, chosen_hubs
 
 if TYPE_CHECKING:
@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 
 def regenerate_command(
     signing: Signing,
-    machine: Machine,
+    run: RunSettings,
     out: Output,
-    model: str | None = argument(
-        "A hub id or a folder, as a recipe has it; none with --plan.", None
-    ),
+    model: str | None = argument("A hub id or folder, as in a recipe; none with --plan.", None),
     plan: bool = flag("Only list what is due."),
     configs: Path = option("Folder of recipe files, or one.", default=Path("configs")),
-    revision: str | None = option("The model's revision."),
     output: OutputFolder = None,
     data: str = option("Text to evaluate on.", default="bundled"),
     tokens: int = option("Tokens to evaluate on.", min=1, default=16384),
@@ -60,7 +57,7 @@ def regenerate_command(
 
     rotationzoo regenerate Qwen/Qwen3-8B --to huggingface --repo my-org/rotationzoo
     """
-    # Hours before it is needed, so that a wrong key stops the command at once.
+    # Long before it is needed, so that a wrong key stops the command at once.
     signer = choose_signer(signing if to else replace(signing, sign=NONE))
     from rotationzoo.zoo.lookup import ZOO, find_index, read_index
     from rotationzoo.zoo.regenerate import find_due, find_recipe_file
@@ -69,10 +66,11 @@ def regenerate_command(
         raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
     recipe_file = find_recipe_file(configs, model)
     zoo = repo or ZOO
-    # Even if both hubs are published to, the published rotations come from one index.
-    hub = chosen_hubs(to or DEFAULT_HUB, repo)[0]
-    named = None if index is None else find_index(index, zoo)
-    zoo_index = named or read_index(zoo, hub, must_exist=False)
+    if index is not None:
+        zoo_index = find_index(index, zoo)
+    else:  # of one hub, even if rotations are published on both
+        hub = chosen_hubs(to or DEFAULT_HUB, repo)[0]
+        zoo_index = read_index(zoo, hub, must_exist=False)
     out.note(f"Read {zoo_index.origin}")
     if plan or model is None:
         models, unknown = find_due(configs, zoo_index.content)
@@ -95,8 +93,7 @@ def regenerate_command(
         recipe=str(recipe_file),
         output=follow_link(output),
         batch=batch,
-        revision=revision,
-        **machine.part(Machine),
+        **run.run_options,
     )
     judged = EvaluationSettings(
         model,
@@ -130,20 +127,19 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, RotationZ
     """Print the models that are due. `unknown`: model -> why its state is unknown."""
     reasons = {name: str(error) for name, error in unknown.items()}
     data = {"models": [asdict(due) for due in models], "unknown": reasons}
-    columns = ["model", "revision", "was", "reason"]
-    rows = [
-        [due.model, (due.revision or "-")[:12], (due.was or "-")[:12], due.reason] for due in models
-    ]
-    names, title = [due.model for due in models], f"{len(models)} due"
-    out.result(data, "\n".join(names), lambda: table(title, columns, rows, folded=["reason"]))
+    columns, rows = ["model", "revision", "was", "reason"], list[list[str]]()
+    for due in models:
+        revisions = [(each or UNKNOWN)[:12] for each in (due.revision, due.was)]
+        rows.append([due.model, *revisions, due.reason])
+    names, title = "\n".join(row[0] for row in rows), f"{len(models)} due"
+    out.result(data, names, lambda: table(title, columns, rows, folded=["reason"]))
 
 
 def _show_verdict(
     out: Output, folder: Path, verdict: dict[str, Any], places: dict[str, "Published"]
 ) -> None:
-    validation = "not validated, without a GPU"
-    if verdict["validated_on"]:
-        validation = f"validated on {verdict['validated_on']}"
+    device = verdict["validated_on"]
+    validation = f"validated on {device}" if device else "not validated, without a GPU"
     lines = [f"{folder}, {validation}"]
     if verdict["compared_with"]:
         if answers := verdict["answers"]:

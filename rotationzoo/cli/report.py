@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def report_command(
     artifact: ArtifactFolder,
     out: Output,
-    output: Path | None = option("Where to write the page (into the rotations).", "--output", "-o"),
+    output: Path | None = option("Where to write the page (the rotations).", "--output", "-o"),
     save: bool = flag("Add the page to the rotations, and its chart to the card."),
-    context: int | None = option("Tokens whose memory is shown (the model's positions).", min=1),
+    context: int | None = option("Tokens of the cache sizes (the model's positions).", min=1),
 ) -> None:
-    """Write a page to decide by: whether to use an artifact, what it keeps, and what it saves.
+    """Write a page that says whether to use an artifact, what it keeps, and what it saves.
 
     It is one file, made from what evaluate --save and validate have stored.
 
@@ -33,26 +33,26 @@ def report_command(
     from rotationzoo.report.page import FOOTER
     from rotationzoo.storage import files, folders
 
-    folder, beside = artifact.resolve(), output
-    # A signed artifact is not changed, nor is the folder of the shell replaced.
+    folder, outside = artifact.resolve(), output
+    # A signed artifact is not changed, and the shell's folder is not replaced.
     kept = os.path.lexists(folder / SIGNATURE) or Path.cwd().is_relative_to(folder)
     if output is None:
-        save, beside = save or not kept, Path(REPORT) if kept else None
-    if beside and beside.resolve().is_relative_to(folder):  # which must not hold other files
-        beside = Path(os.path.relpath(folder.parent), beside.name)
-    if beside and beside.is_file() and FOOTER.encode() not in files.read(beside, 1 << 24):
+        save, outside = save or not kept, Path(REPORT) if kept else None
+    if outside and outside.resolve().is_relative_to(folder):  # which may hold no other files
+        outside = Path(os.path.relpath(folder.parent), outside.name)
+    if outside and outside.is_file() and FOOTER.encode() not in files.read(outside, 1 << 24):
         hint = "choose another place with --output"
-        raise RotationZooError(f"{beside} exists and is not a page that report wrote", hint)
+        raise RotationZooError(f"{outside} exists and is not a page that report wrote", hint)
     opened = Artifact.open(artifact)
     report = _draw_report(out, opened, context)
-    if beside:
-        folders.replace_file(beside, report.html(is_local=True).encode())
+    if outside:
+        folders.replace_file(outside, report.html(is_local=True).encode())
     if save:
         add_report(out, opened, report)
-    evaluated, page = EVALUATION in opened.manifest.files, str(beside or artifact / REPORT)
+    evaluated, page = EVALUATION in opened.manifest.files, str(outside or artifact / REPORT)
     changed = str(artifact) if save else None
     data = {"report": page, "artifact": changed, "evaluated": evaluated}
-    added = [f"Added to: {artifact}"] if save and beside else []
+    added = [f"Added to: {artifact}"] if save and outside else []
     out.result(data, page, lambda: say(f"Page: {page}", *added))
     first = replace_words(report.verdict.commands[0], report.local_names())
     out.suggest(*shlex.split(first)[1:])

@@ -24,25 +24,20 @@ ENGINE = "vllm"
 def serve_command(
     model: ModelName,
     out: Output,
-    rotations: Path | None = option(
-        "The folder of rotations (found in rotations/, pulled, or calibrated)."
-    ),
+    rotations: Path | None = option("Their folder (found in rotations/, pulled or calibrated)."),
     vllm_options: list[str] | None = argument("Options of vllm serve.", None, metavar="OPTIONS"),
     format: Literal["sglang", "vllm", "segments"] | None = option(
-        "How rows are stored (segments for a budget of bits, else vllm)."
+        "How rows are stored (segments for a budget of bits, otherwise vllm)."
     ),
     bits: Bits = None,
     sink: Sink = None,
     recent: int | None = option("Last tokens kept exact (the recipe's).", min=1),
-    anyway: bool = flag(
-        "Also take rotations of other weights, and try a newer vLLM that lacks a name."
-    ),
+    anyway: bool = flag("Also take other weights' rotations, and a newer vLLM that lacks names."),
     revision: Revision = None,
     rope_scaling: RopeScaling = None,
-    dry_run: bool = flag("Check everything, and print the line alone."),
+    dry_run: bool = flag("Check everything, and only print the command."),
 ) -> None:
-    """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
-    to vLLM.
+    """Serve a model with vLLM and a 2-bit cache. Options that are not listed here go to vLLM.
 
     rotationzoo serve Qwen/Qwen3-8B
 
@@ -50,8 +45,8 @@ def serve_command(
     """
     handed_on = vllm_options or []
     if rotations is None and handed_on and (Path(handed_on[0]) / "manifest.json").exists():
-        hint = "give them as: rotationzoo serve MODEL --rotations FOLDER"
-        raise UsageError(f"{handed_on[0]} has rotations, which follow an option", hint)
+        hint = "write it as: rotationzoo serve MODEL --rotations FOLDER"
+        raise UsageError(f"{handed_on[0]} has rotations, and no option names it", hint)
     from rotationzoo.artifact.manifest import hash_config
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.geometry import full_attention_layers, shares_blocks
@@ -70,14 +65,14 @@ def serve_command(
     check_engine(source.folder, ENGINE)
     scaling = settle_rope_scaling(rope_scaling, [], source)
     config = load_config(source, scaling)
-    full, has_others = full_attention_layers(config), shares_blocks(config)
+    has_others, has_windows = shares_blocks(config), full_attention_layers(config) is not None
     # vLLM finds the files of a hub id in the same cache.
     place = model if source.revision else str(source.folder)
     package, missing = choose_package(anyway)
     if missing:
         missing.hint = f"{missing.hint} && {shell_line(*typed_words())}"
     check_latents(config, package == GPU_PACKAGE)
-    words = server_command(package, place, has_windows=full is not None)
+    words = server_command(package, place, has_windows)
     if not missing:
         read_options(words, handed_on)  # for its error, before anything is calibrated
     if rotations is None:
@@ -95,24 +90,23 @@ def serve_command(
     words += ["--revision", revision] if revision else []
     scaling = settle_rope_scaling(scaling, [artifact], source)
     text = load_config(source, scaling).get_text_config(decoder=True)
-    told = {"rope_parameters": text.rope_parameters} if scaling else {}
+    overrides = {"rope_parameters": text.rope_parameters} if scaling else {}
     if str(scaling_of(text)).startswith("yarn:"):  # vLLM takes the positions that are stated
-        told["max_position_embeddings"] = position_count(text)
-    words += ["--hf-overrides", dumps(told)] if told else []
-    named = {KEY: asked.model_dump(exclude_none=True)}
-    words += ["--additional-config", dumps(named)]
+        overrides["max_position_embeddings"] = position_count(text)
+    words += ["--hf-overrides", dumps(overrides)] if overrides else []
+    words += ["--additional-config", dumps({KEY: asked.model_dump(exclude_none=True)})]
     notes = [] if missing else claim(read_command(words, handed_on))
     # Quantized weights differ from the original ones.
     if has_weights(source) and artifact.manifest.model.config_sha256 == hash_config(source.folder):
         check_weights([artifact], source, anyway)
     if has_others and settings.codec.rotations.has_budget:
-        out.note("Beside layers of other kinds, those in 2 bits get the same bits of the budget")
+        out.note("Next to layers of other kinds, all 2-bit layers get the same bits of the budget")
     for note in notes:
         out.note(note)
     words += handed_on
     line = shlex.join(words)
     out.result({"command": words}, line, lambda: show_lines(line))
-    if missing:  # the line is for a machine that has it
+    if missing:  # after the line, which works where vLLM is installed
         raise missing
     if not dry_run:
         os.execvpe(words[0], words, SHELL)
@@ -125,9 +119,9 @@ def _find_rotations(
     dry_run: bool,
     missing: RotationZooError | None,
 ) -> "Artifact":
-    """The newest artifact that this user made or pulled for a model with this scaling of RoPE; or
-    the published one that keeps most for vLLM; or, unless this is a `dry_run`, a new one. Raises
-    `missing` before anything is fetched, and `HubError` for a hub that fails."""
+    """The user's newest artifact for a model with this scaling of RoPE; or the published one that
+    keeps most for vLLM; or, unless this is a `dry_run`, a new one. Raises `missing` before anything
+    is fetched, and `HubError` for a hub that fails."""
     from rotationzoo.api import calibration_job
     from rotationzoo.cli.calibrate import run_job
     from rotationzoo.cli.generate import find_rotations, no_rotations
@@ -163,8 +157,7 @@ def _find_rotations(
 def _pull(
     out: Output, source: "Source", scaling: str | None, fits: Callable[[str | None], bool]
 ) -> "Artifact | None":
-    """The best published artifact for this model and scaling of RoPE, or None. Prints what was
-    pulled and the state of its signature. Raises `RotationZooError`."""
+    """The best published artifact for this model and scaling of RoPE, or None."""
     from rotationzoo.cli.progress_bar import show_progress
     from rotationzoo.zoo.hubs.protocol import HUB_NAMES
     from rotationzoo.zoo.lookup import choose_entry, find_index
@@ -181,7 +174,7 @@ def _pull(
     except RotationZooError:  # there is none for this model, or this scaling
         return None
     if entry.format != "rotationzoo" or not is_fitting:
-        out.note(f"Rotations that are published do not fit: {why}")
+        out.note(f"The published rotations do not fit: {why}")
         return None
     with show_progress(out) as progress:
         pulled = pull_first(index, entry, copies, progress=progress)

@@ -11,7 +11,7 @@ from rotationzoo.words import counted
 def validate_command(
     artifact: ArtifactFolder,
     out: Output,
-    rows: int = option("Rows for each layer, KV head and side.", min=64, default=1024),
+    rows: int = option("Rows of each layer, KV head and side.", min=64, default=1024),
 ) -> None:
     """Check the CUDA reference on a GPU, bit by bit, against the codec.
 

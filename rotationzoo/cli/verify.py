@@ -23,11 +23,11 @@ def verify_command(
     out: Output,
     model: str | None = option("Also check that it was made for this model."),
     server: str | None = option(
-        "Also ask this running vLLM if it reads them; exit 4 if undecided.", metavar="URL"
+        "Also check that this vLLM server reads them; exit 4 if undecided.", metavar="URL"
     ),
     revision: Revision = None,
 ) -> None:
-    """Check that an artifact is whole, orthogonal and of its model."""
+    """Check that an artifact is whole, orthogonal and made for its model."""
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.server import Server, recorded_probes
     from rotationzoo.checks.verify import verify
@@ -39,7 +39,7 @@ def verify_command(
     running = None if server is None else Server(server, opened, recorded_probes(opened))
     verification = verify(opened, model, revision)
     finding, refusal = None, None
-    if verification.ok or verification.only_misfits:  # damage says enough of a signature
+    if verification.ok or verification.only_misfits:  # damage is enough to report
         try:
             finding = check_artifact(opened, demand)
         except RotationZooError as error:
@@ -50,7 +50,7 @@ def verify_command(
     if refused and not isinstance(refused, Undecided):
         verification = replace(verification, problems=[str(refused)])
     _show_verification(out, opened, verification, finding, reading)
-    if out.mode == "quiet" and finding is not None:
+    if out.quiet and finding is not None:
         out.notes([finding.note])
     if refusal is not None:
         raise refusal
@@ -63,20 +63,16 @@ def verify_command(
 
 
 def _error_of(artifact: "Artifact", verification: "Verification") -> RotationZooError:
-    """The error for damage, or for another model than the artifact was made for."""
+    """The error for damage, or for a model that the artifact was not made for."""
     from rotationzoo.model.source import model_words
 
-    folder, is_imported = str(artifact.folder), artifact.manifest.imported is not None
+    folder = str(artifact.folder)
     if verification.only_misfits:
         right = shell_line("verify", folder, "--model", *model_words(artifact))
-        hint = f"check it with its own model: {right}"
-        if is_imported:
-            hint += ", or import its files again with the model that they are for"
-        misfits = "; ".join(verification.misfits)
+        misfits, hint = "; ".join(verification.misfits), f"check it with its own model: {right}"
         return RotationZooError(f"{folder} is sound, but for another model: {misfits}", hint)
-    made = "its card says from what model, recipe and text"
-    hint = f"fetch it again, or make it again with rotationzoo calibrate; {made}"
-    if is_imported:
+    hint = "fetch it again, or make it again with the command on its card"
+    if artifact.manifest.imported is not None:
         hint = "import its files again"
     count = counted(len(verification.problems), "problem")
     return RotationZooError(f"{folder} must not be used: {count} found", hint)

@@ -56,10 +56,6 @@ class PackedTokens:
     one packed token less, and one of the tail more, than the next query does. All read the first
     `floors` packed tokens up to their own. Only with a tail that has `starts`."""
 
-    @property
-    def sides(self) -> tuple[PackedSide, PackedSide]:
-        return self.key, self.value
-
 
 @dataclass(frozen=True)
 class ExactWindow:

@@ -47,7 +47,7 @@ def check_room(budget: Budget, geometry: Geometry) -> None:
     stored = {side for layer in cached_layers(geometry) for side in layer.sides}
     for sides, _ in budget.shares:
         if stored and stored.isdisjoint(sides):
-            problem = "a budget for keys and one for values leave none for latents"
+            problem = "budgets for keys and for values leave no bits for latents"
             raise RotationZooError(problem, "give --bits alone")
 
 

@@ -169,7 +169,7 @@ class Variant:
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
             raise RotationZooError(
-                f"the CUDA kernel has no rows of {dim} {dtype} in groups of {group}: it takes "
+                f"the CUDA kernel takes no rows of {dim} {dtype} in groups of {group}, but "
                 f"multiples of 16 up to {_LARGEST_DIM} in float32, float16 or bfloat16, "
                 "and groups of multiples of 4"
             )

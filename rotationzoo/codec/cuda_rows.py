@@ -36,9 +36,8 @@ def dequantize(
 ) -> torch.Tensor:
     """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`, and multiply them
     with the transpose of `rotation`, if given."""
-    heads, count, bytes_of_a_row = packed.codes.shape
-    dim = 4 * bytes_of_a_row
-    groups, device = packed.metadata.shape[2], packed.codes.device
+    (heads, count, row_bytes), device = packed.codes.shape, packed.codes.device
+    dim, groups = 4 * row_bytes, packed.metadata.shape[2]
     rows = torch.empty(heads, count, dim, dtype=dtype, device=device)
     matrix = None if rotation is None else rotation.float().mT.contiguous()
     variant = Variant(dim, dim // groups, dtype, packed.format, rotates=matrix is not None)

@@ -48,7 +48,7 @@ class Entry:
     gguf: tuple[str, ...] = ()
     """The architectures of GGUF files that it loads with rotations; `*` is any."""
     needs_base: bool = False
-    """Whether the export copies a model file that the user must give, which `pull` cannot."""
+    """Whether the export copies a model file that the user gives; `pull` cannot ask for it."""
 
     @property
     def uncentered(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ ENGINES = {
     ),
     "vllm-oscar": Entry("vllm_oscar", format="vllm", heads=False, windows=False),
     "sglang": Entry("sglang", format="sglang", means=("key",)),
-    "sglang-mla": Entry("sglang_latent", format="sglang", takes=LATENTS.sides, clip="none"),
+    "sglang-mla": Entry("sglang", format="sglang", takes=LATENTS.sides, clip="none"),
     "llama.cpp": Entry("llama_cpp", heads=False, clip="one", gguf=_FORKS, needs_base=True),
     "modelopt": Entry("modelopt", rotates=False, clip="none", windows=False, budget=True),
     "transformers": Entry(
@@ -136,4 +136,4 @@ def choose_format(engine: str, has_budget: bool = False) -> str:
     if entry.format:
         return BUDGETED if has_budget and entry.budget else entry.format
     hint = "measure on that engine; for another format, leave out --for: --format sglang"
-    raise UsageError(f"{engine} rounds to its own codebook, which is not simulated here", hint)
+    raise UsageError(f"{engine} rounds to a codebook of its own, which is not simulated here", hint)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     Format = str
 else:
-    # Typer reads the choices from the type at run time, but mypy rejects a computed Literal.
     Format = Literal[tuple(SIMULATED)]
 
 # ---- options that other settings and commands also have
@@ -44,7 +43,7 @@ def check_budget(budget: Budget | None, has_budget: bool, format: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(Settings):
-    """The options of `RotatedCache`; None is open. Raises `UsageError` for invalid numbers."""
+    """The options of `RotatedCache`, None if open. Raises `UsageError` for invalid numbers."""
 
     engine: Engine = None
     format: FormatName = None

@@ -188,7 +188,7 @@ class RotatedCodec:
         """A tensor that is made once, and contiguous for kernels."""
         if (layer, side, name) not in self._matrices:
             rotation = self.rotations[layer][side]
-            if self.rounding == "transform":
+            if name == "steps" or self.rounding == "transform":
                 made: torch.Tensor = getattr(rotation, name)
             else:
                 matrix = rotation.matrix if name == "to_steps" else rotation.matrix.mT

@@ -1,23 +1,15 @@
-"""Exporting an artifact: the files that one serving engine reads, and the command that starts it.
-
-An export replaces an earlier one as a whole, and no other files.
-"""
+"""Exports an artifact: the files that a serving engine reads, and the command that starts it. An
+export replaces an earlier one as a whole, and no other files."""
 
 import importlib
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.reductions import (
-    Request,
-    Settled,
-    dropped_means,
-    list_reductions,
-    reduced_rotations,
-    settle_request,
-)
+from rotationzoo.artifact import reductions
+from rotationzoo.artifact.reductions import Request, Settled, settle_request
 from rotationzoo.artifact.store import EXPORT, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.engine_needs import find_engine
@@ -32,43 +24,37 @@ from rotationzoo.storage.folders import recover, write_new
 
 
 class _Record(strict_json.Strict):
-    """The part of `export.json` that a later export reads."""
+    """What a later export reads of `export.json`."""
 
-    files: dict[str, str]
-    """Name -> sha256."""
+    files: dict[str, str]  # name -> sha256
 
 
-def check_target(target: Path) -> None:
+def _check_target(target: Path) -> None:
     """Raise `RotationZooError` if the target holds anything but an earlier export."""
     folders.check_name(target)
     if not target.exists():
         return
     others = {target.name}
     if target.is_dir():
-        # SGLang's own calibration marks what it has written, or is writing, in such files.
-        mine = {
-            EXPORT,
-            *_earlier_files(target),
-            *(each.name for each in target.glob(".oscar_*.json")),
-        }
-        others = {path.name for path in target.iterdir()} - mine
+        # SGLang's own calibration leaves marks in such files.
+        marks = {path.name for path in target.glob(".oscar_*.json")}
+        found = {path.name for path in target.iterdir()}
+        others = found - marks - {EXPORT, *_earlier_files(target)}
     if others:
         hint = "choose another place with --output"
         raise RotationZooError(f"{target} exists and holds other files: {min(others)}", hint)
 
 
 def _earlier_files(target: Path) -> list[str]:
-    """The files of the earlier export whose hash still matches; anybody may write a record."""
-    try:
+    """The files of an earlier export. Anybody may write a record, so their hashes must match."""
+    names = []
+    with suppress(RotationZooError):
         content = strict_json.read(target / EXPORT)
         record = strict_json.validate(_Record, content, str(target / EXPORT))
-    except RotationZooError:
-        return []
-    names = []
-    for name, known in record.files.items():
-        with suppress(RotationZooError):
-            if sha256(regular_file(target, name)) == known:
-                names.append(name)
+        for name, hash_ in record.files.items():
+            with suppress(RotationZooError):
+                if sha256(regular_file(target, name)) == hash_:
+                    names.append(name)
     return names
 
 
@@ -78,15 +64,13 @@ class Exported:
 
     engine: str
     path: Path
-    files: dict[str, str]
-    """Name -> sha256."""
+    files: dict[str, str]  # name -> sha256
     launch: Launch
-    reduced: list[str]
-    """The parts of the artifact that were left out, in words."""
+    reduced: list[str]  # what was left out of the artifact, in words
 
 
 def export(artifact: Artifact, request: Request) -> Exported:
-    """Write the files of one engine, without what it does not take, or nothing for an engine that
+    """Write the files of an engine, without what it does not take; nothing for an engine that
     reads artifacts themselves. Raises `RotationZooError` for what the engine cannot serve."""
     row = find_engine(request.engine)
     if row.command:
@@ -96,35 +80,32 @@ def export(artifact: Artifact, request: Request) -> Exported:
     write_files: WriteFiles = module.write_files
     name = f"{artifact.folder.resolve().name}-{request.engine}"
     target = request.output or Path("exports") / name
-    # A killed export may have left the previous folder set aside.
-    recover(target)
-    check_target(target)
+    recover(target)  # a killed export may have set the previous folder aside
+    _check_target(target)
     folders.check_writable(target)
     if problems := verify(artifact).problems:
         hint = f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}"
         raise RotationZooError(f"{artifact.folder} is not exported: {problems[0]}", hint)
-    reduced = list_reductions(artifact, settled)
+    reduced = reductions.list_reductions(artifact, settled)
     payload = assemble_payload(artifact, settled)
     with disk_errors(target), folders.temporary_sibling(target) as work:
         launch = write_files(work, target.absolute(), payload, settled)
-        notes = [*launch.notes, *_notes_of_artifact(artifact, launch)]
+        launch.notes.extend(_notes_of_artifact(artifact, launch))
         if settled.pooled and artifact.rotations.per_head:
-            notes.append(_describe_pooling(artifact, settled))
-        launch = replace(launch, notes=notes)
+            launch.notes.append(_describe_pooling(artifact, settled))
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
         exported = Exported(request.engine, target, files, launch, reduced)
         record = as_json(exported) | {"artifact": artifact.identity}
         write_new(work / EXPORT, strict_json.text(record))
         for path in work.iterdir():
-            # safetensors makes files private to their owner; a server may run as another user.
-            path.chmod(0o644)
-        check_target(target)  # again: writing took time, in which something may have appeared
+            path.chmod(0o644)  # a server may run as another user
+        _check_target(target)  # again: files may have appeared in the meantime
         folders.install(work, target)
     return exported
 
 
 def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
-    """How rotationzoo starts an engine that reads the artifact itself."""
+    """How rotationzoo starts an engine that reads artifacts themselves."""
     if request != Request(request.engine):
         problem = f"{request.engine} reads the folder as it is, and nothing is written for it"
         hint = f"leave out all options but --for {request.engine}, or give another engine"
@@ -134,19 +115,15 @@ def _start_of(artifact: Artifact, request: Request, command: str) -> Exported:
     if command == "serve":
         notes += ["vLLM must be installed: docs/vllm.md says which versions were tried"]
     launch = Launch([shlex.join(words)], {}, notes)
-    reduced = list_reductions(artifact, settle_request(artifact, request))
+    reduced = reductions.list_reductions(artifact, settle_request(artifact, request))
     return Exported(request.engine, artifact.folder, {}, launch, reduced)
 
 
 def as_json(exported: Exported) -> dict[str, Any]:
     """The object that `export --json` prints and `export.json` stores."""
-    return {
-        "engine": exported.engine,
-        "path": str(exported.path),
-        "files": exported.files,
-        **vars(exported.launch),
-        "reduced": exported.reduced,
-    }
+    content = {**vars(exported), "path": str(exported.path), **vars(exported.launch)}
+    order = "engine", "path", "files", *vars(exported.launch), "reduced"
+    return {name: content[name] for name in order}
 
 
 def launch_line(launch: Launch) -> str:
@@ -156,7 +133,7 @@ def launch_line(launch: Launch) -> str:
 
 
 def _describe_pooling(artifact: Artifact, request: Settled) -> str:
-    """The command that measures what one rotation per layer costs, as the engine serves it."""
+    """A note with the command that measures what one rotation per layer costs."""
     words = ["rotationzoo", "evaluate", *model_words(artifact), str(artifact.folder)]
     engine = find_engine(request.engine)
     if engine.format:
@@ -166,14 +143,13 @@ def _describe_pooling(artifact: Artifact, request: Settled) -> str:
     sink, recent = request.windows
     if engine.windows and (sink, recent) != (artifact.recipe.sink, artifact.recipe.recent):
         words += ["--windows", f"{sink}/{recent}"]
-    return (
-        "one rotation per layer makes some models useless; to measure what it costs this one: "
-        + shlex.join([*words, "--save"])
-    )
+    command = shlex.join([*words, "--save"])
+    problem = "one rotation per layer makes some models useless"
+    return f"{problem}; to measure what it costs this one: {command}"
 
 
 def _notes_of_artifact(artifact: Artifact, launch: Launch) -> list[str]:
-    """Notes about these rotations that apply to every engine."""
+    """Notes for every engine."""
     notes = []
     if artifact.recipe.rope_scaling is not None:
         notes.append(
@@ -190,19 +166,18 @@ def _notes_of_artifact(artifact: Artifact, launch: Launch) -> list[str]:
 # ---- what an engine receives
 
 
+# OSCAR's names of statistics. It has none for `output`, which our provenance states.
 _WORDS = {"query": "qqt", "key": "ktk", "key_energy": "sst", "value": "vtv", "output": "sst"}
-"""OSCAR's words for statistics. It has none for `output`, which our files state elsewhere."""
-PLACEHOLDER = "MODEL"
-"""The placeholder in a launch command for a model whose location is unknown."""
-Provenance = dict[str, str | int | float | bool]
-"""Only primitives, so that a `.pt` file loads without running code."""
+PLACEHOLDER = "MODEL"  # stands in a launch command for a model whose location is unknown
+Provenance = dict[str, str | int | float | bool]  # a `.pt` file with these runs no code
 
 
-def provenance(artifact: Artifact, pools: bool, uncentered: bool, served: Provenance) -> Provenance:
-    """The provenance of an export: of a calibration or of imported files, with parameters
-    `served`."""
-    # The generation id is the same for both sides of an export and differs between artifacts and
-    # reductions. An import refuses two files whose ids differ.
+def _provenance(
+    artifact: Artifact, pools: bool, uncentered: bool, served: Provenance
+) -> Provenance:
+    """The origin of an export, and the `served` parameters."""
+    # Both files of an export have one generation id, which an import compares. Artifacts and
+    # reductions have different ones.
     reduction = f"{artifact.identity} {pools} {uncentered} False"  # as in earlier exports
     generation = digest(reduction.encode())[:32]
     pooling = "layer" if pools else artifact.recipe.pooling
@@ -241,14 +216,12 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
     """An engine's payload. Raises `RotationZooError` for rotations that cannot be pooled."""
     recipe = artifact.recipe
     pools = request.pooled and artifact.rotations.per_head
-    uncentered = dropped_means(artifact, request)
-    rotations = reduced_rotations(artifact, pools, uncentered)
-    key, value = (
-        _side_matrices(rotations, side, _objective(artifact, side, pools)) for side in SIDES
-    )
-    (key_clip, value_clip), (sink, recent) = request.clip, request.windows
-    served: Provenance = {"sink": sink, "recent": recent}
-    served |= {"key_clip": key_clip, "value_clip": value_clip}
+    uncentered = reductions.dropped_means(artifact, request)
+    rotations = reductions.reduced_rotations(artifact, pools, uncentered)
+    objectives = {side: _objective(artifact, side, pools) for side in SIDES}
+    key, value = (_side_matrices(rotations, *each) for each in objectives.items())
+    served: Provenance = dict(zip(("sink", "recent"), request.windows, strict=True))
+    served |= dict(zip(("key_clip", "value_clip"), request.clip, strict=True))
     if recipe.group_size is not None:
         served["group_size"] = recipe.group_size
     bits = {number: _most_bits(layer) for number, layer in artifact.rotations.items()}
@@ -259,19 +232,19 @@ def assemble_payload(artifact: Artifact, request: Settled) -> Payload:
         key=key,
         value=value,
         group_size=recipe.group_size,
-        provenance=provenance(artifact, pools, bool(uncentered), served),
+        provenance=_provenance(artifact, pools, bool(uncentered), served),
         bits=bits,
     )
 
 
 def _most_bits(layer: LayerRotations) -> float:
-    """Bits of a channel, on average over rows, of the side that has more; 2 without a budget."""
+    """The mean bits per channel of the larger side; 2 without a budget."""
     widths = [layer[side].widths for side in SIDES]
     return max([its.double().mean().item() for its in widths if its is not None], default=2.0)
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:
-    """The objective name, such as `qqt_r_h_pbr`: an import's own unless pooled, or the recipe's."""
+    """The objective name, such as `qqt_r_h_pbr`. Imported files keep theirs unless pooled."""
     recipe, imported = artifact.recipe, artifact.manifest.imported
     if imported and not pools:
         pair = dict(zip(SIDES, rows_of(imported.objectives).pair, strict=True))
@@ -283,7 +256,7 @@ def _objective(artifact: Artifact, side: str, pools: bool) -> str:
 
 
 def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatrices:
-    """One side's matrices, without the head dimension if the heads of every layer share one."""
+    """One side's matrices, without the head dimension if all layers share one among heads."""
     layers = {layer: sides[side] for layer, sides in rotations.items()}
     per_head = any(rotation.per_head for rotation in layers.values())
     heads = slice(None) if per_head else 0

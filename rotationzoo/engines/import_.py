@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,8 @@ from rotationzoo.artifact.manifest import hash_config
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.checkpoint import finished_artifact
 from rotationzoo.calibration.soundness import write_sound_artifact
-from rotationzoo.engines.base import (
-    RotationFile,
-    check_matrices,
-    data_free_name,
-    normalize,
-)
-from rotationzoo.engines.formats.oscar_pt import read_pt
-from rotationzoo.engines.formats.sglang_latent import latent_files, read_latents
+from rotationzoo.engines.base import RotationFile, check_matrices, data_free_name
+from rotationzoo.engines.formats.oscar_pt import latent_files, read_latents, read_pt
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_refusal
 from rotationzoo.geometry import (
     Geometry,
@@ -43,49 +37,30 @@ from rotationzoo.storage.files import digest, sha256
 from rotationzoo.storage.folders import check_writable
 from rotationzoo.writer import check_replaceable, library_versions
 
-Files = dict[str, RotationFile]
-"""Side -> its file: `key` and `value`, or `latent`."""
-
-IMPORTED: dict[str, tuple[Callable[[Path], object], Callable[[Path], RotationFile]]] = {
-    "latents": (latent_files, read_latents),
-    "pt": (lambda path: True, read_pt),
-}
-"""Import formats, a row each, in the order in which they are tried: whether a path is of it, and
-what reads the path. To add one, write a module in `engines/formats` and a row here."""
-
-# The default names of files.
-_NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")
-# Entries of `calibration` that agree in both files of one run.
-_SHARED = ("generation_id", "config_sha256", "model")
+Files = dict[str, RotationFile]  # side -> its file: `key` and `value`, or `latent`
+_NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.pt")  # the default names of files
+_SHARED = ("generation_id", "config_sha256", "model")  # `calibration` of both files of a run
 _FETCH_AGAIN = "fetch both again"
 _CHECK = "check the model"
 
 
 def gather_files(files: Sequence[Path]) -> Files:
-    """Read both sides from the given files or from a folder with one pair; or a folder of latents.
-
-    Raises `RotationZooError` for a side that is missing, unknown or damaged, and for a mixed pair.
-    """
+    """Read a pair of files, a folder with one pair, or a folder of latents. Raises
+    `RotationZooError` for a side that is missing, unknown or damaged, and for a mixed pair."""
     paths = [path.expanduser() for path in files]
-    if len(paths) == 1 and paths[0].is_dir() and not latent_files(paths[0]):
-        paths = _pair_in(paths[0])
-    read = [_read(path) for path in paths]
-    if [file.side for file in read] == [LATENT]:
-        latents = normalize(read[0])
+    if len(paths) == 1 and latent_files(paths[0]):
+        latents = read_latents(paths[0])
         check_matrices(latents)
         return {LATENT: latents}
-    pair = {side: normalize(file) for side, file in _pair_of(read).items()}
+    if len(paths) == 1 and paths[0].is_dir():
+        paths = _pair_in(paths[0])
+    pair = _pair_of(map(read_pt, paths))
     for problem, hint in _problems(**pair):
         raise RotationZooError(problem, hint)
     return pair
 
 
-def _read(path: Path) -> RotationFile:
-    """The side in a file, or a folder of latents."""
-    return next(read(path) for takes, read in IMPORTED.values() if takes(path))
-
-
-def _pair_of(files: list[RotationFile]) -> Files:
+def _pair_of(files: Iterable[RotationFile]) -> Files:
     sides: Files = {}
     for file in files:
         if file.side is None:
@@ -97,28 +72,29 @@ def _pair_of(files: list[RotationFile]) -> Files:
         sides[file.side] = file
     for side in SIDES:
         if side not in sides:
-            hint = "give both: keys and values have rotations of their own"
+            hint = "give both files: keys and values have different rotations"
             raise RotationZooError(f"there is no file for the {side}s", hint)
     return {side: sides[side] for side in SIDES}
 
 
 def _pair_in(folder: Path) -> list[Path]:
-    """The only key file and the only value file in a folder."""
+    """The key file and the value file in a folder. Raises `RotationZooError` for several pairs."""
     names = sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name))
     letters = [name[0] for name in names]
     if letters == ["k", "v"]:
         return [folder / name for name in names]
     if len(letters) > len(set(letters)):
-        several = f"{folder} holds several pairs: {', '.join(names)}"
-        raise RotationZooError(several, hint="name the two files")
+        raise RotationZooError(
+            f"{folder} holds several pairs: {', '.join(names)}", "name two files"
+        )
     only = f", only {names[0]}" if names else ""
     hint = "give the two files, such as k_rotation_qqt_r_h_pbr.pt and v_rotation_sst_r_h_pbr.pt"
     raise RotationZooError(f"{folder} holds no pair of rotation files{only}", hint)
 
 
 def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str]]:
-    """Why two files are no pair of orthogonal matrices for the same layers, each with a hint."""
-    # SGLang's own calibration replaces a pair file by file, and marks the folder meanwhile.
+    """What is wrong with a pair, each with a hint."""
+    # SGLang's own calibration replaces the files one by one, and marks the folder meanwhile.
     for pending in key.path.parent.glob(".oscar_*.pending.json"):
         written = "a pair that is being written, or was left half-written"
         finish = "let the server that writes it finish, or remove that file"
@@ -128,22 +104,23 @@ def _problems(key: RotationFile, value: RotationFile) -> Iterator[tuple[str, str
     matrices, others = key.content.rotation, value.content.rotation
     for layer in sorted(matrices.keys() ^ others.keys()):
         lacking = value if layer in matrices else key
-        yield f"{lacking.path.name} has no layer {layer}, and the other side has", _FETCH_AGAIN
+        yield f"{lacking.path.name} has no layer {layer}, but the other file does", _FETCH_AGAIN
     both = f"{key.path.name} and {value.path.name}"
     for name in _SHARED:
         if key.calibration.get(name) != value.calibration.get(name):
             yield f"{both} do not belong together: their {name} differs", _FETCH_AGAIN
     # Only data-free rotations may be the same for keys and values.
-    if data_free_name(key) == GIVEN and all(torch.equal(matrices[i], others[i]) for i in matrices):
+    pairs = ((matrices[i].float(), others[i].float()) for i in matrices)
+    if data_free_name(key) == GIVEN and all(torch.equal(*each) for each in pairs):
         yield f"{both} hold the same matrices", _FETCH_AGAIN
 
 
 def find_geometry(files: Files, model: str, revision: str | None) -> tuple[Source, Geometry]:
-    """The named model and its geometry. Raises `RotationZooError` for files that do not fit."""
+    """The model and its geometry. Raises `RotationZooError` for files that do not fit."""
     first, source = next(iter(files.values())), find(model, revision)
     geometry = geometry_on_meta(loading.on_meta(loading.load_config(source), source.name))
     if geometry is None:
-        unknown = f"what {model} caches shows only with its weights"
+        unknown = f"what {model} caches is unknown without its weights"
         raise UnsupportedModel(unknown, hint=f"calibrate it: rotationzoo calibrate {model}")
     if not files.keys() & {side for layer in geometry for side in layer.sides}:
         held = f"{first.path} holds rotations of {' and '.join(f'{side}s' for side in files)}"
@@ -161,12 +138,12 @@ def find_geometry(files: Files, model: str, revision: str | None) -> tuple[Sourc
 
 
 def _check_model(model: str, source: Source, file: RotationFile) -> None:
-    """Raise `RotationZooError` if the file states another model than the user's."""
+    """Raise `RotationZooError` if the file names another model than the user does."""
     stated = file.calibration
     config, weights = stated.get("config_sha256"), stated.get("weights_fingerprint")
     named = str(stated.get("model") or stated.get("model_path") or "")
     theirs, ours = (path.rstrip("/").rsplit("/", 1)[-1].lower() for path in (named, model))
-    # Names are compared only for hub models: a local folder may have any name.
+    # A local folder may have any name, so only names of hub models are compared.
     other_name = source.revision is not None and theirs not in ("", ours)
     contradicts = config != hash_config(source.folder) if config else other_name
     made = f"{file.path.name} says that it was made for"
@@ -178,12 +155,12 @@ def _check_model(model: str, source: Source, file: RotationFile) -> None:
 
 
 def _misfits(side: str, file: RotationFile, geometry: Geometry) -> Iterator[str]:
-    """Each difference between the layers of a model and those of a file."""
+    """The differences between the layers of a model and those of a file."""
     layers, content = {layer.index: layer for layer in cached_layers(geometry)}, file.content
     for missing in sorted(layers.keys() - content.rotation.keys()):
         yield f"they have no {side} rotation for layer {missing}"
     for extra in sorted(content.rotation.keys() - layers.keys()):
-        yield f"they have layer {extra}, which caches no {side}s there"
+        yield f"they have layer {extra}, which caches no {side}s in the model"
     for index, layer in layers.items():
         matrix, mean, dim = content.rotation[index], content.mean.get(index), layer.dims.get(side)
         wrong = matrix.shape[-1] != dim or (matrix.ndim == 3 and len(matrix) != layer.kv_heads)
@@ -195,13 +172,13 @@ def _misfits(side: str, file: RotationFile, geometry: Geometry) -> Iterator[str]
 
 
 _SERVED = ("key_clip", "value_clip", "sink", "recent")
-# Rotations of latents, by the name that the index has for them. Their server clips none.
+# The index names rotations of latents so. Their server does not clip.
 _OF_LATENTS = {"name": "oscar-latent", "pooling": "head", "key_clip": 1.0, "value_clip": 1.0}
 _OF_LATENTS |= {"key_statistic": "key", "value_statistic": "value"}
 
 
 def import_(job: Import) -> Artifact:
-    """Read and check the files and write an artifact if need be. Raises `RotationZooError`."""
+    """Read and check the files, and write an artifact unless it exists."""
     started = time.monotonic()
     check_replaceable(job.output)
     check_writable(job.output)
@@ -217,7 +194,7 @@ def import_(job: Import) -> Artifact:
     if (finished := finished_artifact(job.output, job.restart, identity)) is not None:
         return finished
     stated = first.calibration
-    # Without the paths of the machine that made the file.
+    # Paths on the machine that made the file become names.
     names = {key: name_of(value) for key, value in stated.items() if isinstance(value, str)}
     fingerprint = weights_fingerprint(source) if has_weights(source) else None
     rotations = _rotations_of(files, recipe, geometry)
@@ -246,14 +223,15 @@ def import_(job: Import) -> Artifact:
 
 
 def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recipe, list[str]]:
-    """The recipe, from the user and the files, and remarks. Raises `RotationZooError`."""
+    """The recipe that the user and the files state, and notes. Raises `RotationZooError`."""
     first, published = next(iter(files.values())), PRESETS["oscar-v1"]
-    of_latents = first.side == LATENT
-    notes = [note for file in files.values() for note in file.notes]
+    of_latents = first.side == LATENT  # whose folder may have any name
+    notes = []
+    for file in files.values():
+        if any(matrix.dtype != torch.float32 for matrix in file.content.rotation.values()):
+            notes.append(f"{file.path.name} is not float32; its matrices were converted")
     named = set(map(data_free_name, files.values()))
-    # A folder of latents has any name.
-    is_one = len(named) == 1 and not of_latents
-    composition = named.pop() if is_one else GIVEN
+    composition = named.pop() if len(named) == 1 and not of_latents else GIVEN
     per_head = any(file.content.per_head for file in files.values())
     stated: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",
@@ -269,7 +247,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
         stated["key_clip"], stated["value_clip"] = job.clip
     if job.windows:
         stated["sink"], stated["recent"] = job.windows
-    with as_refusal(f"{first.path.name} says what no recipe can"):
+    with as_refusal(f"{first.path.name} has values that no recipe can have"):
         recipe = Recipe.model_validate({**published.model_dump(), **stated})
     if not stated.keys() >= set(_SERVED):
         clips = f"{recipe.key_clip:g}/{recipe.value_clip:g} and "
@@ -280,7 +258,7 @@ def _recipe_of(files: Files, job: Import, group_size: int | None) -> tuple[Recip
 
 
 def _measure(path: Path) -> dict[str, Any]:
-    """Name, bytes and sha256 of a file, or of a folder of latents by its names and hashes."""
+    """Name, bytes and sha256 of a file. A folder of latents has the hash of its list of hashes."""
     if not path.is_dir():
         return {"name": path.name, "size": path.stat().st_size, "sha256": sha256(path)}
     paths = latent_files(path)
@@ -290,7 +268,7 @@ def _measure(path: Path) -> dict[str, Any]:
 
 
 def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """Copies of the matrices: files may share one among layers, and safetensors refuses that."""
+    """The rotations in float32. Layers of a file may share a tensor, so all are copies."""
     layers = {}
     for layer in cached_layers(geometry):
         sides, index = {}, layer.index
@@ -302,7 +280,7 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
             if index in content.eigenvalues:
                 extras["eigenvalues"] = _copy(content.eigenvalues[index], heads, dim)
             if index in content.mean:
-                extras["mean"] = _copy(content.mean[index].float(), layer.kv_heads, dim)
+                extras["mean"] = _copy(content.mean[index], layer.kv_heads, dim)
             matrix = _copy(content.rotation[index], heads, dim, dim)
             sides[side] = Rotation(matrix=matrix, clip=clip, **extras)
         layers[index] = LayerRotations.of_sides(sides)
@@ -310,4 +288,4 @@ def _rotations_of(files: Files, recipe: Recipe, geometry: Geometry) -> Rotations
 
 
 def _copy(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-    return tensor.expand(shape).clone(memory_format=torch.contiguous_format)
+    return tensor.float().expand(shape).clone(memory_format=torch.contiguous_format)

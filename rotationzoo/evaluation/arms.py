@@ -1,5 +1,4 @@
-"""The arms of an evaluation: the user's artifacts, with transform coding too where they can, and
-with one rotation per layer if that is asked; and baselines that need no calibration."""
+"""The arms of an evaluation: variants of the user's artifacts, and baselines without data."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from rotationzoo.codec.bit_allocation import spend_bits
 from rotationzoo.codec.formats import BUDGETED
 from rotationzoo.codec.rotated import RotatedCodec
 from rotationzoo.geometry import Geometry
+from rotationzoo.linalg.composition_table import DATA_FREE
 from rotationzoo.linalg.moments import sums
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe.loading import PRESETS
@@ -22,32 +22,26 @@ from rotationzoo.rotations import Rotations
 from rotationzoo.simulation import rivals
 from rotationzoo.simulation.simulated import SimulatedCodec
 
-DATA_FREE = ("identity", "hadamard", "random")
-"""Presets that need no statistics."""
 KIVI = "kivi"
-BASELINES = (*DATA_FREE, KIVI)
-"""Those that every evaluation measures, a Hadamard matrix also with all else as in an artifact."""
-RIVALS = tuple(rivals.ENGINE_CACHES)
-"""Other engines' caches, which are measured where somebody asks for them."""
-_VARIANTS = "", "+transform", "+pooled"  # the ends of the names of an artifact's arms
+BASELINES = (*DATA_FREE, KIVI)  # the default; "hadamard" adds an arm with all else the same
+RIVALS = tuple(rivals.ENGINE_CACHES)  # caches of other engines, measured on request
+_VARIANTS = "", "+transform", "+pooled"  # suffixes in the names of an artifact's arms
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of a comparison: a codec, and what the report says that it is."""
+    """One arm of a comparison: a codec, and its description in the report."""
 
     about: AboutArm
     codec: SimulatedCodec
 
     @property
     def name(self) -> str:
-        """A name that is unique in the comparison."""
         return self.about.name
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
-    """The recipe whose clip ratios, group size and windows the baselines use: the first artifact's,
-    from which they then differ in their rotations alone, or else the default recipe."""
+    """The recipe that gives the baselines their clip ratios, group size and windows."""
     return artifacts[0].recipe if artifacts else Recipe()
 
 
@@ -59,13 +53,12 @@ def build_arms(
     uncentered: Collection[str] = (),
     budgets: Sequence[Budget | None] = (None,),
 ) -> list[Arm]:
-    """One arm of nearest codes per artifact and budget, in the given order; then one with transform
-    coding for each that has its matrices; with `pooled`, one with one rotation per layer for each
-    that has more; then one per baseline, in the order of `BASELINES` and `RIVALS`. All names
-    differ.
+    """One arm of nearest codes per artifact and budget, in order; then one with transform coding
+    for each that has the matrices; with `pooled`, one with one rotation per layer for each that has
+    more; then one per baseline, in the order of `BASELINES` and `RIVALS`. All names differ.
 
     - `uncentered`: the sides that artifacts' arms store with their mean.
-    - `budgets`: other budgets of bits than the artifacts' own, which None stands for.
+    - `budgets`: budgets of bits; None is an artifact's own.
     """
     made: dict[str, list[Arm]] = {ending: [] for ending in _VARIANTS}
     names: list[str] = []
@@ -96,7 +89,7 @@ def build_arms(
 
 def _all_else_the_same(artifact: Artifact, own: Rotations, budget: Budget | None) -> list[Arm]:
     """The arm of a Hadamard matrix with an artifact's `own` means, and with transform coding in as
-    many bits, of which its channels get those that suit them; none without statistics."""
+    many bits; none without statistics."""
     if artifact.statistics is None or not own.has_transform:
         return []
     recipe = artifact.recipe.model_copy(update={"composition": "hadamard"})
@@ -108,8 +101,7 @@ def _all_else_the_same(artifact: Artifact, own: Rotations, budget: Budget | None
 
 
 def judged_arms(arms: Sequence[Arm], format: str | None, pooled: bool) -> list[str]:
-    """The arm of each artifact that the decision is about: `pooled` if it has one, or else with
-    transform coding if it has the matrices and the format is theirs."""
+    """The arm of each artifact to decide on: pooled, with transform coding, or plain."""
     names = [arm.name for arm in arms]
     endings = [*["+pooled"] * pooled, *["+transform"] * (format == BUDGETED), ""]
     judged = []
@@ -121,25 +113,21 @@ def judged_arms(arms: Sequence[Arm], format: str | None, pooled: bool) -> list[s
 def build_baselines(
     shared: Recipe, geometry: Geometry, names: Collection[str] = BASELINES
 ) -> list[Arm]:
-    """One arm per baseline among the `names`, at the clip ratios and the group size of the `shared`
-    recipe."""
+    """The baselines among `names`, with the clip ratios and group size of the `shared` recipe."""
     settings = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
     codecs: dict[str, SimulatedCodec] = {}
-    for name in DATA_FREE:
-        # Their rotations depend only on shapes, so they are fitted without statistics.
+    for name in DATA_FREE:  # also the names of presets, whose fit needs no statistics
         rotations = fit(None, PRESETS[name].model_copy(update=settings), geometry)
         codecs[name] = RotatedCodec(rotations, shared.group_size)
-    # What a user may pick instead of any rotation.
     codecs[KIVI] = rivals.RivalCodec(rivals.store_as_kivi)
     codecs |= {name: rivals.RivalCodec.of_engine(name) for name in RIVALS}
-    chosen = {name: codec for name, codec in codecs.items() if name in names}
-    return [Arm(AboutArm(name=name, kind="baseline"), codec) for name, codec in chosen.items()]
+    chosen = [name for name in codecs if name in names]
+    return [Arm(AboutArm(name=name, kind="baseline"), codecs[name]) for name in chosen]
 
 
 def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
-    """The name of the artifact's folder, made unique among the names of other arms by the start of
-    its hash, and for an artifact that is given twice by a number. Full paths are private, and a
-    report may be published."""
+    """The name of the artifact's folder, made unique among arms by its hash, and by a number for an
+    artifact that is given twice. A report may be published, and full paths are private."""
     used = {name + ending for name in (*BASELINES, *RIVALS, *taken) for ending in _VARIANTS}
     name = artifact.folder.resolve().name
     if any(name + ending in used for ending in _VARIANTS):

@@ -1,5 +1,5 @@
-"""The evaluation job: what a model answers through every arm with a 2-bit KV cache, what each arm
-costs in perplexity, and the report that `evaluate --save` keeps."""
+"""The evaluation job: a model's answers through each arm with a 2-bit KV cache, the perplexity of
+each arm, and the report that `evaluate --save` keeps."""
 
 import math
 from collections.abc import Collection
@@ -9,39 +9,18 @@ from time import perf_counter
 
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact.measured import (
-    ArmCosts,
-    Exact,
-    Measured,
-    MeasuredArm,
-    Probe,
-    Text,
-    Verdict,
-    Window,
-)
+from rotationzoo.artifact import measured
+from rotationzoo.artifact.measured import Measured, Probe, Verdict, Window
 from rotationzoo.artifact.scores import Decision, plain_name
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.codec.size import CONTEXT, codec_bits
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import rungs
-from rotationzoo.evaluation.arms import Arm, build_arms, judged_arms
+from rotationzoo.evaluation.arms import build_arms, judged_arms
 from rotationzoo.evaluation.decision import Rule, decide, put_into_words, spend_level
-from rotationzoo.evaluation.forward import (
-    Losses,
-    Pace,
-    Reader,
-    Tell,
-    Trial,
-    run_models,
-)
-from rotationzoo.evaluation.prepare import (
-    Evaluation,
-    Prepared,
-    check_model,
-    notes_for_reader,
-    prepare,
-)
+from rotationzoo.evaluation.forward import Losses, Pace, Reader, Tell, Trial, run_models
+from rotationzoo.evaluation.prepare import Evaluation, Prepared, check_model, prepare, text_notes
 from rotationzoo.evaluation.probes import record_probes
 from rotationzoo.evaluation.schedule import Schedule, find_pace
 from rotationzoo.evaluation.tasks import answering
@@ -63,12 +42,9 @@ from rotationzoo.writer import add_files, library_versions
 def evaluate(
     job: Evaluation, progress: Progress = silent, tell: Tell = lambda words: None
 ) -> Measured:
-    """Evaluate artifacts and baselines, and return everything that was measured. `tell` is given
-    how many tokens there are, if fewer than asked for, and how long it takes, once that is known.
-
-    Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
-    layers or texts that do not fit the model. Where the config is enough to tell, the error comes
-    before any weights are fetched.
+    """Evaluate artifacts and baselines, and return all measurements. `tell` gets sentences for the
+    user. Raises `UsageError` for settings that exclude each other, and `RotationZooError` for
+    artifacts or texts that do not fit the model, before weights are fetched if the config can tell.
     """
     if job.tasks.minutes:
         tell(f"Loading the model, questions and texts{finish(60 * job.tasks.minutes)}.")
@@ -82,8 +58,7 @@ def evaluate(
         tell(note)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        device, dtype = job.torch_device, job.torch_dtype
-        model = loading.load(source, ready.config, device, dtype, placement)
+        model = loading.load(source, ready.config, job.torch_device, job.torch_dtype, placement)
         pace = Pace(tell, until)
         schedule = _schedule(ready, model, pace, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress, pace, saved)
@@ -105,8 +80,7 @@ def evaluate(
 
 
 def _saved_answers(ready: Prepared) -> SavedAnswers:
-    """The answers beside the first artifact to which the report is added: what was asked before an
-    interrupt."""
+    """The answers before an interrupt, next to the first artifact that gets the report."""
     if not ready.saved:
         return SavedAnswers()
     folder = ready.saved[0].folder
@@ -115,42 +89,38 @@ def _saved_answers(ready: Prepared) -> SavedAnswers:
     return SavedAnswers(folder.with_name(f"{folder.name}.answers.safetensors"), conditions)
 
 
-def _build_trial(ready: Prepared, model: PreTrainedModel) -> Trial:
+def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Progress) -> Schedule:
+    """The work, fitted to the time by the pace of the model's first tokens and told to the user."""
     job, artifacts, geometry = ready.job, ready.artifacts, ready.geometry
     if geometry is None:
         geometry = geometry_of(model)
         check_model(job, artifacts, geometry)
     budgets = job.rungs or [job.budget]
     arms = build_arms(artifacts, geometry, job.baselines, job.pooled, job.uncentered, budgets)
-    # The chosen layers, which own a cache, and all that read one of these caches.
+    # The chosen layers, which own a cache, and all layers that read one of these caches.
     read = [layer for layer in geometry if job.layers is None or layer.owner in job.layers]
     layers = sorted(layer.index for layer in read)
-    return Trial(geometry, arms, ready.caches, layers, ready.start)
-
-
-def _schedule(ready: Prepared, model: PreTrainedModel, pace: Pace, progress: Progress) -> Schedule:
-    """What is measured, and told how long it takes, by the pace of the model's first tokens."""
-    job, trial = ready.job, _build_trial(ready, model)
-    judged = judged_arms(trial.arms, job.format, job.pooled)
-    if job.rungs:  # of which the others are asked once one is chosen
-        asked = replace(trial, arms=[arm for arm in trial.arms if arm.name in judged])
+    timed = trial = Trial(geometry, arms, ready.caches, layers, ready.start)
+    judged = judged_arms(arms, job.format, job.pooled)
+    if job.rungs:  # other arms are asked once a rung is chosen
+        timed = replace(trial, arms=[arm for arm in arms if arm.name in judged])
     progress("finding the pace", 0, 0)
     with loading.forward_errors(job.model, 1, job.data.length):
-        find_pace(model, ready.text.rows[0], asked if job.rungs else trial, pace)
+        find_pace(model, ready.text.rows[0], timed, pace)
     schedule = Schedule(ready, trial, judged, pace).fit()
     schedule.tell()
     return schedule
 
 
 def _ask(schedule: Schedule, asking: Asking) -> TaskAnswers:
-    """The answers to the questions, asked until no judged arm is open or the time is over."""
+    """The answers to questions, asked until all judged arms are decided or the time is over."""
     plan, judged, looks = schedule.ready.plan, schedule.judged, schedule.ready.job.tasks.looks
 
     def open_arms(answers: TaskAnswers) -> Collection[str]:
         if plan.settings.minutes:
             fits = schedule.fitting(answers.plan.series, answers.questions)
             return (judged or schedule.names) if fits else ()
-        # The first pair of windows, whose figures are shown, ends the questions.
+        # The first pair of windows decides: its figures are shown.
         decisions = _decide(schedule, schedule.trial.caches[0], answers)
         is_open = any(decision.action == "ask" for decision in decisions)
         return judged if is_open or answers.questions < looks[0] else ()
@@ -160,11 +130,11 @@ def _ask(schedule: Schedule, asking: Asking) -> TaskAnswers:
 
 
 def _ask_rungs(schedule: Schedule, asking: Asking) -> tuple[Schedule, TaskAnswers]:
-    """Ask about the budgets of the artifact until the fewest bits that may be served are known, and
-    then all arms with these bits; or with the most bits, where even these may not be served."""
+    """Ask the budgets until the fewest bits that may be served are known, then all arms with these
+    bits; or with the most bits, if even these may not be served."""
     ready, trial, judged = schedule.ready, schedule.trial, schedule.judged
     cache, found = trial.caches[0], dict[str, TaskAnswers]()
-    # Half of the level for each sequence; of two rungs, none is above the middle.
+    # Half of the level for each direction; of two rungs, none is above the middle.
     share = 0.5 if len(judged) > 2 else 1.0
 
     def ask(name: str) -> Decision:
@@ -190,8 +160,7 @@ def _ask_rungs(schedule: Schedule, asking: Asking) -> tuple[Schedule, TaskAnswer
 
 
 def _choose_rung(schedule: Schedule, chosen: Decision) -> Schedule:
-    """The schedule with the arms of the chosen budget alone, and with the artifact that is written
-    with it; nothing is saved where it may not be served."""
+    """The schedule for the chosen budget, whose artifact is written if it may be served."""
     job, (artifact,) = schedule.ready.job, schedule.ready.artifacts
     name, save_to = plain_name(chosen.arm), list[Path]()
     if chosen.action == "serve" and job.save_to:
@@ -210,12 +179,12 @@ def _choose_rung(schedule: Schedule, chosen: Decision) -> Schedule:
 
 
 def _notes(schedule: Schedule, model: PreTrainedModel, exact: Losses) -> list[str]:
-    """What the report says of the settings, the artifacts, the text and the model."""
-    ready, geometry = schedule.ready, schedule.trial.geometry
+    """The report's notes on the settings, the artifacts, the text and the model."""
+    ready = schedule.ready
     vocabulary = ready.config.get_text_config(decoder=True).vocab_size
     return [
         *ready.job.notes,
-        *notes_for_reader(ready.text, ready.source, ready.artifacts, geometry),
+        *text_notes(ready, schedule.trial.geometry),
         *rope_notes(ready.artifacts, ready.scaling),
         *doubt_loss(math.log(exact.perplexity), vocabulary),
     ]
@@ -224,10 +193,9 @@ def _notes(schedule: Schedule, model: PreTrainedModel, exact: Losses) -> list[st
 def _record_probes(
     schedule: Schedule, model: PreTrainedModel, notes: list[str], progress: Progress
 ) -> dict[Path, list[Probe]]:
-    """What a server answers, for each artifact to which the report is added. Where none can be
-    recorded, a note says why."""
+    """A record of server answers for each artifact that gets the report, or a note why not."""
     probes, ready = dict[Path, list[Probe]](), schedule.ready
-    # A server runs the model as its config says.
+    # A server takes the RoPE scaling of the config.
     if not ready.job.record or ready.scaling is not None:
         return probes
     if schedule.record > schedule.pace.left:
@@ -246,31 +214,36 @@ def _record_probes(
 def _describe(
     schedule: Schedule, losses: dict[Reader, Losses], answers: TaskAnswers, notes: list[str]
 ) -> Measured:
-    """Everything that was measured, and how."""
+    """All measurements and their conditions."""
     ready, trial = schedule.ready, schedule.trial
     job, source, text = ready.job, ready.source, ready.text
     tasks, all_tasks = score_exact(answers)
-    exact = Exact(**dict(losses[None].measure_exact()), tasks=tasks, all_tasks=all_tasks)
+    exact = measured.Exact(**dict(losses[None].measure_exact()), tasks=tasks, all_tasks=all_tasks)
     windows, rows = [], len(exact.text_tokens)
     for cache in trial.caches:
         arms = {}
         for arm in trial.arms:
-            costs = losses[cache, arm.name].measure_arm(losses[None])
-            arms[arm.name] = _assemble_arm(schedule, answers, cache, arm, costs)
+            task_scores, total = score_arm(answers, cache, arm.name)
+            arms[arm.name] = measured.MeasuredArm(
+                **dict(arm.about),
+                **dict(losses[cache, arm.name].measure_arm(losses[None])),
+                tasks=task_scores,
+                all_tasks=total,
+                bits_per_element=codec_bits(trial.geometry, arm.codec, cache, CONTEXT),
+                bits_at_length=codec_bits(trial.geometry, arm.codec, cache, job.data.length),
+            )
         answered = {name: arm.tasks for name, arm in arms.items()}
         bits = {name: arm.bits_per_element for name, arm in arms.items()}
-        decisions = []
-        for made in _decide(schedule, cache, answers):
-            decision = put_into_words(made, answered, tasks, bits)
-            decisions.append(schedule.time_more(decision, answers))
+        made = _decide(schedule, cache, answers)
+        decisions = [put_into_words(each, answered, tasks, bits) for each in made]
+        decisions = [schedule.time_more(each, answers) for each in decisions]
         verdict = Verdict.of(rows, decisions)
         windows.append(Window(sink=cache.sink, recent=cache.recent, arms=arms, verdict=verdict))
     assert job.format is not None
+    about, length = {"source": job.data.label, "fingerprint": text.fingerprint}, job.data.length
     return Measured(
-        text=Text(
-            source=job.data.label, fingerprint=text.fingerprint, rows=rows, length=job.data.length
-        ),
-        tokens=losses[None].tokens,
+        text=measured.Text(**about, rows=rows, length=length),
+        tokens=sum(exact.text_tokens),
         first_position=trial.start,
         model=source.label,
         revision=source.revision,
@@ -289,36 +262,19 @@ def _describe(
     )
 
 
-def _assemble_arm(
-    schedule: Schedule, answers: TaskAnswers, cache: CacheLayout, arm: Arm, costs: ArmCosts
-) -> MeasuredArm:
-    geometry, length = schedule.trial.geometry, schedule.ready.job.data.length
-    tasks, all_tasks = score_arm(answers, cache, arm.name)
-    return MeasuredArm(
-        **dict(arm.about),
-        **dict(costs),
-        tasks=tasks,
-        all_tasks=all_tasks,
-        bits_per_element=codec_bits(geometry, arm.codec, cache, CONTEXT),
-        bits_at_length=codec_bits(geometry, arm.codec, cache, length),
-    )
-
-
 def _decide(
     schedule: Schedule, cache: CacheLayout, answers: TaskAnswers, share: float = 1.0
 ) -> list[Decision]:
-    """The decision on each of the judged arms with one cache, with a `share` of the level. Their
-    words are left to the report."""
+    """The decision on each judged arm with one cache and a `share` of the level, without words."""
     exact, _ = score_exact(answers)
     arms = {arm.name: score_arm(answers, cache, arm.name)[0] for arm in schedule.trial.arms}
     level = share * spend_level(answers.questions, answers.plan.settings.looks)
-    rule = Rule(schedule.ready.job.floor, level)
+    rule = Rule(schedule.ready.job.keep / 100, level)
     return [decide(name, arms, exact, answers.questions, rule) for name in schedule.judged]
 
 
 def save_evaluation(report: Measured, artifact: Artifact, probes: list[Probe]) -> None:
-    """Add `evaluation.json` to an artifact, with only its own arms, the baselines, and what a
-    server answers."""
+    """Add `evaluation.json` to an artifact: its own arms, the baselines, and the server record."""
     windows = []
     for window in report.windows:
         arms, identities = window.arms.items(), (artifact.identity, None)

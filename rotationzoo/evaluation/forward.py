@@ -1,6 +1,5 @@
-"""The forward passes of an evaluation: every text through the exact model, and through every
-combination of arm and cache, whose perplexities are compared; and their pace, from which the time
-that is left is estimated."""
+"""The forward passes of an evaluation: each text through the exact model and through each arm with
+each cache, to compare their perplexities; and their pace, from which times are estimated."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,87 +23,69 @@ from rotationzoo.model.prediction import check_finite, counting_layers, run_deco
 from rotationzoo.progress import InTokens, Progress
 from rotationzoo.simulation.simulated import Simulation
 
-Reader = tuple[CacheLayout, str] | None
-"""A cache and the name of an arm; None for the exact model."""
+Reader = tuple[CacheLayout, str] | None  # a cache and the name of an arm, or the exact model
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that a token takes, by its reader. `tell` is given sentences for the user."""
+    """Seconds per token of each reader. `tell` gets sentences for the user."""
 
-    tell: Tell = lambda words: None
-    until: float = math.inf
-    """When everything is to be done, by the clock of `perf_counter`."""
+    tell: Tell
+    until: float  # the deadline, by the clock of `perf_counter`
     seconds: dict[Reader, float] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
-        """Seconds until everything is to be done."""
+        """Seconds until the deadline."""
         return self.until - perf_counter()
 
     @contextmanager
     def timing(self, reader: Reader, tokens: int) -> Iterator[None]:
-        """Measure how long this reader takes for `tokens` tokens."""
+        """Measure how long a reader takes for `tokens` tokens."""
         begun = perf_counter()
         yield
         self.seconds[reader] = (perf_counter() - begun) / tokens
 
     def estimate(self, tokens: float, arms: Collection[str]) -> float:
-        """The seconds in which the exact model and the named arms read `tokens` tokens each."""
+        """The seconds that the exact model and the named arms take for `tokens` tokens each."""
         pace = self.seconds.items()
         return tokens * sum(each for read, each in pace if read is None or read[1] in arms)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The settings that every text is run with: most are those of the `Evaluation`."""
+    """What texts and prompts are run with."""
 
     geometry: Geometry
     arms: Sequence[Arm]
     caches: list[CacheLayout]
-    layers: list[int]
-    """The layers that read a 2-bit cache."""
-    start: int
-    """The first measured position."""
+    layers: list[int]  # the layers that read a 2-bit cache
+    start: int  # the first measured position
+
+    def simulate(self, cache: CacheLayout, arm: Arm) -> Simulation:
+        return Simulation(arm.codec, cache, self.geometry, set(self.layers))
 
 
 class Losses:
-    """What one arm, or the exact model, lost on every text. Standard errors are those of paired
+    """The loss of one arm, or of the exact model, on each text. Standard errors are those of paired
     differences over texts, weighted by their numbers of tokens."""
 
     def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._counts: list[torch.Tensor] = []
+        self.loss = torch.empty(0, dtype=torch.float64)  # summed over each text, `[texts]`
+        self.count = torch.empty(0, dtype=torch.float64)  # tokens of each text with a loss
 
     def add(self, losses: torch.Tensor) -> None:
         """Add the negative log likelihoods `[B, P]` of texts."""
-        # Sum in float64: over a long text, arms may differ by less than float32 rounding.
-        self._losses.append(losses.double().cpu().sum(1))
-        self._counts.append(torch.full((len(losses),), losses.shape[1], dtype=torch.float64))
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """The sum of each text, `[texts]`."""
-        return torch.cat(self._losses)
-
-    @property
-    def count(self) -> torch.Tensor:
-        """The tokens of each text that have a loss, `[texts]`."""
-        return torch.cat(self._counts)
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that have a loss."""
-        return int(self.count.sum())
+        # Summed in float64: arms may differ by less than float32 rounding over a long text.
+        self.loss = torch.cat([self.loss, losses.double().cpu().sum(1)])
+        self.count = torch.cat([self.count, self.count.new_full((len(losses),), losses.shape[1])])
 
     @property
     def perplexity(self) -> float:
-        """That of all texts together."""
         return math.exp((self.loss.sum() / self.count.sum()).item())
 
     def measure_exact(self) -> measured.ExactCosts:
-        """The report on the exact model."""
         return measured.ExactCosts(
             text_tokens=self.count.long().tolist(),
             perplexity=self.perplexity,
@@ -132,17 +113,14 @@ def run_models(
     batches: list[torch.Tensor],
     trial: Trial,
     progress: Progress,
-    pace: Pace | None = None,
-    reserve: float = 0,
+    pace: Pace,
+    reserve: float,
 ) -> dict[Reader, Losses]:
-    """The losses of the exact model and of every combination of cache and arm, over all batches
-    `[B, T]` of token ids. A batch after the first is left out where `reserve` seconds would not be
-    left after it.
-
-    Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache, and
-    `Unsound` for an exact model whose losses are not finite.
-    """
-    # A position is measured by how well it predicts the next token, so a row needs one more token.
+    """The losses of the exact model and of each arm with each cache, over batches `[B, T]` of token
+    ids. After the first batch, only those are run that leave `reserve` seconds of time. Raises
+    `RotationZooError` if no row is long enough to read a 2-bit cache, and `Unsound` if the losses
+    of the exact model are not finite."""
+    # A row needs one token more, because the loss at a position is that of the next token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
     if not batches:
         hint = "give longer documents, or smaller --windows"
@@ -152,7 +130,7 @@ def run_models(
     losses |= {(cache, arm.name): Losses() for cache, arm in pairs}
     runs = list(product(range(len(batches)), [None, *pairs]))
     passes = InTokens(progress, [batches[run[0]].numel() for run in runs])
-    pace, names = pace or Pace(), [arm.name for arm in trial.arms]
+    names = [arm.name for arm in trial.arms]
     passes("evaluating", 0, len(runs))
     for done, (number, pair) in enumerate(runs):
         ids, reader = batches[number].to(device), pair and (pair[0], pair[1].name)
@@ -160,9 +138,7 @@ def run_models(
             break
         running: AbstractContextManager[None] = nullcontext()
         if pair is not None:
-            cache, arm = pair
-            simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers))
-            running = simulation.running(model)
+            running = trial.simulate(*pair).running(model)
         counting = counting_layers(model, passes.tell_part)
         with pace.timing(reader, ids.numel()), running, counting:
             found = token_losses(model, ids, trial.start)
@@ -174,12 +150,10 @@ def run_models(
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """The negative log likelihood of each next token, for positions from `start` on: float32
-    `[B, T - start - 1]`."""
+    """The negative log likelihood of each token after `start`: float32 `[B, T - start - 1]`."""
     last = ids.shape[1] - 1
     losses = ids.new_empty(len(ids), last - start, dtype=torch.float32, device="cpu")
-    # Blocks, because the logits of a whole row may be larger than the model: the vocabulary is far
-    # wider than the hidden state.
+    # In blocks, because the logits of a whole row may be larger than the model.
     for at, logits in run_decoder(model, ids).blocks(start, last):
         targets = ids[:, at.start + 1 : at.stop + 1].to(logits.device)
         block = torch.nn.functional.cross_entropy(

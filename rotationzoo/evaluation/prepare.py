@@ -1,5 +1,4 @@
-"""What an evaluation is asked for, and everything that is settled and checked before weights are
-fetched."""
+"""The settings of an evaluation, and all that is settled and checked before weights are fetched."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,11 +27,7 @@ from rotationzoo.geometry import (
     shifted_layers,
 )
 from rotationzoo.model import loading
-from rotationzoo.model.compatibility import (
-    check_artifacts,
-    other_weights_note,
-    settle_rope_scaling,
-)
+from rotationzoo.model.compatibility import check_artifacts, other_weights_note, settle_rope_scaling
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import memory_limits
 from rotationzoo.model.quantized import check_loadable
@@ -50,87 +45,69 @@ from rotationzoo.writer import check_writable
 
 @dataclass(frozen=True)
 class Evaluation(RunSettings):
-    """The settings of one evaluation. `api.evaluate` says what those are that it has, too."""
+    """The settings of one evaluation. `api.evaluate` explains those that it has too."""
 
     model: str
     artifacts: list[Path]
     data: Data
     tasks: TaskSettings = field(default_factory=TaskSettings)
     windows: list[tuple[int, int]] = field(default_factory=list)
-    format: str | None = None
-    """None means `sglang`, or `segments` for a budget of bits."""
+    format: str | None = None  # None means `sglang`, or `segments` for a budget of bits
     budget: Budget | None = None
     rungs: tuple[Budget, ...] = ()
-    """Budgets of the one artifact, the fewest bits first, of which the fewest are chosen that keep
-    as many answers as `keep` says. The report is on these, and added to the artifact that they
-    make."""
+    """Budgets of the one artifact, fewest bits first. The report is on the fewest bits that keep
+    the share `keep`, and is added to the artifact that they make."""
     anyway: bool = False
-    layers: set[int] | None = None
-    """Those to store in 2 bits; None means all."""
+    layers: set[int] | None = None  # to store in 2 bits; None means all
     prefill_chunk: int | None = None
     prefill_layout: Literal["server", "window"] | None = None
-    rope_scaling: str | None = None
-    """None means as the artifacts were calibrated."""
-    baselines: tuple[str, ...] = BASELINES
-    """Names in `BASELINES` and `RIVALS`."""
+    rope_scaling: str | None = None  # None means as the artifacts were calibrated
+    baselines: tuple[str, ...] = BASELINES  # names in `BASELINES` and `RIVALS`
     pooled: bool = False
-    uncentered: tuple[str, ...] = ()
-    """The sides that artifacts' arms store with their mean, as engines do that subtract none."""
+    uncentered: tuple[str, ...] = ()  # sides whose mean artifacts' arms do not subtract
     engine: str | None = None
     leaves_windows: bool = False
-    """Whether layers with a sliding window stay exact, and all others get the same bits of a
-    budget."""
-    notes: list[str] = field(default_factory=list)
-    """What the report says of these settings."""
+    """Whether layers with a sliding window stay exact, and others share a budget evenly."""
+    notes: list[str] = field(default_factory=list)  # on these settings, for the report
     batch: int = 1
-    save_to: list[Path] = field(default_factory=list)
-    """The artifacts, among those evaluated, to which the report is added."""
-    record: bool = False
-    """Whether what a server answers is recorded in each artifact to which the report is added."""
+    save_to: list[Path] = field(default_factory=list)  # the artifacts that get the report
+    record: bool = False  # whether these also get a record of server answers
     fit_length: bool = False
-    """Whether rows are fitted to the windows and the model's positions, and not refused: where the
-    length is a default and not the user's choice."""
-    keep: float = 100 * FLOOR
-
-    @property
-    def floor(self) -> float:
-        """The share of the exact model's answers that artifacts must keep."""
-        return self.keep / 100
+    """Whether the length is a default, so that rows are fitted to the windows and the model's
+    positions instead of refused."""
+    keep: float = 100 * FLOOR  # percent of the exact model's answers
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before weights are fetched."""
+    """All that is known before weights are fetched."""
 
-    job: Evaluation
-    """With everything settled that it left to the model and the artifacts."""
+    job: Evaluation  # with nothing left to the model and the artifacts
     artifacts: list[Artifact]
     source: Source
     scaling: str | None
     config: PretrainedConfig
     caches: list[CacheLayout]
     start: int
-    """The first measured position. Every pair of windows is measured on the tokens that read
-    quantized positions with all pairs."""
-    geometry: Geometry | None
-    """None for a model that does not run on `meta`."""
+    """The first measured position, where tokens read quantized positions with every window."""
+    geometry: Geometry | None  # None for a model that does not run on `meta`
     tokenizer: PreTrainedTokenizerBase
     text: Corpus
     plan: TaskPlan
 
     @property
     def saved(self) -> list[Artifact]:
-        """The artifacts to which the report is added."""
+        """The artifacts that get the report."""
         return [artifact for artifact in self.artifacts if artifact.folder in self.job.save_to]
 
 
 def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
-    """Check the settings, the artifacts and the texts against each other and the config. `tell` is
-    given how many tokens there are, if fewer than asked for."""
+    """Check the settings, the artifacts, the texts and the config against each other. `tell` gets a
+    sentence on a text with fewer tokens than requested."""
     _check_settings(job)
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     for artifact in artifacts:
-        if artifact.folder in job.save_to:  # fail now, and not after hours of evaluation
+        if artifact.folder in job.save_to:  # fails now, not after hours of evaluation
             check_writable(artifact)
     if job.pooled:
         check_pooled(artifacts)
@@ -148,16 +125,18 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
     if geometry is not None:
         check_model(job, artifacts, geometry)
     check_positions(config, job.data.length, "texts", "add: --length {}")
-    job.tasks.check_positions(config)
+    if job.tasks.names and job.tasks.lengths:
+        longest, hint = max(job.tasks.lengths), "give --lengths of at most {}"
+        check_positions(config, longest, "prompts", hint)
     _check_length(job.data, start)
     check_positions(config, start + 1, "texts", "add: --length {}")
-    # The text needs only the tokenizer and may be refused, so it is read before the weights.
+    # The text may be refused and needs only the tokenizer, so it is read before the weights.
     fetch(source, weights=False)
     tokenizer, data = loading.load_tokenizer(source), job.data
-    if data.source == "bundled":  # on which artifacts are calibrated by default
+    if data.source == "bundled":  # the default for calibration
         data = data.model_copy(update={"source": str(HELD_OUT)})
     progress("reading the text", 0, 0)
-    # Where a chat template writes the date, that of the calibration.
+    # A chat template that writes the date writes that of the calibration.
     days = filter(None, (each.manifest.identity.get("date") for each in artifacts))
     text = read_corpus(data.model_copy(update={"date": next(days, data.date)}), tokenizer)
     if text.note and shortfall(text.rows, data):
@@ -170,7 +149,7 @@ def prepare(job: Evaluation, progress: Progress, tell: Tell) -> Prepared:
 
 
 def check_keep(percent: float) -> None:
-    """Raise `UsageError` for no share of answers that can be kept."""
+    """Raise `UsageError` for a share of answers that cannot be required."""
     if not 1 <= percent < 100:
         meant = percent if 0 < percent < 1 else 0.95
         hint = f"write it as: --keep {100 * meant:g}"
@@ -181,22 +160,21 @@ def _check_settings(job: Evaluation) -> None:
     check_keep(job.keep)
     if job.format not in (None, *int2.SIMULATED):
         formats = ", ".join(int2.SIMULATED)
-        raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {formats}")
+        raise UsageError(f"there is no format {job.format!r}", f"give one of {formats}")
     known = (*BASELINES, *RIVALS)
     if unknown := [name for name in job.baselines if name not in known]:
         hint = f"give some of {', '.join(RIVALS)}"
         raise UsageError(f"there is no rival {unknown[0]!r}{nearest(unknown[0], known)}", hint)
     if job.tasks.minutes and job.rungs:
-        raise UsageError("the fewest bits are not found by the clock", "leave out the minutes")
+        raise UsageError("--fewest-bits cannot be combined with --minutes", "leave out --minutes")
     if job.prefill_layout and job.prefill_chunk is None:
-        hint = "add: --prefill-chunk 2048"
-        raise UsageError("--prefill-layout is for a prefill in chunks", hint)
+        raise UsageError("--prefill-layout is for a prefill in chunks", "add: --prefill-chunk 2048")
     job.tasks.check()
     memory_limits(job.device_map, job.max_memory)
 
 
 def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for artifacts or rivals that do not fit the model."""
+    """Raise `RotationZooError` if artifacts or rivals do not fit the model."""
     check_artifacts(job.model, artifacts, geometry)
     for name in set(RIVALS).intersection(job.baselines):
         check_engine_cache(name, geometry)
@@ -205,7 +183,7 @@ def check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) 
 def _leave_windows(
     job: Evaluation, artifacts: list[Artifact], config: PretrainedConfig
 ) -> Evaluation:
-    """The job of an engine that keeps layers with a sliding window exact."""
+    """The job for an engine that keeps layers with a sliding window exact."""
     full = full_attention_layers(config)
     if not job.leaves_windows or not shares_blocks(config):
         return job
@@ -218,41 +196,38 @@ def _leave_windows(
         return job
     if not full:
         problem = f"every layer of {job.model} has a sliding window, which {job.engine} keeps exact"
-        hint = "to store them in 2 bits, leave out --for"
-        raise UsageError(problem, hint)
+        raise UsageError(problem, "to store them in 2 bits, leave out --for")
     notes = [*job.notes, f"Layers with a sliding window stay exact, as {job.engine} serves them"]
     return replace(job, layers=full, notes=notes)
 
 
 def _settle_format(job: Evaluation, artifacts: list[Artifact]) -> Evaluation:
-    """The job with the format that it leaves to the artifacts. Raises `RotationZooError` for one
-    that none of them has."""
+    """The job with a format. Raises `RotationZooError` for one that no artifact has."""
     has_budget = any(artifact.rotations.has_budget for artifact in artifacts)
     name = job.format or (BUDGETED if has_budget else "sglang")
     check_budget(job.budget, has_budget, name)
     if not has_budget:
         int2.check_nearest(int2.SIMULATED[name])
-    said = []
+    notes = [*job.notes]
     if isinstance(job.budget, EvenBudget):
-        said = ["Beside layers of other kinds, those in 2 bits get the same bits of the budget"]
+        notes.append("Layers in 2 bits share the budget evenly, because this model has others")
     elif job.budget:
-        said = [f"The artifacts have a budget of {job.budget.bits} bits here, and not their own"]
-    return replace(job, format=name, notes=[*job.notes, *said])
+        notes.append(f"The artifacts have a budget of {job.budget.bits} bits here, not their own")
+    return replace(job, format=name, notes=notes)
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
     assert job.format is not None
-    # Baselines of nearest codes have an engine's format beside transform coding.
+    # Baselines have nearest codes, and so an engine's format, also next to transform coding.
     format = int2.SIMULATED["sglang" if job.format == BUDGETED else job.format]
     chunk, layout = job.prefill_chunk, job.prefill_layout or "server"
     return [CacheLayout(format, sink, recent, chunk, layout) for sink, recent in windows]
 
 
 def _fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:
-    """Double the length of the rows until a quarter of each lies past `start`, the first position
-    that is measured, and cut it to the positions that the model has."""
+    """Rows so long that a quarter of each is measured, if the model has the positions."""
     length = data.length
     while 3 * length < 4 * start:
         length *= 2
@@ -260,36 +235,26 @@ def _fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:
 
 
 def _check_length(data: Data, start: int) -> None:
-    """Raise `RotationZooError` for texts that end before `start`, the first position that is
-    measured, and `UsageError` for fewer tokens than one text."""
+    """Raise `RotationZooError` for texts without measured positions, from `start` on."""
     if data.length < start + 2:
-        raise RotationZooError(
-            f"texts of {data.length} tokens are too short: "
-            f"the first that reads a quantized one is at position {start}",
-            hint="give longer rows with --length, or smaller ones with --windows",
-        )
+        first = f"only tokens from position {start} on read quantized ones"
+        problem = f"texts of {data.length} tokens are too short: {first}"
+        raise RotationZooError(problem, "give a greater --length, or smaller --windows")
     if not data.rows:
         problem = f"{counted(data.tokens, 'token')} cannot fill one text of {data.length:,}"
-        hint = "more --tokens, or a shorter --length"
-        raise UsageError(problem, hint)
+        raise UsageError(problem, "give more --tokens, or a shorter --length")
 
 
-# ---- notes for the report
-
-
-def notes_for_reader(
-    text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
-) -> list[str]:
-    """Notes that qualify the figures: on text that fell short, and artifacts that were made for
-    other weights, were calibrated on this very text, or center keys although this model's attention
-    does not allow it."""
-    notes = [text.note] if text.note else []
-    for artifact in artifacts:
+def text_notes(ready: Prepared, geometry: Geometry) -> list[str]:
+    """Notes on a text that was too short, and on artifacts that were made for other weights, were
+    calibrated on this very text, or center keys where this model's attention does not allow it."""
+    notes = [ready.text.note] if ready.text.note else []
+    for artifact in ready.artifacts:
         name = artifact.folder.resolve().name
-        if note := other_weights_note(artifact, source):
+        if note := other_weights_note(artifact, ready.source):
             notes.append(note)
         calibration = artifact.manifest.calibration
-        if calibration is not None and calibration.fingerprint == text.fingerprint:
+        if calibration is not None and calibration.fingerprint == ready.text.fingerprint:
             notes.append(f"{name} was calibrated on this very text")
         if artifact.recipe.center_keys and (layers := shifted_layers(geometry)):
             reason = shift_reason(layers)

@@ -1,4 +1,4 @@
-"""The record of what a server answers, with which `checks.server` compares a running one."""
+"""A record of the answers that a server should give, with which `checks.server` compares it."""
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,22 +20,17 @@ from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 from rotationzoo.vllm.settings import Options, make_settings
 
-PROMPTS, PROMPT, ANSWER = 4, 1024, 16
-"""How many prompts are recorded, and the tokens of each and of its answer."""
-TOKENS = PROMPTS * (PROMPT + ANSWER)
-"""What the exact model and the cache read for a record."""
-CANDIDATES = 5
-"""As many as every server with OpenAI's API gives log probabilities of."""
+PROMPTS, PROMPT, ANSWER = 4, 1024, 16  # the prompts, and the tokens of each and of its answer
+TOKENS = PROMPTS * (PROMPT + ANSWER)  # that the exact model and the cache read for a record
+CANDIDATES = 5  # every server with OpenAI's API gives log probabilities of as many
 
 
 def record_probes(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, artifact: Artifact, source: Source
 ) -> list[Probe]:
-    """Let a model continue bundled text through the cache that `serve` makes of an artifact.
-
-    Raises `RotationZooError` where no server can read the artifact with these weights, for layers
-    with a sliding window, which a server keeps exact, and for too few positions.
-    """
+    """Let a model continue bundled text through the cache that `serve` makes of an artifact. Raises
+    `RotationZooError` if no server can use the artifact with these weights, for layers with a
+    sliding window, which a server keeps exact, and for too few positions."""
     if note := other_weights_note(artifact, source):
         raise RotationZooError(note)
     options = Options(artifact=str(artifact.folder))
@@ -56,7 +51,7 @@ def record_probes(
 @torch.no_grad()
 def _record(model: PreTrainedModel, prompt: torch.Tensor, settings: CacheSettings) -> Probe:
     """The answer to a prompt `[T]`."""
-    # The prompt is one chunk, as in a server: it reads itself exact, and the tokens after it codes.
+    # The prompt is one chunk, as in a server: it reads itself exact, and later tokens read codes.
     cache, row = RotatedCache(settings, model), prompt[None].to(input_device(model))
     with reading_whole(model, len(prompt) + ANSWER):
         tokens, logits = continue_greedily(model, row, cache, ANSWER)

@@ -1,10 +1,9 @@
-"""The fewest bits that keep what is asked for: budgets of one artifact, asked the same questions.
+"""The fewest bits that keep enough: budgets of one artifact, which are asked the same questions.
 
-Budgets are tested one after another, each until it is decided. From the middle on, fewer bits are
-tested as long as they may be served. If the middle may not be served, more bits are tested from the
-top down. Each direction is a fixed sequence of tests, which stops at the first budget that may not
-be served, and has half of the level. So a budget that keeps too little is chosen no more often than
-a single decision is wrong, however many are tested. Budgets that are never asked cost nothing.
+Budgets are tested one by one, each until it is decided: from the middle down, or if the middle may
+not be served, from the top down. Each direction is a fixed sequence of tests, which stops at the
+first budget that may not be served, and has half of the level. So a budget that keeps too little is
+chosen no more often than a single decision is wrong, however many are tested.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +19,14 @@ from rotationzoo.errors import UsageError
 from rotationzoo.recipe.loading import with_budget
 from rotationzoo.words import percent
 
-RUNGS = (2.0, 2.25, 2.5, 3.0, 3.5, 4.0)
-"""Bits an element that are tried."""
+RUNGS = (2.0, 2.25, 2.5, 3.0, 3.5, 4.0)  # bits per element
 _OUTCOMES = {"serve": "enough", "refuse": "too little", "ask": "undecided", "nothing": "undecided"}
 
 
 def find_rungs(folders: Sequence[Path]) -> tuple[Budget, ...]:
-    """The budgets of an artifact to choose from, the fewest bits first; none where all layers have
-    the same bits. Raises `UsageError` for several artifacts."""
+    """The budgets to choose from, fewest bits first; none where all layers have the same bits."""
     if len(folders) != 1:
-        raise UsageError("the fewest bits are found of one artifact", "give its folder alone")
+        raise UsageError("--fewest-bits is for a single artifact", "give one folder")
     artifact = Artifact.open(folders[0])
     own = artifact.recipe.budget
     if not artifact.rotations.has_budget or own.bits is None:
@@ -38,8 +35,8 @@ def find_rungs(folders: Sequence[Path]) -> tuple[Budget, ...]:
 
 
 def ask_rungs(names: Sequence[str], ask: Callable[[str], Decision]) -> list[Decision]:
-    """The decisions on the rungs that are asked, the fewest bits first, as the `names` of all are:
-    from the middle down as far as each may be served, or else from the top down to the middle."""
+    """The decisions on the rungs that are asked, of all `names`, fewest bits first: from the middle
+    down while each may be served, or else from the top down to the middle."""
     middle, made = len(names) // 2, dict[str, Decision]()
     for downwards in (names[middle::-1], names[:middle:-1]):
         for name in downwards:
@@ -52,12 +49,12 @@ def ask_rungs(names: Sequence[str], ask: Callable[[str], Decision]) -> list[Deci
 
 
 def choose_rung(decisions: Sequence[Decision]) -> Decision:
-    """The decision on the fewest bits that may be served, or else on the most that were asked."""
+    """The decision on the fewest bits that may be served, or else on the most bits asked."""
     return next((each for each in decisions if each.action == "serve"), decisions[-1])
 
 
 def describe_rungs(decisions: Sequence[Decision]) -> list[str]:
-    """What each of the budgets kept, in a sentence; nothing where no answer could be kept."""
+    """A sentence on what each budget kept; nothing if no answer could be kept."""
     parts = []
     for each in decisions:
         if each.kept is not None and each.interval is not None:
@@ -68,20 +65,21 @@ def describe_rungs(decisions: Sequence[Decision]) -> list[str]:
 
 
 def write_rung(artifact: Artifact, budget: Budget, name: str) -> Artifact:
-    """The artifact that a calibration with this budget makes, in a folder of this name next to the
-    given one, whose costs allocate the bits. Raises `RotationZooError` if it cannot be written."""
-    # An engine that gives all layers the same bits does so by itself.
+    """The artifact that a calibration with this budget makes, written next to the given one, whose
+    costs allocate the bits. Raises `RotationZooError` if it cannot be written."""
+    # Without the evenness of an engine, which spends the same bits on all layers by itself.
     budget = Budget(**asdict(budget))
     if budget == artifact.recipe.budget:
         return artifact
     recipe = with_budget(artifact.recipe, budget)
     rotations = spend_bits(artifact.rotations, budget)
-    content = {
-        **{key: value for key, value in artifact.content.items() if key not in ("schema", "files")},
+    changes = {
         "recipe": recipe.published(),
         "recipe_sha256": recipe.hash,
         "identity": {**artifact.content["identity"], "recipe": recipe.hash},
         "metrics": {"orthogonality_error": rotations.orthogonality_error},
     }
+    content = {**artifact.content, **changes}
+    del content["schema"], content["files"]
     folder = artifact.folder.with_name(name)
     return write_sound_artifact(folder, rotations, artifact.statistics, content, "calibrate again")

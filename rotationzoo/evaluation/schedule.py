@@ -1,5 +1,4 @@
-"""How long an evaluation takes, by the pace of its first tokens, and which part of it fits the time
-limit."""
+"""The time of an evaluation, by the pace of its first tokens, and the part that fits a limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +16,15 @@ from rotationzoo.evaluation.probes import TOKENS
 from rotationzoo.evaluation.tasks.answering import TaskAnswers, count_tokens
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.model.loading import input_device
-from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.words import counted, duration, finish
 
-LEAST = 32
-"""Questions of each task that may decide. Where fewer would fit, other arms are left out."""
-_TOKENS, _SECONDS = 128, 5.0  # of a row; after these seconds, the pace of other arms is a guess
+LEAST = 32  # questions of each task: where fewer fit, arms that decide nothing are left out
+_TOKENS, _SECONDS = 128, 5.0  # after these seconds, other arms get the pace of the slowest
 
 
 @torch.no_grad()
 def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pace) -> None:
-    """Set the pace of the exact model and of every arm by the first tokens of a row `[T]`. On a
-    slow machine, the last arms are taken to be as fast as the slowest."""
+    """Set the pace of the exact model and of each arm by the first tokens of a row `[T]`."""
     ids, begun = row[None, :_TOKENS].to(input_device(model)), perf_counter()
     token_losses(model, ids[:, :8], 0)  # what runs first runs slower
     with pace.timing(None, ids.numel()):
@@ -36,7 +32,7 @@ def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pac
     for cache, arm in product(trial.caches, trial.arms):
         # A sink would keep short rows exact.
         reader, all_of_it = (cache, arm.name), replace(cache, sink=0)
-        simulation = Simulation(arm.codec, all_of_it, trial.geometry, set(trial.layers))
+        simulation = trial.simulate(all_of_it, arm)
         pace.seconds[reader] = max(pace.seconds.values())
         if perf_counter() - begun < _SECONDS:
             with simulation.running(model), pace.timing(reader, ids.numel()):
@@ -45,7 +41,7 @@ def find_pace(model: PreTrainedModel, row: torch.Tensor, trial: Trial, pace: Pac
 
 @dataclass(frozen=True)
 class Schedule:
-    """What an evaluation has to do. The `judged` arms are asked most."""
+    """The work of an evaluation. The `judged` arms are asked most."""
 
     ready: Prepared
     trial: Trial
@@ -54,12 +50,11 @@ class Schedule:
 
     @property
     def names(self) -> list[str]:
-        """Of all arms."""
         return [arm.name for arm in self.trial.arms]
 
     @property
     def record(self) -> float:
-        """Seconds that it takes to record what servers answer."""
+        """The seconds that the records for servers take."""
         makes = self.ready.job.record and self.ready.scaling is None
         return self.pace.estimate(TOKENS, self.judged[:1]) * len(self.ready.saved) * makes
 
@@ -70,27 +65,24 @@ class Schedule:
         return tokens
 
     def _ask(self, tokens: Sequence[int], is_first: bool) -> float:
-        """The seconds of rounds with these `tokens`. The first round asks all arms."""
+        """The seconds of rounds with these `tokens`. A first round asks all arms."""
         first = self.pace.estimate(sum(tokens[:is_first]), self.names)
         return first + self.pace.estimate(sum(tokens[is_first:]), self.judged)
 
     def fitting(self, series: Sequence[Series], asked: int = 0) -> int:
-        """How many more questions of each series than `asked` fit the time, with the record and one
-        batch of texts after them."""
-        job, rounds = self.ready.job, (0, *self.ready.plan.settings.rounds)
-        text = self.pace.estimate(job.batch * job.data.length, self.names)
-        done, tokens = rounds.index(asked), self._round_tokens(series)
-        left = self.pace.left - self.record - text - self._find_able() * (asked == 0)
+        """How many more questions of each series than `asked` fit in the time, with the record and
+        one batch of texts after them."""
+        job, plan = self.ready.job, self.ready.plan
+        rounds, tokens = (0, *plan.settings.rounds), self._round_tokens(series)
+        done, text = rounds.index(asked), job.batch * job.data.length
+        left = self.pace.left - self.record - self.pace.estimate(text, self.names)
+        if asked == 0:
+            blind = sum(count_tokens(each.part(*rounds[:2]).blind) for each in plan.series)
+            left -= self.pace.estimate(blind, ())
         for end in range(done + 1, len(rounds)):
             if self._ask(tokens[done:end], done == 0) > left:
                 return rounds[end - 1] - asked
         return rounds[-1] - asked
-
-    def _find_able(self) -> float:
-        """The seconds of the blind prompts, which show what the exact model can do."""
-        plan = self.ready.plan
-        first = [each.part(0, plan.settings.rounds[0]) for each in plan.series]
-        return self.pace.estimate(sum(count_tokens(each.blind) for each in first), ())
 
     @property
     def is_short(self) -> bool:
@@ -99,9 +91,8 @@ class Schedule:
         return bool(plan.settings.minutes) and self.fitting(plan.series) < plan.settings.looks[-1]
 
     def fit(self) -> "Schedule":
-        """What there is time for. Where not everything fits, all but the shortest prompts are left
-        out, unless the user chose their lengths; and other arms, where too few questions would fit
-        that decide."""
+        """The part that there is time for: without all but the shortest prompts, unless the user
+        chose the lengths, and then without arms that decide nothing."""
         fitted, left_out = self, list[str]()
         plan = self.ready.plan
         if plan.series and self.is_short and not plan.settings.lengths:
@@ -121,7 +112,7 @@ class Schedule:
         return fitted
 
     def tell(self) -> None:
-        """Tell what will be done, how long it takes and when it ends."""
+        """Tell the user what will be done, how long it takes and when it ends."""
         job, plan, pace = self.ready.job, self.ready.plan, self.pace
         tokens = self._round_tokens(plan.series)
         questions, text = plan.settings.looks[0], counted(len(self.ready.text.rows), "text")
@@ -137,17 +128,16 @@ class Schedule:
         asked = f"{questions} questions of each task"
         if self.is_short:
             asked = "the questions whose answers cost least"
-        parts = [asked] * bool(plan.series) + [text]
-        parts += ["a record for servers"] * bool(self.record)
-        words = ["no rotations are named, so these are baselines alone"] * (not job.artifacts)
-        words.append(", ".join(parts) + finish(seconds))
+        record = ["a record for servers"] * bool(self.record)
+        words = ["no rotations are named, so only baselines are measured"] * (not job.artifacts)
+        words.append(", ".join([*[asked] * bool(plan.series), text, *record]) + finish(seconds))
         if more:
             words.append(f"more questions, unless these decide, take at most {duration(more)}")
             words.append("Ctrl-C keeps what was asked")
         pace.tell("; ".join(words))
 
     def time_more(self, made: Decision, answers: TaskAnswers) -> Decision:
-        """The decision with the time of an evaluation that settles it, by what `answers` took."""
+        """The decision with the time of an evaluation that settles it."""
         if made.more_questions is None:
             return made
         tokens = sum(count_tokens(each.series.prompts) for each in answers.exact)

@@ -70,8 +70,8 @@ def _open_rotations(job: GenerationSettings) -> Artifact | None:
         artifact = Artifact.open(Path(artifact).expanduser())
     if job.format == BUDGETED:
         if artifact is None:
-            problem = "a cache without rotations has no codes by transform coding"
-            raise RotationZooError(problem, "name an artifact, or give another --format")
+            problem = f"the format {BUDGETED} needs rotations with transform coding"
+            raise RotationZooError(problem, "add: --rotations ROTATIONS, or give another --format")
         RotatedCodec(artifact.rotations, rounding="transform")  # for its error
     return artifact
 
@@ -237,7 +237,7 @@ def encode_prompt(
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if not ids:
         hint = "give another prompt"
-        raise RotationZooError(f"the tokenizer of {job.model} makes no token of the prompt", hint)
+        raise RotationZooError(f"the tokenizer of {job.model} gives no tokens for the prompt", hint)
     length = len(start) + len(ids)
     needed = length + job.new_tokens
     if positions is not None and needed > positions:

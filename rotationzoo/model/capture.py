@@ -1,11 +1,7 @@
 """The attention hook, which reads post-RoPE queries, keys, values and outputs of every layer.
 
-transformers looks one function up by name and calls it after RoPE, norms and the cache update.
-`intercept` swaps the entry under the name that the model uses: a new name would lose its mask
-function, and sparse masks that some models apply only under known names.
-
-`geometry` refuses models whose cache does not hold what attention reads.
-"""
+`intercept` swaps transformers' attention function under the model's own name: a new name would lose
+its mask function, and sparse masks that some models apply only under known names."""
 
 import inspect
 import sys
@@ -26,23 +22,20 @@ if TYPE_CHECKING:
 _TAKES_LONG_MASKS = "takes_long_masks"
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
-"""`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]`, and any weights."""
+"""`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]`, weights or None."""
 
 
 @dataclass(frozen=True)
 class Attention:
     """The model's own attention call of one layer, which returns the output `[B, T, H_q, D_v]`.
-
-    `mask` has the form that the implementation takes: None for plain causal, boolean (True =
-    attend) or additive. Of long rows it is a `LongMask`, which is made block by block.
-    """
+    `mask` is None for plain causal, boolean (True = attend), additive, or a `LongMask`."""
 
     module: torch.nn.Module
     function: AttentionFunction
     mask: torch.Tensor | LongMask | None
     options: dict[str, Any]
     latent: torch.Tensor | None = None
-    """The latents `[B, 1, T, R]` behind the keys and values, where `kv_b_proj` projects them."""
+    """The latents `[B, 1, T, R]` that `kv_b_proj` projects to the keys and values, if any."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # An outer `intercept` of the same model takes the whole call.
@@ -54,7 +47,7 @@ class Attention:
     def _in_blocks(
         self, mask: LongMask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """The same output, computed for a block of queries at a time from the keys that it sees."""
+        """The same output, computed for a block of queries at a time from the keys they see."""
         mask.check(query.shape[2], key.shape[2], self.module)
         outputs = []
         for queries in query_blocks(query.shape[2]):
@@ -68,15 +61,12 @@ class Attention:
 @dataclass(frozen=True)
 class Call:
     """One layer's attention call. The tensors are post-RoPE, not repeated for GQA, in the model's
-    dtype and on the layer's device. They belong to the model: copy what you keep, change none."""
+    dtype and on the layer's device. They belong to the model: change none, and copy to keep."""
 
     layer: int
-    query: torch.Tensor
-    """`[B, H_q, T, D_k]`"""
-    key: torch.Tensor
-    """`[B, H_kv, T_k, D_k]`"""
-    value: torch.Tensor
-    """`[B, H_kv, T_k, D_v]`"""
+    query: torch.Tensor  # `[B, H_q, T, D_k]`
+    key: torch.Tensor  # `[B, H_kv, T_k, D_k]`
+    value: torch.Tensor  # `[B, H_kv, T_k, D_v]`
     attend: Attention
 
     def run(self) -> torch.Tensor:
@@ -86,15 +76,13 @@ class Call:
 
 Intercept = Callable[[Call], torch.Tensor]
 """Runs instead of a layer's attention and returns the output `[B, T, H_q, D_v]`."""
-
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`(layer, query, key, value, output)`: called after a layer's attention, with the tensors of its
-`Call`, and the output `[B, H_q, T, D_v]`."""
+"""`(layer, query, key, value, output)`: gets the tensors of a call, output `[B, H_q, T, D_v]`."""
 
 
 @contextmanager
 def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
-    """Inside the block, the decoder's attention calls go to `function`; those of others do not."""
+    """Inside the block, `function` gets the decoder's attention calls, but none of other towers."""
     tower = decoder(model)
     decoder_modules = set(map(id, tower.modules()))
     name = tower.config._attn_implementation
@@ -109,7 +97,7 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
             attention_mask: torch.Tensor | LongMask | None,
             **options: Any,
         ) -> tuple[torch.Tensor, Any]:
-            models_own = original or eager_attention(module)  # which is in no registry
+            models_own = original or eager_attention(module)  # eager is in no registry
             if id(module) not in decoder_modules:
                 if isinstance(attention_mask, LongMask):
                     attention_mask = attention_mask.rows(slice(None))
@@ -131,7 +119,7 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
 
 
 def _watching_latents(tower: "PreTrainedModel", latents: dict[int, torch.Tensor]) -> ExitStack:
-    """Keep the latents that each attention module's `kv_b_proj` reads, by the module's id."""
+    """Store the inputs of each attention module's `kv_b_proj` by the module's id."""
 
     def note(attention: int, projection: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         latents[attention] = inputs[0].unsqueeze(1) if inputs[0].ndim == 3 else inputs[0]
@@ -165,9 +153,9 @@ def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
     inner = untyped.get_decoder()
     if isinstance(inner, PreTrainedModel) and inner is not model:
         return inner
-    # Some models call another part "decoder"; others have none, and are the decoder themselves.
+    # Some models call another part "decoder", and others are the decoder themselves.
     base = model.base_model
-    if base is model:  # the prefix that the class states may be that of another class (Llama 4)
+    if base is model:  # the class may have the prefix of another class (Llama 4)
         base = getattr(model, "model", model)
     assert isinstance(base, PreTrainedModel)
     return base
@@ -182,19 +170,15 @@ def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]
     """Every attention registry that the tower's modeling files use: the library's or their own."""
     from transformers import AttentionInterface
 
-    registries: dict[int, AttentionInterface] = {}
-    for module in tower.modules():
-        modeling_file = sys.modules[type(module).__module__]
-        registry = getattr(modeling_file, "ALL_ATTENTION_FUNCTIONS", None)
-        if isinstance(registry, AttentionInterface):
-            # By identity, because registries with the same entries compare equal.
-            registries[id(registry)] = registry
-    return list(registries.values())
+    files = dict.fromkeys(sys.modules[type(module).__module__] for module in tower.modules())
+    registries = [getattr(file, "ALL_ATTENTION_FUNCTIONS", None) for file in files]
+    # By identity, because registries with the same entries compare equal.
+    unique = {id(each): each for each in registries if isinstance(each, AttentionInterface)}
+    return list(unique.values())
 
 
 def check_transparent(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tensor:
-    """The logits `[B, T, vocabulary]` of `ids` `[B, T]`. Raises `UnsupportedModel` unless they are
-    the same with and without capture, or on a GPU differ by as much as two plain runs do."""
+    """The logits `[B, T, vocabulary]`. Raises `UnsupportedModel` if capture changes them."""
 
     def logits() -> torch.Tensor:
         return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
@@ -217,10 +201,7 @@ def check_transparent(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tens
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """The keyword argument by which a model's call and its `generate` take a cache.
-
-    The model's own signature tells its name, because a model may bring code of its own.
-    """
+    """The keyword argument for a cache in the call of a model and its `generate`."""
     is_new = "cache" in inspect.signature(model.forward).parameters
     return {"cache" if is_new else "past_key_values": cache}
 

@@ -1,5 +1,5 @@
 """RoPE whose factors depend on the number of tokens (LongRoPE of Phi, dynamic NTK). All calls of a
-request use the factors of the whole request, or keys of its chunks would not fit together."""
+request use the factors of the whole request, so that its keys fit together."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from rotationzoo.model.capture import decoder, given_cache
 
 _BOUNDARY = "original_max_position_embeddings"
 _tokens = ContextVar("tokens", default=0)
-"""How many tokens the request has that is read now, with those that may follow."""
+"""The number of tokens of the current request, with those that may follow."""
 
 
 def changing_ropes(tower: torch.nn.Module) -> list[Any]:
@@ -27,12 +27,11 @@ def changing_ropes(tower: torch.nn.Module) -> list[Any]:
 
 @contextmanager
 def reading_whole(model: Any, tokens: int = 0) -> Iterator[None]:
-    """Inside the block, calls have the RoPE of `tokens` tokens, of `generate`'s prompt and all that
-    may follow, or of their own, whichever are more. `generate` keeps its cache, which Phi drops
-    when factors change; another cache raises `RotationZooError`."""
+    """Inside the block, calls have the RoPE factors of `tokens` tokens, or of `generate`'s maximum
+    or their own if longer. Raises `RotationZooError` if `generate` drops its cache, as Phi does."""
     with ExitStack() as patches:
         for rope in (ropes := changing_ropes(decoder(model))):
-            rope.max_seq_len_cached = 0  # dynamic NTK would keep those of a longer request
+            rope.max_seq_len_cached = 0  # dynamic NTK would keep the factors of a longer request
             patches.enter_context(patch.object(rope, "forward", partial(_read, rope.forward)))
         if ropes:
             settle = partial(_note_length, model._prepare_cache_for_generation)
@@ -45,14 +44,13 @@ def reading_whole(model: Any, tokens: int = 0) -> Iterator[None]:
 
 
 def generate(model: Any, *args: Any, **options: Any) -> Any:
-    """transformers' own `generate` of a model, which reads the request whole."""
+    """transformers' own `generate`, with the RoPE factors of the whole request."""
     with reading_whole(model):
         return type(model).generate(model, *args, **options)
 
 
 def check_factors(boundary: int, held: int, new: int, was_long: bool) -> bool:
-    """Whether LongRoPE's factors for more than `boundary` tokens apply to `new` tokens. Raises
-    `RotationZooError` if the `held` ones were read with the others."""
+    """Whether `new` tokens get the long factors. `RotationZooError` if `held` ones differ."""
     is_long = max(held + new, _tokens.get()) > boundary
     if held and is_long != was_long:
         problem = f"LongRoPE has other factors for more than {boundary:,} tokens, and the cache has"
@@ -65,7 +63,7 @@ def check_factors(boundary: int, held: int, new: int, was_long: bool) -> bool:
 def _read(
     forward: Any, rows: Any, position_ids: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Cosines and sines with those of the request's last position, which are cut off again."""
+    """Cosines and sines, computed together with the request's last position."""
     last = position_ids.new_full((*position_ids.shape[:-1], 1), max(0, _tokens.get() - 1))
     found = forward(rows, torch.cat([position_ids, last], dim=-1), *args)
     return tuple(each[..., :-1, :] for each in found)
@@ -77,10 +75,10 @@ def _note_length(settle: Any, config: Any, *rest: Any) -> Any:
 
 
 def _prepare(config: Any, prepare: Any, *args: Any, **kwargs: Any) -> Any:
-    # Phi compares this number of its config with the tokens of a call.
+    # Phi compares this entry of its config with the tokens of a call.
     with patch.object(config, _BOUNDARY, sys.maxsize, create=True):
         inputs = prepare(*args, **kwargs)
     if given_cache(inputs) is not given_cache(kwargs):
-        problem = "the model dropped its cache, and would go on with another one"
+        problem = "the model dropped its cache, and would continue with another one"
         raise RotationZooError(problem, hint="look at: rotationzoo evaluate")
     return inputs

@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for other shapes, group sizes that do not fit, or damage."""
+    """Raise `RotationZooError` for damage, other shapes, or a group size that does not fit."""
     hint = f"make one with: rotationzoo calibrate {shlex.quote(model)}"
     for artifact in artifacts:
         made_for, cached = cached_rows(artifact.geometry), cached_rows(geometry)
@@ -37,8 +37,8 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
 
 
 def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: Source) -> str | None:
-    """The RoPE scaling to run with: `asked`, or that of the artifacts. `yarn:2` is `yarn:2:8192`
-    for 8,192 positions. Raises `UsageError` or `RotationZooError` if it cannot be."""
+    """The RoPE scaling to run with: `asked`, or that of the artifacts. Raises `UsageError` if it is
+    malformed, and `RotationZooError` if they differ for this model."""
     try:
         scaling = None if asked is None else normalize(asked)
     except ValueError as error:
@@ -67,17 +67,17 @@ def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
 
 
 def check_weights(artifacts: list[Artifact], source: Source, anyway: bool) -> None:
-    """Raise `RotationZooError` for artifacts known to be of other weights, unless `anyway`."""
-    for note in filter(None, (other_weights_note(artifact, source) for artifact in artifacts)):
-        if not anyway:
+    """Raise `RotationZooError` for artifacts that are not of these weights, unless `anyway`."""
+    for artifact in () if anyway else artifacts:
+        if note := other_weights_note(artifact, source):
             make = f"make one with: rotationzoo calibrate {shlex.quote(source.name)}"
             raise RotationZooError(note, hint=f"{make}; or add --anyway")
 
 
 def other_weights_note(artifact: Artifact, source: Source) -> str | None:
-    """A note for an artifact known to be made for another config or other weights, or None."""
+    """A note for an artifact that was made for another config or other weights, or None."""
     model = artifact.manifest.model
-    fingerprint = model.weights_fingerprint  # which imported files do not always state
+    fingerprint = model.weights_fingerprint  # None for some imported files
     same_config = model.config_sha256 == hash_config(source.folder)
     if same_config and (fingerprint is None or fingerprint == weights_fingerprint(source)):
         return None
@@ -96,7 +96,7 @@ def check_fits(artifact: Artifact, model: "PreTrainedModel") -> None:
 
 
 def warn_of_other_weights(artifact: Artifact, model: "PreTrainedModel") -> None:
-    """Log a warning where the files of a model are not those that an artifact was made for."""
+    """Log a warning if an artifact was made for other weights than the model's files."""
     name, commit = model.name_or_path or "", getattr(model.config, "_commit_hash", None)
     source = find_cached(name, commit) if commit else None
     if name and Path(name).is_dir():

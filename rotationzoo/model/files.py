@@ -15,10 +15,9 @@ from rotationzoo.storage import files
 from rotationzoo.storage.files import read_json
 
 MOST_LAYERS = 1024
-"""No model has nearly as many layers. A file that claims more only wastes time and memory."""
+"""More than any model has. A file that claims more only wastes time and memory."""
 INDEX = "model.safetensors.index.json"
-GGUF = "weights.gguf"
-"""The link to a GGUF file, in the folder that stands for it (`model/source`)."""
+GGUF = "weights.gguf"  # the link to a GGUF file, in the folder that stands for it (`model/source`)
 SINGLE, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
 _CONFIGS = ("*config.json", "*.jinja")
@@ -26,7 +25,7 @@ _HEADER_LIMIT = 100_000_000  # bytes, as in safetensors
 _COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
 _SIZE = re.compile("num_(hidden_layers|(attention|key_value)_heads)|head_dim|(hidden|vocab)_size")
 _END = 256  # bytes
-# An adapter and a distributed checkpoint, which transformers loads on top of weights or in place.
+# An adapter and a distributed checkpoint, which transformers would load too, or instead.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-*-model-*-of-*.safetensors")
 ORIGINAL = "give the model that it was converted from"
 _NO_MODEL = "do not use it: this is not the config of a model"
@@ -34,13 +33,13 @@ _NO_MODEL = "do not use it: this is not the config of a model"
 
 def check_configs(folder: Path, name: str) -> None:
     """Raise `ModelUnavailable` for a config or a chat template of more than 16 MiB, and for a
-    config of more than 1,024 layers: transformers takes both at their word."""
+    config with more than 1,024 layers or sizes below 1: transformers checks neither."""
     for path in (path for pattern in _CONFIGS for path in folder.glob(pattern)):
         if path.is_file() and (size := path.stat().st_size) > _CONFIG_LIMIT:
             problem = f"{path.name} of {name} has {size:,} bytes, more than {_CONFIG_LIMIT:,}"
             raise ModelUnavailable(problem, _NO_MODEL)
     tables: list[dict[str, Any]] = [read_json(folder / "config.json")]
-    for table in tables:  # which grows by the tables in it
+    for table in tables:  # the loop appends nested tables
         for key, value in table.items():
             if isinstance(value, dict):
                 tables.append(value)
@@ -58,11 +57,8 @@ def check_count(layers: int, name: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a model's weights are fingerprinted and loaded from: one safetensors file, the
-    shards that the index names (none unless all are present), or a GGUF file.
-
-    Raises `ModelUnavailable` for an index that names files elsewhere, or if others would be loaded.
-    """
+    """The files of a model's weights: one safetensors file, the shards in the index (none unless
+    all are present), or a GGUF file. Raises `ModelUnavailable` if other files would be loaded."""
     for other in chain.from_iterable(map(folder.glob, _OTHER_WEIGHTS)):
         problem = f"{folder} also holds {other.name}, and transformers would load that"
         hint = "remove it, or merge it by peft's merge_and_unload and save the model elsewhere"
@@ -73,7 +69,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not single.is_file():
         paths = [folder / name for name in _named_shards(folder / INDEX)]
         return paths if all(map(Path.is_file, paths)) else []
-    # Servers load what the index names, or all files where there is none.
+    # Servers load the files in the index, or all files without one.
     if shards and not tensor_ends(shards).items() <= tensor_ends([single]).items():
         both = f"{SINGLE}, which transformers loads, and {shards[0].name}, which a server loads"
         hint = "remove the one that is not the model's"
@@ -82,12 +78,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_gguf(folder: Path) -> bool:
-    """Whether the weights of a folder are a GGUF file's, which are dequantized to be loaded."""
+    """Whether a folder stands for a GGUF file, whose weights are dequantized to be loaded."""
     return (folder / GGUF).is_file()
 
 
 def check_engine(folder: Path, engine: str) -> None:
-    """Raise `RotationZooError` for a GGUF file and an engine that reads none."""
+    """Raise `RotationZooError` for a GGUF file if the engine cannot read it."""
     if is_gguf(folder) and not ENGINES[engine].gguf:
         able = ", ".join(name for name, row in ENGINES.items() if row.gguf)
         hint = f"{ORIGINAL}; engines that can use it: {able}"
@@ -95,7 +91,7 @@ def check_engine(folder: Path, engine: str) -> None:
 
 
 def absent_weights(folder: Path) -> tuple[str, str] | None:
-    """The file that a folder's weights lack, and the reason; None if it has no weights."""
+    """A missing file of the folder's weights, and the reason; None if it has no weights."""
     named, shards = _named_shards(folder / INDEX), [path.name for path in folder.glob(_SHARDS)]
     absent = [name for name in named if not (folder / name).is_file()]
     if absent and set(shards) <= set(named):
@@ -111,7 +107,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def indexed_bytes(folder: Path) -> int | None:
-    """The bytes of all weights by the index of their files; None where there is none that says."""
+    """The size of all weights in bytes, from the index of their files; None if it is not there."""
     metadata = read_json(folder / INDEX).get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return int(size) if isinstance(size, int | float) and 0 < size < 1 << 60 else None
@@ -161,7 +157,6 @@ def tensor_ends(paths: Iterable[Path]) -> dict[str, bytes]:
     for name, stored in read_headers(paths).items():
         sample = b""
         with stored.file.open("rb") as file:
-            # A tensor of less than 256 bytes is read twice, which does no harm.
             for position in (stored.begin, max(stored.begin, stored.end - _END)):
                 file.seek(position)
                 sample += file.read(min(_END, stored.end - position))
@@ -170,7 +165,7 @@ def tensor_ends(paths: Iterable[Path]) -> dict[str, bytes]:
 
 
 def _named_shards(index: Path) -> list[str]:
-    """The shards that an index names; none where there is no index."""
+    """The shards in an index; none without an index."""
     weight_map = read_json(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     try:

@@ -1,8 +1,5 @@
 """Reads a model's attention geometry: the layers that store keys and values, their heads and sizes.
-
-There is no list of models. A model runs on a few tokens, usually on `meta`, and attention's inputs
-are compared with the cache. `geometry_of` refuses what cannot be calibrated, with the reason.
-"""
+A model runs on a few tokens, and attention's inputs are compared with the cache."""
 
 import copy
 import logging
@@ -36,14 +33,12 @@ CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
 
 
 def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
-    """The attention geometry of a model on `meta`, or None if its attention needs values. Raises
-    `UnsupportedModel` with the reason, or `ModelUnavailable` for a config that contradicts
-    itself."""
+    """The geometry of a model on `meta`; None if it needs values. Raises `UnsupportedModel`."""
     name, tower = type(model).__name__, decoder(model)
-    # The default experts loop over their tokens, which needs values; batched experts do not.
+    # The default experts loop over tokens, which needs values; batched experts do not.
     if getattr(tower.config, "_experts_implementation", None) is not None:
         model.set_experts_implementation("batched_mm")
-    for rope in changing_ropes(tower):  # it compares positions, and needs no weights
+    for rope in changing_ropes(tower):  # it compares positions, but needs no weights
         rope.forward = partial(_shapes_of, type(rope)(rope.config))
     table = tower.config.to_dict().items()
     numbers = [f"{key} {value}" for key, value in table if "head" in key or key == "hidden_size"]
@@ -52,9 +47,9 @@ def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
         try:
             return geometry_of(model)
         except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error).lower():  # as in all errors for want of values
+            if "meta" not in str(error).lower():  # all errors about missing values have it
                 raise
-    # Of what experts compute, attention reads the shape, here where there are no values.
+    # On `meta`, only the shape of the experts' output matters.
     for path, module in tower.named_modules():
         if path.endswith("experts"):
             module.forward = lambda rows, *_, **__: torch.empty_like(rows)
@@ -66,7 +61,7 @@ def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
 
 
 def _shapes_of(twin: torch.nn.Module, *given: Any, **named: Any) -> Any:
-    """What RoPE returns on `meta`: its twin reads zeros in the place of tensors there."""
+    """The output of RoPE on `meta`, from its twin on the CPU, which reads zeros."""
     zeros = [torch.zeros_like(each, device="cpu") for each in (*given, *named.values())]
     return tuple(each.to("meta") for each in twin(*zeros))
 
@@ -74,22 +69,22 @@ def _shapes_of(twin: torch.nn.Module, *given: Any, **named: Any) -> Any:
 @torch.no_grad()
 def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Geometry:
     """Find the layers that call attention and their heads on `ids` `[B, T]`, by default a few
-    zeros, and check that the cache stores what was captured. Raises `UnsupportedModel`."""
+    zeros, and check that the cache stores the captured rows. Raises `UnsupportedModel`."""
     name = type(model).__name__
     if ids is None:
-        # On `meta`, where the model is not, accelerate keeps weights that are elsewhere.
+        # accelerate moves offloaded weights to `meta`.
         offloaded = hasattr(model, "hf_device_map") and model.device.type == "meta"
         device = "cpu" if offloaded else model.device
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=device)
     calls, stored = _run(model, ids)
     if not calls:
         hint = "only models that use transformers' attention interface can be calibrated"
-        own = "computes attention in code of its own, or none at all: no hook can read it"
+        own = "computes attention in its own code, or has none: no hook can read it"
         raise UnsupportedModel(f"{name} {own}", hint)
     attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
     if any(getattr(module, "is_causal", True) is False for module in attentions):
-        hint = CAUSAL_HINT
-        raise UnsupportedModel(f"{name} is an encoder: its tokens attend to later ones", hint)
+        problem = f"{name} is an encoder: its tokens attend to later ones"
+        raise UnsupportedModel(problem, CAUSAL_HINT)
     if unseen := sorted(stored.keys() - calls.keys()):
         raise UnsupportedModel(f"{name} caches keys in layers {unseen} that no hook has seen")
     return [_layer(name, index, calls, stored) for index in sorted(calls)]
@@ -97,21 +92,20 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
 
 def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, Call], dict[int, Rows]]:
     """Layer -> its attention call; and layer -> its cached keys and values."""
-    calls: dict[int, Call] = {}
+    calls, name = dict[int, Call](), type(model).__name__
 
     def record(call: Call) -> torch.Tensor:
         if call.layer in (None, -1):
-            name = type(model).__name__
-            raise UnsupportedModel(f"{name} shares attention among layers: no call says of which")
+            raise UnsupportedModel(f"{name} shares attention among layers: calls name no layer")
         if call.layer in calls:
             twice = "attention more than once in a layer, on other values than it caches"
-            raise UnsupportedModel(f"{type(model).__name__} computes {twice}")
+            raise UnsupportedModel(f"{name} computes {twice}")
         calls[call.layer] = call
         return call.run()
 
     with intercept(model, record):
         output = decoder(model)(input_ids=ids, use_cache=True)
-    stored = {}  # layers without any are absent
+    stored = {}  # layer -> keys and values, if the layer has a cache of them
     for index, layer in enumerate(getattr(returned_cache(output), "layers", [])):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor):
@@ -120,26 +114,25 @@ def _run(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[dict[int, Call], 
 
 
 def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int, Rows]) -> Layer:
-    """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
+    """The attention of one layer. Raises `UnsupportedModel` if its cache stores other rows."""
     call, rows = calls[index], stored.get(index)
     cached = cached_of(call)
     # One tensor that serves as both keys and values is a latent, even in the shape of one head.
     if call.key is call.value or not cached.is_in(rows):
         hint = "nothing to do: no rotation of heads or of latents fits such a cache"
         held, read = (rows or (call.key,))[0].shape, call.key.shape
+        instead = "a compressed latent (as in MLA), not the keys and values that attention reads"
         if held[-1] == read[-1] and held[1] != read[1] and call.attend.latent is None:
-            made = f"{held[1]} heads of keys and values, of which its attention makes {read[1]}"
-            raise UnsupportedModel(f"{name} caches {made}", hint)
-        instead = "not the keys and values that its attention reads"
-        raise UnsupportedModel(f"{name} caches a compressed latent (MLA or alike), {instead}", hint)
+            instead = f"{held[1]} heads of keys and values, from which attention makes {read[1]}"
+        raise UnsupportedModel(f"{name} caches {instead}", hint)
     query_heads = call.query.shape[1]
     if isinstance(cached, Latents):
         rank, rope_dim = (each.shape[-1] for each in rows or ())
         return Layer(index, index, query_heads, 1, rank, rank, rope_dim=rope_dim)
     owner = index if rows is not None else _owner(index, calls, stored)
     if owner is None:
-        reads = f"layer {index} of {name} attends to keys and values that no cache layer stores"
-        raise UnsupportedModel(reads)
+        problem = f"layer {index} of {name} attends to keys and values that no cache layer stores"
+        raise UnsupportedModel(problem)
     _, kv_heads, _, key_dim = call.key.shape
     unshifted = ignores_shift(call.attend, call.query, call.key, call.value)
     return Layer(index, owner, query_heads, kv_heads, key_dim, call.value.shape[-1], unshifted)
@@ -148,27 +141,26 @@ def _layer(name: str, index: int, calls: Mapping[int, Call], stored: Mapping[int
 def _owner(index: int, calls: Mapping[int, Call], stored: Collection[int]) -> int | None:
     """The latest earlier layer with a cache whose attention read the same keys and values."""
     call = calls[index]
-    earlier = [layer for layer in calls if layer < index and layer in stored]
-    for layer in sorted(earlier, reverse=True):
-        owner = calls[layer]
-        if _same_rows(call.key, owner.key) and _same_rows(call.value, owner.value):
+    for layer in sorted(stored, reverse=True):
+        same = layer < index and _same_rows(call.key, calls[layer].key)
+        if same and _same_rows(call.value, calls[layer].value):
             return layer
     return None
 
 
 def _same_rows(rows: torch.Tensor, earlier: torch.Tensor) -> bool:
-    """Whether keys or values are one tensor, or equal. On `meta` there are none to compare."""
+    """Whether keys or values are one tensor, or equal. On `meta` they have no values to compare."""
     return rows is earlier or (not rows.is_meta and torch.equal(rows.cpu(), earlier.cpu()))
 
 
 # ---- whether attention ignores a shift that all keys share
 
 
-# Relative changes of the output up to this count as none. On tiny models of 20 families they are at
-# most 2e-6 where a shift cancels, and 0.5 or more where it does not.
+# The largest relative change of the output that counts as none. On tiny models of 20 families it is
+# at most 2e-6 if a shift cancels, and 0.5 or more if not.
 NONE = 1e-3
-# Scale of queries and keys: large enough for a soft cap of 50 to show, and small enough not to
-# saturate a softmax, where 1 - exp(-30) is 1.
+# Scale of queries and keys: large enough to show a soft cap of 50, and too small to saturate a
+# softmax.
 _LOGITS = 3.0
 _TOKENS = 16
 
@@ -176,28 +168,24 @@ _TOKENS = 16
 def ignores_shift(
     attend: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> bool:
-    """Whether this attention gives the same output when all keys shift together.
-
-    It is tried on the CPU with random queries `[B, H_q, T, D]`, keys and values `[B, H, T, D]` and
-    weights. If it cannot be tried, the answer is no.
-    """
+    """Whether this attention gives the same output when all keys shift together, tried on the CPU
+    with random inputs and weights. If it cannot be tried, the answer is no."""
     generator = torch.Generator().manual_seed(0)
     drawn = _with_random_numbers(attend, generator)
     queries, keys, values = (_LOGITS * _rows(like, generator) for like in (query, key, value))
     shift = _LOGITS * _rows(key, generator)[:, :, :1]
-    # A causal mask, in boolean and in additive form.
     visible = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril()
     zeros = torch.zeros(visible.shape, dtype=torch.float64)
     hidden = zeros.masked_fill(~visible, torch.finfo(torch.float32).min)
     attempts = [replace(drawn, mask=visible)]
-    with suppress(AttributeError):  # of a module without an eager implementation, which is first
+    with suppress(AttributeError):  # the module may have no eager implementation
         attempts.insert(0, replace(drawn, function=eager_attention(attend.module), mask=hidden))
     for attempt in attempts:
         try:
             plain = attempt(queries, keys, values)
             up = (attempt(queries, keys + shift, values) - plain).abs().max().item()
             down = (attempt(queries, keys - shift, values) - plain).abs().max().item()
-        except Exception:  # attention functions fail in different ways on inputs they cannot take
+        except Exception:  # attention functions fail in different ways
             continue
         return max(up, down) <= NONE * plain.abs().max().item()
     return False
@@ -212,7 +200,7 @@ def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Atten
         if not isinstance(given, torch.Tensor):
             return given
         if id(given) not in drawn:
-            # Drawn even for integers, which become zeros: the order of draws stays.
+            # Drawn even for integers, which become zeros, to keep the order of draws.
             numbers = torch.randn(given.shape, generator=generator, dtype=torch.float64)
             if not given.is_floating_point():
                 numbers = torch.zeros(given.shape, dtype=given.dtype)

@@ -1,9 +1,7 @@
-"""Attention over latents (MLA): what a layer reads of a latent, and what errors of it cost.
+"""Attention over latents (MLA): the rows that a layer caches, and what errors of latents cost.
 
-For every token such a layer caches a latent `c`, a row that all heads share, and a key `k` with
-RoPE. A projection `kv_b_proj` makes each head's keys `[c W_K^T, k]` and values `c W_V^T` of them.
-Transformers makes both before attention is called, so that attention reads heads as in any model.
-"""
+A layer caches a latent `c` and a key `k` with RoPE, which all heads share. A projection `kv_b_proj`
+makes each head's keys `[c W_K^T, k]` and values `c W_V^T` before attention is called."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +13,11 @@ from rotationzoo.model.capture import Call
 from rotationzoo.sides import LATENT
 
 _SEED = 0
-_UP, _OUTPUT = "kv_b_proj", "o_proj"
-"""What transformers calls the parts of every attention of this kind."""
+_UP, _OUTPUT = "kv_b_proj", "o_proj"  # the names of these projections in transformers
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-"""Two tensors `[B, H, T, D]` of a transformers cache layer: keys and values, or their stand-ins."""
+"""The two tensors `[B, H, T, D]` of a transformers cache layer: keys and values, or latents."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Heads:
         return sides["key"], sides["value"]
 
     def is_in(self, rows: Rows | None) -> bool:
-        """Whether a cache holds this in these rows, or may hold it in another layer's."""
+        """Whether the rows of a cache layer are these. If it has none, another layer may."""
         pairs = zip(rows or (), (self.call.key, self.call.value), strict=False)
         return all(one.shape[1::2] == other.shape[1::2] for one, other in pairs)
 
@@ -58,8 +55,8 @@ class Latents(Heads):
         return expand(self.call, sides[LATENT])
 
     def is_in(self, rows: Rows | None) -> bool:
-        """Whether a cache holds latents and the RoPE keys that all heads share, as some versions of
-        transformers do; servers store the latent. On `meta` only the shapes can tell."""
+        """Whether a cache layer holds latents and RoPE keys that all heads share, as in some
+        versions of transformers. On `meta`, only shapes are compared."""
         call, latent = self.call, self.sides[LATENT]
         if rows is None or not hasattr(call.attend.module, _OUTPUT):
             return False
@@ -82,13 +79,12 @@ class Latents(Heads):
 
 
 def cached_of(call: Call) -> Heads:
-    """What the cache of the layer of an attention call holds."""
+    """The rows that the layer of an attention call caches."""
     return Heads(call) if call.attend.latent is None else Latents(call)
 
 
 def expand(call: Call, latents: torch.Tensor) -> Rows:
-    """The keys `[B, H, T, D_k]` and values `[B, H, T, D_v]` of latents `[B, 1, T, R]`. The parts
-    with RoPE are those of the call, which has the keys of the same tokens."""
+    """The keys `[B, H, T, D_k]` and values `[B, H, T, D_v]` of latents `[B, 1, T, R]` of a call."""
     # `forward`, because calling the module would run the hook that captures latents.
     up: Any = getattr(call.attend.module, _UP)
     key, value_dim = call.key, call.value.shape[-1]
@@ -98,38 +94,26 @@ def expand(call: Call, latents: torch.Tensor) -> Rows:
     return torch.cat([plain, key[..., plain.shape[-1] :]], dim=-1), values.contiguous()
 
 
-@dataclass(frozen=True)
-class Weights:
-    """What a layer multiplies latents of R elements by, head by head, in one type."""
-
-    key: torch.Tensor
-    """`[H, N, R]`: keys without RoPE are `c @ key.mT`."""
-    value: torch.Tensor
-    """`[H, D_v, R]`: values are `c @ value.mT`."""
-    output: torch.Tensor
-    """`[H, D_v, D_v]`: an error `e` of a head's output costs the layer's `e @ output @ e`."""
-
-    @classmethod
-    def of(cls, call: Call) -> "Weights":
-        """The weights of a call, at least float32: what its modules make of an identity."""
-        attend, heads, value_dim = call.attend, call.query.shape[1], call.value.shape[-1]
-        assert attend.latent is not None
-        rank, dtype, device = attend.latent.shape[-1], attend.latent.dtype, attend.latent.device
-        wide = torch.promote_types(dtype, torch.float32)
-        up: Any = getattr(attend.module, _UP)
-        out: Any = getattr(attend.module, _OUTPUT)
-        up_weight = up.forward(torch.eye(rank, dtype=dtype, device=device)).T.to(wide)
-        by_head = up_weight.unflatten(0, (heads, -1))
-        key, value = by_head.split([by_head.shape[1] - value_dim, value_dim], dim=1)
-        width = heads * value_dim
-        nothing = out.forward(torch.zeros(1, width, dtype=dtype, device=device)).to(wide)
-        grams = []
-        for head in range(heads):
-            rows = torch.zeros(value_dim, width, dtype=dtype, device=device)
-            rows[:, head * value_dim : (head + 1) * value_dim].fill_diagonal_(1)
-            weight = out.forward(rows).to(wide) - nothing
-            grams.append(weight @ weight.T)
-        return cls(key, value, torch.stack(grams))
+def _weights_of(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """W_K `[H, N, R]`, W_V `[H, D_v, R]` and `W_O^T W_O` `[H, D_v, D_v]` of a call, in one dtype of
+    at least float32, from the outputs of its modules for an identity."""
+    attend, heads, value_dim = call.attend, call.query.shape[1], call.value.shape[-1]
+    assert attend.latent is not None
+    latent, width = attend.latent, heads * value_dim
+    wide = torch.promote_types(latent.dtype, torch.float32)
+    up: Any = getattr(attend.module, _UP)
+    out: Any = getattr(attend.module, _OUTPUT)
+    identity = torch.eye(latent.shape[-1], dtype=latent.dtype, device=latent.device)
+    by_head = up.forward(identity).T.to(wide).unflatten(0, (heads, -1))
+    key, value = by_head.split([by_head.shape[1] - value_dim, value_dim], dim=1)
+    bias = out.forward(latent.new_zeros(1, width)).to(wide)
+    grams = []
+    for head in range(heads):
+        rows = latent.new_zeros(value_dim, width)
+        rows[:, head * value_dim : (head + 1) * value_dim].fill_diagonal_(1)
+        weight = out.forward(rows).to(wide) - bias
+        grams.append(weight @ weight.T)
+    return key, value, torch.stack(grams)
 
 
 @dataclass(frozen=True)
@@ -137,20 +121,19 @@ class ReadErrors:
     """What errors of latents cost, to first order, by the queries of one attention call.
 
     An error `e` of the latent of token s changes the output of the layer at token t by the sum over
-    heads of `p (e W_V^T W_O^T)`, because the head reads another value with the weight p, and of
-    `p (a e^T) (v_s - o) W_O^T`, because its score changes by `a e^T`: a is the absorbed query
+    heads of `p (e W_V^T W_O^T)`, because the value changes, which has the attention weight p, and
+    of `p (a e^T) (v_s - o) W_O^T`, because its score changes by `a e^T`: a is the absorbed query
     `q W_K` times the scale of the softmax, v_s the value and o the head's output. For errors of
-    mean 0 that are independent from token to token, the expected squares add up over tokens, as
+    mean 0 that are independent between tokens, the expected squares add up over tokens, as
 
         e (a^T a) e^T * sum of p^2 |(v_s - o) W_O^T|^2  +  |e W_V^T W_O^T|^2 * sum of p^2,
 
-    where products of two heads, and of both reads of a head, are left out.
+    without products of two heads, or of the two terms of a head.
     """
 
     queries: torch.Tensor
-    """`[B, H, T, N]`: queries without RoPE, so long that the first term is `(query W_K e^T)^2`."""
-    key_weight: torch.Tensor
-    """W_K `[H, N, R]`, float64."""
+    """`[B, H, T, N]`: queries without RoPE; the scaled first term is `(query W_K e^T)^2`."""
+    key_weight: torch.Tensor  # W_K `[H, N, R]`, float64
     value_metric: torch.Tensor
     """`[R, R]`, float64: the second term is `e value_metric e^T`, summed over all queries."""
 
@@ -165,26 +148,23 @@ class ReadErrors:
 @torch.no_grad()
 def read_errors(call: Call, output: torch.Tensor, skip: int) -> ReadErrors:
     """What errors of latents cost by a call and its output `[B, T, H, D_v]`, if the first `skip`
-    tokens are never rounded.
-
-    Sums over tokens of `p^2 f_s` are the mean square of `sum of p z_s f_s` for random signs z. So
-    the model's own attention function estimates them, without a T x T matrix.
-    """
+    tokens are exact. The sum over tokens of `p^2 f_s` is the mean square of `sum of p z_s f_s` for
+    random signs z, so the model's own attention estimates it, without a T x T matrix."""
     query, key, value, attend = call.query, call.key, call.value, call.attend
-    weights = Weights.of(call)
-    wide = weights.key.dtype
+    key_weight, value_weight, gram = _weights_of(call)
+    wide = key_weight.dtype
     signs = _signs(value.shape[2], value.shape[3], skip).to(value)
     shares = attend(query, key, signs.expand_as(value).contiguous()).transpose(1, 2).to(wide)
     moved = attend(query, key, value * signs[:, :1]).transpose(1, 2).to(wide)
-    # The first column of the signs is the one that the values were multiplied by.
+    # The values were multiplied by the first column of the signs.
     moved = moved - shares[..., :1] * output.transpose(1, 2).to(wide)
-    cost = ((moved @ weights.output) * moved).sum(-1, keepdim=True).clamp(min=0)
+    cost = ((moved @ gram) * moved).sum(-1, keepdim=True).clamp(min=0)
     scale = attend.options.get("scaling") or query.shape[-1] ** -0.5
-    queries = query[..., : weights.key.shape[1]].to(wide) * (scale * cost.sqrt())
-    value_weights = shares.double().square().mean(-1).sum((0, 2))
-    through = weights.value.double()
-    metric = through.mT @ (value_weights[:, None, None] * weights.output.double()) @ through
-    return ReadErrors(queries, weights.key.double(), metric.sum(0))
+    queries = query[..., : key_weight.shape[1]].to(wide) * (scale * cost.sqrt())
+    squares = shares.double().square().mean(-1).sum((0, 2))[:, None, None]
+    through = value_weight.double()
+    metric = through.mT @ (squares * gram.double()) @ through
+    return ReadErrors(queries, key_weight.double(), metric.sum(0))
 
 
 def _signs(tokens: int, columns: int, skip: int) -> torch.Tensor:

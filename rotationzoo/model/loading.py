@@ -29,40 +29,37 @@ if TYPE_CHECKING:
 
 READS_MEDIA = "reads_media"
 HEADLESS = "headless"
-"""The mark of a model whose logits mean nothing."""
+"""The attribute of a model without its language-model head, whose logits are random."""
 _TOKENIZERS = ("tokenizer.[jm]*", "vocab.*", "tekken.json")
-# Scales of caches and activations, which only servers apply, and a constant of old models.
+# Scales of caches and activations, used only by servers, and a constant of old models.
 _NO_WEIGHT = re.compile(r"[._]([qkv]|input|output|activation)_(scale|zero_point)$|\.masked_bias$")
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
 def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedConfig":
-    """The model's config with scaled RoPE. Raises `ModelUnavailable`, `UnsupportedModel` for no
-    causal decoder, or `RotationZooError` for RoPE that cannot be scaled."""
+    """The config with scaled RoPE. Raises `RotationZooError` if it is not a causal decoder's."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = read_json(source.folder / "config.json").get("model_type")
     if not kind or not isinstance(kind, str):
-        hint = _FETCH_HINT
-        raise ModelUnavailable(f"{source.name} has no readable config.json with a model_type", hint)
+        problem = f"{source.name} has no readable config.json with a model_type"
+        raise ModelUnavailable(problem, _FETCH_HINT)
     if kind not in CONFIG_MAPPING:
         problem = f"transformers does not know the model type {kind!r} of {source.name}"
         hint = "upgrade transformers; models that bring their own code are not supported"
         raise ModelUnavailable(problem, hint)
     with as_unavailable(f"the config of {source.name} is not valid", hint=_FETCH_HINT):
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            source.folder, trust_remote_code=False
-        )
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     if config.is_encoder_decoder:
         problem = f"{source.name} is an encoder-decoder, not a causal language model"
         raise UnsupportedModel(problem, CAUSAL_HINT)
-    _model_class(config, source.name)  # refuses what is not a causal language model
+    _model_class(config, source.name)  # for its error
     apply_scaling(config, rope_scaling, source.name)
-    return config
+    return cast("PretrainedConfig", config)
 
 
 def describe(source: Source, config: "PretrainedConfig", fingerprint: str | None) -> dict[str, Any]:
-    """The `model` table of a manifest, which identifies the model that an artifact is for."""
+    """The `model` table of a manifest."""
     return {
         "id": source.label,
         "revision": source.revision,
@@ -74,20 +71,19 @@ def describe(source: Source, config: "PretrainedConfig", fingerprint: str | None
 
 
 def _model_class(config: "PretrainedConfig", name: str) -> Any:
-    """The auto class of a config, without media unless `READS_MEDIA`. Raises `UnsupportedModel`."""
+    """The auto class of a config, for text unless `READS_MEDIA`. Raises `UnsupportedModel`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
     for auto in autos[::-1] if hasattr(config, READS_MEDIA) else autos:
         if type(config) in auto._model_mapping:
             return auto
-    hint = CAUSAL_HINT
-    raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model", hint)
+    problem = f"{name} ({config.model_type}) is not a causal language model"
+    raise UnsupportedModel(problem, CAUSAL_HINT)
 
 
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
-    """Build the model from its config on `meta`: shapes without weights. Raises `ModelUnavailable`,
-    also for more layers than any model has, which some configs count in ways of their own."""
+    """Build the model from its config on `meta`, without weights. Raises `ModelUnavailable`."""
     files.check_count(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), name)
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         model_class = _model_class(config, name)
@@ -96,17 +92,15 @@ def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
             model = model_class.from_config(config, trust_remote_code=False, **options)
         except KeyError as error:
             if str(scaling_of(config)).partition(":")[0] in error.args:
-                unknown = f"transformers knows no RoPE of type {error}, which {name} has"
+                unknown = f"transformers does not support RoPE of type {error}, which {name} has"
                 raise ModelUnavailable(unknown, _FETCH_HINT) from error
             raise
     return cast("PreTrainedModel", model.eval())
 
 
 def _implementations(config: "PretrainedConfig") -> dict[str, str | None]:
-    """How attention and experts are computed: not by `config.json`, which may name code to fetch.
-
-    None is the library's choice. Soft caps need eager: sdpa drops them, and 5.17 would choose it.
-    """
+    """The implementations of attention and experts; None is the library's choice. `config.json` is
+    ignored, because it may name code to fetch. Soft caps need eager, because sdpa drops them."""
     text = config.get_text_config(decoder=True)
     eager = "eager" in (config._attn_implementation, text._attn_implementation)
     eager = eager or bool(getattr(text, "attn_logit_softcapping", None))
@@ -121,29 +115,25 @@ def load(
     placement: Placement | None = None,
     predicts: bool = True,
 ) -> "PreTrainedModel":
-    """Load the model with its weights in eval mode. Raises `ModelUnavailable`.
-
-    Quantized weights ignore `dtype`: they load in their makers' type or dequantize to the config's,
-    and those of a GGUF file to any. Unless it `predicts`, the language-model head may be missing.
-    """
+    """Load the model in eval mode. Quantized weights ignore `dtype`, but for a GGUF file's. Unless
+    it `predicts`, the head may be missing. Raises `ModelUnavailable`."""
     paths, cannot = files.weight_files(source.folder), f"{source.name} could not be loaded"
-    config = copy.deepcopy(config)  # it is the caller's
+    config = copy.deepcopy(config)  # the caller's stays as it is
     is_single = bool(paths) and paths[0].name == files.SINGLE
     config.transformers_weights = files.SINGLE if is_single else files.INDEX
     if quantization_of(config):
         dtype = "auto"
         dequantize(config)
     if device == "cuda":
-        # Under torchrun, transformers would take the local rank's GPU, even if only one is visible.
+        # Under torchrun, transformers would use the local rank's GPU, even if only one is visible.
         device = f"cuda:{torch.cuda.current_device()}"
-    where: dict[str, Any] = {"device_map": device} if placement is None else dict(vars(placement))
     of_gguf = _gguf_options(paths)
-    where |= of_gguf
-    # transformers shows the progress of a GGUF file, whatever it is told.
+    where = (placement or {"device_map": device}) | of_gguf
+    # transformers always shows progress for a GGUF file.
     hidden = redirect_stderr(StringIO()) if of_gguf else nullcontext()
     try:
         with as_unavailable(cannot, hint=_FETCH_HINT), hidden:
-            # Those of a GGUF file have names and codes that are translated.
+            # The tensors of a GGUF file have other names and codes.
             stored = {} if of_gguf else files.read_headers(paths)
             check_codes(stored, config, source.name)
             model, loading_info = _model_class(config, source.name).from_pretrained(
@@ -151,7 +141,7 @@ def load(
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
-                # If it is absent, transformers asks on the terminal whether to run remote code.
+                # By default, transformers asks on the terminal whether to run remote code.
                 trust_remote_code=False,
                 **where,
                 **_implementations(config),
@@ -161,7 +151,8 @@ def load(
             says = f"{source.name} does not fit the memory of {device}"
             hint = "add: --device-map auto"
         elif placement is not None and remedy(error.__cause__) == ROOM:
-            says = f"the disk of {placement.offload_folder} is full, and not all weights fit memory"
+            folder = placement["offload_folder"]
+            says = f"the disk of {folder} is full, and not all weights fit memory"
             hint = "make room, or name a folder on a larger disk: export TMPDIR=FOLDER"
         elif "mismatched_sizes" in str(error):
             says = f"{cannot}: its weights do not have the shapes of its config"
@@ -184,21 +175,20 @@ def load(
 
 
 def _gguf_options(paths: list[Path]) -> dict[str, Any]:
-    """What makes transformers read a GGUF file, if there is one."""
+    """The options to load a GGUF file; none for other weights."""
     import transformers
 
     if not paths or paths[0].name != files.GGUF:
         return {}
     options: dict[str, Any] = {"gguf_file": str(paths[0])}
-    # Since 5.24, it would keep codes on a GPU, for kernels that it fetches from a hub and runs.
+    # Since 5.24, transformers keeps codes on a GPU, and fetches kernels for them from a hub.
     if config_class := getattr(transformers, "GgufConfig", None):
         options["quantization_config"] = config_class(dequantize=True)
     return options
 
 
 def _find_unused(model: "PreTrainedModel", unexpected: set[str]) -> list[str]:
-    """The `unexpected` tensors of a checkpoint that the model's modules would read and do not, but
-    not those of whole parts that the model lacks, such as `mtp`."""
+    """The `unexpected` tensors in a checkpoint that belong to modules which the model has."""
     modules, text = dict(model.named_modules()), model.config.get_text_config(decoder=True)
     lists = tuple(f"{name}." for name, each in modules.items() if isinstance(each, ModuleList))
     predictors = range(getattr(text, "num_nextn_predict_layers", None) or 0)
@@ -217,7 +207,7 @@ def _find_unused(model: "PreTrainedModel", unexpected: set[str]) -> list[str]:
 
 
 def check_ids(rows: Iterable[torch.Tensor], config: "PretrainedConfig", name: str) -> None:
-    """Raise `ModelUnavailable` for token ids that the model's embedding does not have."""
+    """Raise `ModelUnavailable` for token ids without a row in the model's embedding."""
     size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     largest = max(int(row.max()) for row in rows)
     if size is not None and largest >= size:
@@ -232,15 +222,13 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
 
     found = any(any(source.folder.glob(each)) for each in _TOKENIZERS)
     absent = "" if found else ": its tokenizer.json is not there"
-    missing = ModelUnavailable(
-        f"{source.name} has no readable tokenizer{absent}",
-        hint=source.fetch_hint or "save the model's tokenizer into the same folder",
-    )
+    hint = source.fetch_hint or "save the model's tokenizer into the same folder"
+    missing = ModelUnavailable(f"{source.name} has no readable tokenizer{absent}", hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         raise missing from error
-    # If its files are missing, transformers makes an empty tokenizer.
+    # Without files, transformers returns an empty tokenizer.
     if not tokenizer("a word").input_ids:
         raise missing
     return tokenizer
@@ -253,14 +241,14 @@ def load_processor(source: Source) -> Any:
     hint = "save it to the model; it may need: pip install 'pillow>=11' 'torchvision>=0.23'"
     with as_unavailable(f"{source.name} has no processor for images and audio", hint=hint):
         processor = AutoProcessor.from_pretrained(source.folder, trust_remote_code=False)
-        # Where only a tokenizer's files are there, transformers returns the tokenizer.
+        # Without a processor's files, transformers returns the tokenizer.
         if not isinstance(processor, ProcessorMixin):
             raise TypeError("its files are missing")
         return processor
 
 
 def torch_device(device: str) -> str:
-    """An available device; `auto` is the accelerator if any. Raises `UsageError`."""
+    """An available device; `auto` is CUDA if available. Raises `UsageError`."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -276,7 +264,7 @@ def input_device(model: "PreTrainedModel") -> torch.device:
 
 @contextmanager
 def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
-    """Turn an error of a forward on `batch` rows of `length` tokens into a `RotationZooError`."""
+    """Turn an error of a forward pass on `batch` rows of `length` tokens into one sentence."""
     try:
         with as_unavailable(f"{model} fails when it runs"):
             yield
@@ -284,7 +272,6 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
         if not is_out_of_memory(error.__cause__):
             raise
         rows = f"a batch of {counted(batch, 'row')} of {length} tokens"
-        half = f"--batch {batch // 2}"
-        smaller = half if batch > 1 else "--device-map auto, or a shorter --length"
-        hint = f"add: {smaller}"
+        smaller = "--device-map auto, or a shorter --length"
+        hint = f"add: --batch {batch // 2}" if batch > 1 else f"add: {smaller}"
         raise errors.RotationZooError(f"{rows} does not fit the device's memory", hint) from error

@@ -1,49 +1,41 @@
-"""Attention masks of long rows, made only in blocks of queries.
-
-transformers makes a mask `[B, 1, T, T]` for sliding windows and where no fused kernel exists (soft
-caps). At 131,072 tokens it takes 17 GB, and one head's eager scores take 69 GB.
-"""
+"""Attention masks of long rows, made in blocks of queries. transformers makes a mask `[B, 1, T, T]`
+for sliding windows and soft caps, of 17 GB at 131,072 tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rotationzoo.errors import UnsupportedModel
 
-LARGEST_MASK = 4096 * 4096
-"""Queries times keys of the largest mask that is made whole."""
+LARGEST_MASK = 4096 * 4096  # queries times keys of the largest mask that is made whole
 BLOCK_QUERIES = 512
 """Smaller blocks skip more hidden positions but call the model's attention more often."""
-
 _IN_BLOCKS = "makes_masks_in_blocks"
 
 MaskFunction = Callable[..., torch.Tensor | None]
-"""A function of transformers that makes the masks of one attention implementation."""
+"""A transformers function that makes the masks of one attention implementation."""
 
 
 class NeedsWholeMask(UnsupportedModel):
-    """A model computes with a long mask itself, in a way that needs all of it."""
+    """A model that computes with a long mask itself, and needs all of it."""
 
     def __init__(self, what: str):
         longest = int(LARGEST_MASK**0.5)
-        super().__init__(
-            f"this model needs its attention mask whole (its {what}), which is made only for rows "
-            f"of up to {longest:,} tokens",
-            hint=f"add: --length {longest}",
-        )
+        problem = f"this model needs its attention mask whole (its {what}), which is made only for"
+        super().__init__(f"{problem} rows of up to {longest:,} tokens", f"add: --length {longest}")
 
 
 @dataclass(frozen=True, eq=False)
 class LongMask:
-    """A mask `[B, 1, Q, T]`, held as the function of transformers and the options that make it."""
+    """A mask `[B, 1, Q, T]`, stored as the function and the options that make it."""
 
     make: MaskFunction
     options: dict[str, Any]
     device: torch.device | str
-    """Where it is read. It is made where the options say, which may be another device."""
+    """The device that reads it. The options may name another one, which makes it."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -52,8 +44,8 @@ class LongMask:
         return options["batch_size"], 1, options["q_length"], options["kv_length"]
 
     def rows(self, queries: slice) -> torch.Tensor:
-        """The mask `[B, 1, q, T]` of some successive queries."""
-        # With the skip, None might stand for a causal mask.
+        """The mask `[B, 1, q, T]` of consecutive queries."""
+        # With the skip, the result might be None for a causal mask.
         rows = self.make(**{**self._options_of(queries), "allow_is_causal_skip": False})
         assert rows is not None
         return rows.to(self.device)
@@ -64,18 +56,18 @@ class LongMask:
         return {**self.options, "q_length": last - first, "q_offset": offset}
 
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> "LongMask":
-        """The mask of some successive queries and all keys; Gemma 4 takes the last queries'."""
+        """The mask of consecutive queries and all keys. Gemma 4 uses it."""
         _, _, queries, keys = index
         if keys.indices(self.shape[3]) != (0, self.shape[3], 1):
             raise NeedsWholeMask("keys")
         return replace(self, options=self._options_of(queries))
 
     def to(self, device: torch.device | str, *_: Any, **__: Any) -> "LongMask":
-        """The same mask for another device: accelerate moves what a layer is called with."""
+        """The same mask for another device. accelerate moves the inputs of layers."""
         return replace(self, device=device)
 
     def check(self, queries: int, keys: int, module: torch.nn.Module) -> None:
-        """Raise `NeedsWholeMask` if a module's attention reads another shape than this."""
+        """Raise `NeedsWholeMask` if a module's attention needs another shape."""
         if self.shape[2:] != (queries, keys):
             raise NeedsWholeMask(f"shape in {type(module).__name__}")
 
@@ -87,7 +79,7 @@ def query_blocks(queries: int) -> Iterator[slice]:
 
 
 def seen_keys(mask: torch.Tensor) -> torch.Tensor:
-    """The keys, ascending, that at least one query of a mask `[B, 1, Q, T]` sees."""
+    """The keys, in ascending order, that at least one query of a mask `[B, 1, Q, T]` sees."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     return visible.flatten(0, 2).any(0).nonzero()[:, 0]
 
@@ -105,10 +97,15 @@ def long_masks(implementation: str) -> Iterator[None]:
         return
 
     def make(**options: Any) -> torch.Tensor | LongMask | None:
-        sizes: list[Any] = [options.get(name) for name in ("q_length", "kv_length")]
-        # While a graph is captured, they are tensors.
-        known = all(isinstance(size, int) for size in sizes)
-        if not known or sizes[0] * sizes[1] <= LARGEST_MASK or _is_skipped(implementation, options):
+        queries, keys = (cast(Any, options.get(name)) for name in ("q_length", "kv_length"))
+        # They are tensors while a graph is captured.
+        known = isinstance(queries, int) and isinstance(keys, int)
+        if not known or queries * keys <= LARGEST_MASK:
+            return original(**options)
+        # sdpa makes no mask for plain causal attention.
+        local, padding = options.get("local_size"), options.get("attention_mask")
+        causal = queries == keys and padding is None and (local is None or keys < local)
+        if causal and implementation == "sdpa" and options.get("allow_is_causal_skip", True):
             return original(**options)
         return LongMask(original, options, options.get("device", "cpu"))
 
@@ -124,7 +121,7 @@ def long_masks(implementation: str) -> Iterator[None]:
 
 @contextmanager
 def registered(registry: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside the block, a registry of transformers has this function under a name."""
+    """Inside the block, a transformers registry has this function under a name."""
     original = registry.get(name)
     registry[name] = function
     try:
@@ -133,12 +130,3 @@ def registered(registry: Any, name: str, function: Callable[..., Any]) -> Iterat
         registry.pop(name)  # uncovers the library's own entry ...
         if registry.get(name) is not original:
             registry[name] = original  # ... or puts back an earlier override
-
-
-def _is_skipped(implementation: str, options: dict[str, Any]) -> bool:
-    """Whether sdpa computes this mask itself, from nothing but that it is causal."""
-    local = options.get("local_size")
-    causal = local is None or options["kv_length"] < local
-    whole = options["q_length"] == options["kv_length"] and options.get("attention_mask") is None
-    skips = implementation == "sdpa" and options.get("allow_is_causal_skip", True)
-    return bool(causal and whole and skips)

@@ -26,16 +26,15 @@ BLOCK_LOGITS = 2**26
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The hidden states of rows of token ids, from which a model's head predicts."""
+    """The hidden states of rows of token ids, the input of a model's head."""
 
     model: "PreTrainedModel"
     ids: torch.Tensor
-    output: Any
-    """The decoder's own output, whose `last_hidden_state` is `[B, T, hidden]`."""
+    output: Any  # the decoder's own output, whose `last_hidden_state` is `[B, T, hidden]`
 
     def logits(self, positions: slice | list[int]) -> torch.Tensor:
         """The logits `[B, P, vocabulary]` at some positions, by the model's own forward on the
-        decoder's output: some heads cap (Gemma) or scale (Granite, Cohere) their logits."""
+        decoder's output, because some heads cap (Gemma) or scale (Granite, Cohere) their logits."""
         part = copy.copy(self.output)
         part["last_hidden_state"] = self.output.last_hidden_state[:, positions]
         with returning([decoder(self.model)], part):
@@ -58,12 +57,11 @@ class HiddenStates:
 
 
 def run_decoder(model: "PreTrainedModel", ids: torch.Tensor, cache: Any = None) -> HiddenStates:
-    """Run a model over token ids `[B, T]`, after those in a `cache`, and return what its decoder
-    makes of them. Only the last prediction is computed, if the model can omit the others."""
+    """Run a model over ids `[B, T]`, after those in a `cache`, and return its decoder's output."""
     given = {} if cache is None else cache_argument(model, cache)
     ids = ids.to(input_device(model))
-    # A slice: for a number some decoders leave out earlier positions themselves (Gemma 4), and a
-    # tensor would lie with the ids, which of a model on several devices is not where its head is.
+    # A slice: given a number, some decoders drop earlier positions (Gemma 4), and a tensor may be
+    # on another device than the head.
     last = slice(ids.shape[1] - 1, None)
     # Inside `intercept`, a long row's masks are made block by block.
     running = intercept(model, Call.run), reading_whole(model)
@@ -79,16 +77,15 @@ def divergence_of(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def doubt_loss(loss: float, vocabulary: int) -> list[str]:
-    """A warning where a model, at a loss in nats, predicts text worse than a uniform guess."""
+    """A warning if a model with this loss in nats predicts worse than a uniform guess."""
     words = f"with {loss:.1f} nats a token instead of {math.log(vocabulary):.1f}"
     words = f"the model predicts this text worse than chance, {words}: its weights, its start"
     return [f"{words} tokens or the text may be wrong"] if loss > math.log(vocabulary) else []
 
 
 def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callable[[], Any]) -> None:
-    """Raise `Unsound`, naming the first bad layer, if numbers that a model has `found` are not
-    finite (but for logits of -inf). `compute` lets the model find them again."""
-    if (found < math.inf).all():  # which is False for a NaN
+    """Raise `Unsound`, naming the first bad layer, for NaN or inf (but not for logits of -inf)."""
+    if (found < math.inf).all():  # False for a NaN
         return
     with keeping_outputs(decoder_layers(model)) as outputs, intercept(model, Call.run):
         compute()
@@ -103,8 +100,7 @@ def check_finite(model: "PreTrainedModel", found: torch.Tensor, compute: Callabl
 def continue_greedily(
     model: "PreTrainedModel", ids: torch.Tensor, cache: Any, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Continue ids `[B, T]` greedily, past any end, through a cache or (None) the model's own.
-    Returns the tokens `[B, N]` and all logits `[B, N, V]`."""
+    """Continue ids `[B, T]` greedily. Returns tokens `[B, N]` and all logits `[B, N, V]`."""
     steps: list[torch.Tensor] = []
     for _ in range(tokens):
         given = cache_argument(model, cache)
@@ -129,13 +125,10 @@ def decoder_layers(model: "PreTrainedModel") -> list[torch.nn.Module]:
 def keeping_outputs(modules: Iterable[torch.nn.Module]) -> Iterator[list[Any]]:
     """Inside the block, each call of a module adds its output to the list."""
     outputs: list[Any] = []
-
-    def add(module: torch.nn.Module, args: Any, output: Any) -> None:
-        outputs.append(output)
-
     with ExitStack() as hooks:
         for module in modules:
-            hooks.enter_context(module.register_forward_hook(add))
+            hook = module.register_forward_hook(lambda *call: outputs.append(call[-1]))
+            hooks.enter_context(hook)
         yield outputs
 
 
@@ -154,6 +147,6 @@ def returning(modules: Iterable[torch.nn.Module], output: Any) -> Iterator[None]
     """Inside the block, the modules compute nothing and return `output`."""
     with ExitStack() as patches:
         for module in modules:
-            # A forward that accelerate has put on the module itself comes back.
+            # This restores a forward that accelerate has put on the module itself.
             patches.enter_context(patch.object(module, "forward", lambda *args, **kwargs: output))
         yield

@@ -4,10 +4,11 @@ import atexit
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from rotationzoo.model import files
 from rotationzoo.model.files import GGUF, ORIGINAL, check_configs, check_count
 from rotationzoo.network.huggingface_session import asking_huggingface, describe_failure, status_of
 from rotationzoo.network.tokens import huggingface_token
-from rotationzoo.progress import Progress, size_of_all, tell_growth
+from rotationzoo.progress import Progress, tell_growth
 from rotationzoo.storage import folders, strict_json
 from rotationzoo.storage.files import check_utf8, digest, read
 from rotationzoo.words import nearest
@@ -41,7 +42,7 @@ _NOT_FILES = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is from: the given name, its folder or its GGUF file's, and the hub commit."""
+    """A model's name as given, its folder (or that of its GGUF file), and its hub commit."""
 
     name: str
     folder: Path
@@ -49,7 +50,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The name to publish: of a local folder, only its name, because paths are private."""
+        """The name to publish: without the path of a local folder, which is private."""
         is_folder = self.revision is None and self.name != "demo"
         return self.folder.resolve().name if is_folder else self.name
 
@@ -60,15 +61,8 @@ class Source:
         return f"where the hub can be reached, run: {command}" if self.revision else None
 
 
-def is_local(model: str) -> bool:
-    """Whether this is `demo` or a path, even a missing one: a hub id has at most one slash."""
-    is_path = model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1
-    return is_path or model == "demo" or Path(model).is_dir() or Path(model).is_file()
-
-
 def find(model: str, revision: str | None = None) -> Source:
-    """Locate a hub id, a folder, `demo`, or the path of a GGUF file. Fetches at most `config.json`.
-    Raises `ModelUnavailable`, also for a revision of a local model."""
+    """Locate a model, fetching at most `config.json`. Raises `ModelUnavailable`."""
     folder = DEMO if model == "demo" else Path(os.path.expanduser(model))
     if folder.is_dir() or folder.is_file():
         check_utf8(folder)
@@ -83,7 +77,8 @@ def find(model: str, revision: str | None = None) -> Source:
             raise ModelUnavailable(f"{model} is not a model: the folder has no config.json", hint)
         check_configs(folder, model)
         return Source(model, folder, None)
-    if is_local(model):  # a mistyped path
+    # A path with a typo: a hub id has at most one slash.
+    if model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1:
         kind = "file" if model.endswith(".gguf") else "folder"
         hint = "check the path, or give a hub id such as Qwen/Qwen3-8B"
         raise ModelUnavailable(f"there is no {kind} {model}{_alike(model)}", hint)
@@ -97,10 +92,8 @@ def find(model: str, revision: str | None = None) -> Source:
 
 @cache
 def _stand_in(file: Path, name: str) -> Path:
-    """The folder that stands for a GGUF file, with its config and a link, until the process ends.
-
-    Raises `RotationZooError` for another file or without the gguf package, `ModelUnavailable` if
-    transformers cannot read it, and `UnsupportedModel` if it would drop RoPE settings."""
+    """A temporary folder with the config of a GGUF file and a link to it. Raises `RotationZooError`
+    if transformers cannot read it, or would drop RoPE settings."""
     import torch
     from transformers import AutoConfig
 
@@ -111,7 +104,6 @@ def _stand_in(file: Path, name: str) -> Path:
     for key in reader.fields:
         if key.endswith(("block_count", "_layers")) and isinstance(value := reader.value(key), int):
             check_count(value, name)
-    # Its name is what is published of the path.
     folder = Path(mkdtemp(prefix="rotationzoo-"), file.name)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     folder.mkdir()
@@ -119,7 +111,7 @@ def _stand_in(file: Path, name: str) -> Path:
     with as_unavailable(f"transformers cannot read the config in {name}", hint=other):
         write_header(reader, folder.with_name(GGUF))
         config = AutoConfig.from_pretrained(folder.parent, gguf_file=GGUF)
-        # Where no type is asked for, transformers would choose float32.
+        # The default of transformers would be float32.
         config.dtype = torch.bfloat16
         _with_metadata(config, reader, name).save_pretrained(folder)
     check_configs(folder, name)
@@ -142,7 +134,7 @@ def _write_tokenizer(folder: Path, name: str) -> None:
 
 
 def _with_metadata(config: Any, reader: Any, name: str) -> Any:
-    """The config with a GGUF file's RoPE, heads, windows and tokens. Raises `UnsupportedModel`."""
+    """The config with a GGUF file's RoPE, heads and windows. Raises `UnsupportedModel`."""
     kind, table = reader.value("general.architecture"), config.to_dict()
     rows = [int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"]
     table["vocab_size"] = rows[0] if rows else table["vocab_size"]
@@ -160,36 +152,32 @@ def _with_metadata(config: Any, reader: Any, name: str) -> Any:
         ("rope.freq_base_swa", local, "rope_theta", full.get("rope_theta")),
         ("rope.dimension_count", full, "partial_rotary_factor", dim),
     ):
-        said = reader.value(f"{kind}.{key}")
-        if entry in place and said is not None:
-            place[entry] = said / dim if "rotary" in entry else said or None
-        elif said not in (None, held):
+        value = reader.value(f"{kind}.{key}")
+        if entry in place and value is not None:
+            place[entry] = value / dim if "rotary" in entry else value or None
+        elif value not in (None, held):
             lacks = "the config of transformers has no such field"
-            raise UnsupportedModel(f"{name} has {kind}.{key} {said}, and {lacks}", ORIGINAL)
+            raise UnsupportedModel(f"{name} has {kind}.{key} {value}, and {lacks}", ORIGINAL)
     return type(config).from_dict(table)
 
 
 def find_cached(model: str, revision: str | None) -> Source | None:
     """A model in the hub's cache, if it is there. Nothing is fetched."""
     config = None
-    with suppress(ValueError):  # no hub id
+    with suppress(ValueError):  # not a hub id
         config = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
     return Source(model, Path(config).parent, revision) if isinstance(config, str) else None
 
 
 def fetch(source: Source, weights: bool = True) -> None:
-    """Fetch a model's tokenizer and `weights`, unless they are here. Raises `ModelUnavailable`."""
+    """Fetch a model's missing files, without or with `weights`. Raises `ModelUnavailable`."""
     if files.is_gguf(source.folder):
         _write_tokenizer(source.folder, source.name)
     elif source.revision is not None:
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
+        kinds: dict[str, Any] = {"allow_patterns": _FILES, "ignore_patterns": skipped}
         with _hub_errors(source.name, source.revision):
-            huggingface_hub.snapshot_download(
-                source.name,
-                revision=source.revision,
-                allow_patterns=_FILES,
-                ignore_patterns=skipped,
-            )
+            huggingface_hub.snapshot_download(source.name, revision=source.revision, **kinds)
         check_configs(source.folder, source.name)
     if not weights or has_weights(source):
         return
@@ -210,8 +198,7 @@ def has_weights(source: Source) -> bool:
 
 @contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub client's exceptions into one sentence each."""
-    huggingface_token()  # raises before any request for a token that cannot be sent
+    huggingface_token()  # raises for a malformed token
     try:
         with asking_huggingface():
             yield
@@ -226,7 +213,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
 
 
 def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, str]:
-    """What the hub client's exception says, and a hint. Subclasses come before their parents."""
+    """The problem and a hint for the hub client's exception. Subclasses come before parents."""
     match error:
         case client.GatedRepoError():
             hint = f"accept its terms on https://huggingface.co/{model}, then run: hf auth login"
@@ -248,7 +235,7 @@ def _explain(error: Exception, model: str, revision: str | None) -> tuple[str, s
 
 
 def _not_cached(model: str, revision: str, what: str) -> ModelUnavailable:
-    """The error for files that the hub does not give, which `what` says, and its cache lacks."""
+    """The error for files that are not in the hub's cache if the hub fails with `what`."""
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
     configs = (cache / "snapshots").glob("[0-9a-f]" * 40 + "/config.json")
     commits = [config.parent.name for config in configs]
@@ -267,14 +254,14 @@ def _alike(model: str) -> str:
     """A folder that was probably meant, as the end of an error message."""
     path = Path(os.path.expanduser(model))
     others = [other.name for other in path.parent.glob("*") if other.is_dir()]
-    # Only names are compared: two paths in one folder always resemble each other.
+    # Names are compared, because two paths in one folder are always similar.
     return nearest(path.name, others, model.rstrip("/").removesuffix(path.name))
 
 
 def license_of(source: Source) -> str | None:
-    """The license named in the model's own card, if there is one."""
+    """The license in the model's own card, if any."""
     card = source.folder / "README.md"
-    if not card.is_file():  # not `exists`: reading a pipe would wait for ever
+    if not card.is_file():  # not `exists`: reading a pipe would block
         return None
     metadata = None
     with suppress(OSError, ValueError), card.open(encoding="utf-8") as file:
@@ -285,38 +272,27 @@ def license_of(source: Source) -> str | None:
 
 
 def weights_fingerprint(source: Source) -> str:
-    """sha256 over every tensor's name, dtype, shape and both ends, by name; empty without any.
-
-    It is the same for every sharding of the same weights, and takes seconds for a model of any
-    size. Training changes an end of nearly every tensor, so a fine-tune has another fingerprint.
-    """
+    """sha256 over every tensor's name, dtype, shape and both ends, for any sharding; empty without
+    weights. A fine-tuned model has another fingerprint, since training changes most ends."""
     tensors = files.tensor_ends(files.weight_files(source.folder))
     ends = b"".join(tensors[name] for name in sorted(tensors))
     return digest(ends) if ends else ""
 
 
-_STAGE = "fetching the weights"
-
-
 def fetch_weights(source: Source, progress: Progress) -> None:
-    """Fetch a model's weights unless they are on this machine. Raises `ModelUnavailable`.
-
-    Bytes are reported if the index of the weights states their sum; a single file has no index.
-    """
-    total = files.indexed_bytes(source.folder)
+    """Fetch a model's weights unless they are on this machine. Raises `ModelUnavailable`."""
+    stage, total = "fetching the weights", files.indexed_bytes(source.folder)
     if source.revision is None or total is None or has_weights(source):
-        progress(_STAGE, 0, 0)
+        progress(stage, 0, 0)
         fetch(source)
         return
-    with tell_growth(lambda: size_of_all(_arrived(source.folder)), _STAGE, total, progress):
+    snapshot, blobs = source.folder, source.folder.parent.parent / "blobs"
+
+    def find() -> Iterator[Path]:
+        return chain(snapshot.glob("*.safetensors"), blobs.glob("*.incomplete"))
+
+    with tell_growth(find, stage, total, progress):
         fetch(source)
-
-
-def _arrived(snapshot: Path) -> Iterable[Path]:
-    """A download's files so far: links to whole ones, and `.incomplete` ones next to their
-    targets."""
-    yield from snapshot.glob("*.safetensors")
-    yield from (snapshot.parent.parent / "blobs").glob("*.incomplete")
 
 
 # ---- the model that an artifact was made for
@@ -326,8 +302,7 @@ _FAILURES = RotationZooError, OSError, RuntimeError, ValueError
 
 
 def model_words(artifact: "Artifact") -> list[str]:
-    """The artifact's model in a command: its name and, from the hub, its revision. A local model
-    that is not found becomes `MODEL`, because an artifact stores no paths."""
+    """The model's name in commands, with any revision; `MODEL` if a local one is not found."""
     model = artifact.manifest.model
     if model.revision:
         return [model.id, "--revision", model.revision]
@@ -335,25 +310,25 @@ def model_words(artifact: "Artifact") -> list[str]:
 
 
 def find_model(artifact: "Artifact") -> Path | None:
-    """The path of the artifact's model: the demo, here under its own name, or where it last was."""
+    """The path of the artifact's model: the demo, its name here, or its last known path."""
     return _locate(artifact.manifest.model)[1]
 
 
 def remember_model(model: Model, path: str) -> None:
-    """Remember where a model on this machine lies, as well as the disk allows."""
+    """Remember the path of a local model. Errors of the disk are ignored."""
     with suppress(*_FAILURES):
         if (given := Path.cwd() / Path(path).expanduser()).exists():
             folders.replace_file(_place(model), str(given).encode())
 
 
 def _locate(model: Model) -> tuple[str, Path | None]:
-    """Its name in commands, as the user gave it where that still leads to it, and its path."""
+    """A model's name in commands, as the user gave it if it is still there, and its path."""
     here, paths = Path.cwd(), [Path(model.id)]
     with suppress(*_FAILURES):
         paths.append(Path(read(_place(model), 1 << 14).decode()))
     for path in paths:
         folder = DEMO if str(path) == "demo" else here / path
-        with suppress(*_FAILURES):  # a folder without a config is another thing of that name
+        with suppress(*_FAILURES):  # the folder may have no config
             is_gguf = folder.is_file() and folder.name == model.id
             if is_gguf or hash_config(folder) == model.config_sha256:
                 return str(path.relative_to(here) if path.is_relative_to(here) else path), folder

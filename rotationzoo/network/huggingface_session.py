@@ -1,10 +1,8 @@
-"""The HTTP client of huggingface_hub in this process, with time and size limits, and with the token
-sent only to the right host."""
+"""The HTTP client of huggingface_hub, with limits, and with the token only for its endpoint."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
@@ -13,29 +11,21 @@ from rotationzoo.network import limits, tokens
 
 
 class BrokenAnswer(Exception):
-    """A connection closed before its answer was complete, and the caller repeats failed calls."""
-
-
-@dataclass
-class Use:
-    """One active block that talks to an endpoint."""
-
-    endpoint: str
-    repeats: bool
+    """A connection closed before its answer was complete, and the caller retries failed calls."""
 
 
 class LimitedSessions:
-    """Makes the HTTP clients of huggingface_hub, and tracks the blocks that use them. Threads share
-    the list, because the client uploads in its own threads."""
+    """Makes the HTTP clients of huggingface_hub."""
 
     def __init__(self, plain: Any):
-        """`plain` is a client of httpx or of its successor, whichever huggingface_hub uses."""
+        """`plain`: a client of httpx or of its successor, whichever huggingface_hub uses."""
         self.client_type = type(plain)
         # The client's own library, whose exceptions are the ones to catch in `_send`.
         self.httpx = importlib.import_module(self.client_type.__module__.split(".")[0])
         self.hooks: Mapping[str, list[Callable[[Any], None]]] = plain.event_hooks
         self.stream_type = _limited_stream_type(self.httpx.SyncByteStream)
-        self.uses: list[Use] = []
+        # Endpoint, and whether the caller retries; shared with the upload threads of the client.
+        self.uses: list[tuple[str, bool]] = []
 
     def make(self) -> Any:
         """A client like the plain one, with limits added."""
@@ -50,17 +40,17 @@ class LimitedSessions:
         client.send = lambda request, **options: self._send(plain_send, request, **options)
         # One process may serve several people, who must not share cookies.
         client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-        client.limited_sessions = self  # so that `limit_sessions` recognises its own client
+        client.limited_sessions = self  # so that `limit_sessions` recognizes its own client
         return client
 
     @property
-    def _caller_repeats(self) -> bool:
-        return any(use.repeats for use in self.uses)
+    def _caller_retries(self) -> bool:
+        return any(retries for _, retries in self.uses)
 
     def _send(self, plain_send: Callable[..., Any], request: Any, **options: Any) -> Any:
         is_read, host = request.method in ("GET", "HEAD"), request.url.netloc.decode()
         is_small = request.method == "HEAD" or request.url.path.startswith("/api/")
-        answer_seconds = _answer_seconds(request)
+        answer_seconds, httpx = _answer_seconds(request), self.httpx
         timeouts = {
             "connect": limits.CONNECT_SECONDS,
             "read": limits.SILENCE_SECONDS if is_read else limits.UPLOAD_SECONDS,
@@ -71,7 +61,6 @@ class LimitedSessions:
         if is_small:
             extensions["limit"] = limits.ANSWER_BYTES
         request.extensions = extensions
-        httpx = self.httpx
         try:
             if not (is_read and is_small):
                 return plain_send(request, **options)
@@ -79,7 +68,7 @@ class LimitedSessions:
         except (TimeoutError, httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadTimeout) as error:
             if isinstance(error, httpx.ReadTimeout) and not is_read:
                 raise  # the hub may already have carried out the request
-            # The only error that the client does not retry, and after which it reads its cache.
+            # The only error after which the client does not retry, but reads its cache.
             from huggingface_hub.errors import OfflineModeIsEnabled
 
             failed = request if isinstance(error, TimeoutError) else error.request
@@ -87,16 +76,15 @@ class LimitedSessions:
                 host = f"{host} redirected to {other}"
             raise OfflineModeIsEnabled(f"{host}: {error}") from error
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
-            if self._caller_repeats:
+            if self._caller_retries:
                 raise BrokenAnswer(f"{host}: {type(error).__name__}") from error
             raise
 
     def _prepare(self, request: Any) -> None:
-        """Ask for an uncompressed answer, and keep our token away from other hosts. This also runs
-        for redirects."""
+        """Ask for an uncompressed answer, and keep our token from other hosts after redirects."""
         request.headers["accept-encoding"] = "identity"
         credential = request.headers.get("authorization", "")
-        endpoints = [use.endpoint for use in self.uses]
+        endpoints = [endpoint for endpoint, _ in self.uses]
         if not endpoints or tokens.is_at(str(request.url), endpoints):
             return
         # Storage hosts have their own credentials: remove only our token.
@@ -108,7 +96,7 @@ class LimitedSessions:
         host = request.url.netloc.decode()
         limits.check_encoding(response.headers, host)
         if "retry-after" in response.headers or "ratelimit" in response.headers:
-            # Otherwise the client would wait as long as the hub says.
+            # Otherwise the client would wait for as long as the hub says.
             response.headers.pop("ratelimit", None)
             response.headers["retry-after"] = "1"
         limit = request.extensions.get("limit")
@@ -116,8 +104,7 @@ class LimitedSessions:
             limit = limits.ERROR_BYTES
         if limit is not None:
             response.stream = self.stream_type(response.stream, limit, host)
-        may_pass = response.status_code in (408, 429) or response.status_code >= 500
-        if self._caller_repeats and may_pass:
+        if self._caller_retries and is_temporary(response.status_code):
             from huggingface_hub.utils import hf_raise_for_status
 
             # Raise before the client retries.
@@ -125,8 +112,13 @@ class LimitedSessions:
             hf_raise_for_status(response)
 
 
+def is_temporary(status: int) -> bool:
+    """Whether a retry may succeed after an answer with this HTTP status."""
+    return status in (408, 429) or status >= 500
+
+
 def limit_sessions() -> LimitedSessions:
-    """Apply these limits to huggingface_hub in this process from now on."""
+    """Apply the limits to huggingface_hub for the rest of this process."""
     import huggingface_hub
 
     session: Any = huggingface_hub.get_session()
@@ -139,22 +131,22 @@ def limit_sessions() -> LimitedSessions:
 
 
 @contextmanager
-def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> Iterator[Use]:
-    """Inside the block, the token goes only to this endpoint (by default the usual one), despite
-    redirects. `repeats`: the caller repeats failed calls, so the client must not."""
+def asking_huggingface(endpoint: str | None = None, retries: bool = False) -> Iterator[None]:
+    """Inside the block, the token is sent only to this endpoint, by default the usual one.
+    `retries`: the caller retries failed calls, so huggingface_hub must not."""
     import huggingface_hub
 
     sessions = limit_sessions()
-    use = Use(endpoint or huggingface_hub.constants.ENDPOINT, repeats)
+    use = endpoint or huggingface_hub.constants.ENDPOINT, retries
     sessions.uses.append(use)
     try:
-        yield use
+        yield
     finally:
         sessions.uses.remove(use)
 
 
 def status_of(error: BaseException | None) -> int | None:
-    """The HTTP status of the answer that an error is about, or None."""
+    """The HTTP status of the answer that caused an error, or None."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
@@ -175,7 +167,7 @@ def describe_failure(error: BaseException | None) -> str:
 
 
 def _answer_seconds(request: Any) -> float:
-    """Time limit for a small answer, which the user or the client may reduce."""
+    """The time limit for a small answer, which the user or huggingface_hub may change."""
     from huggingface_hub import constants
 
     longest: float = limits.ANSWER_SECONDS
@@ -186,7 +178,7 @@ def _answer_seconds(request: Any) -> float:
 
 
 def _limited_stream_type(stream_type: Any) -> Any:
-    """A byte stream type that raises after a limit, with the only base that the client accepts."""
+    """A byte stream that raises after a limit, with the base class that the client requires."""
 
     class LimitedStream(stream_type):  # type: ignore[misc, unused-ignore]
         def __init__(self, stream: Any, limit: int, host: str):

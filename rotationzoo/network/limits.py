@@ -1,11 +1,11 @@
-"""Limits on the time that a hub may take and the bytes that it may send: the hubs' own clients wait
-for minutes or forever, and read everything."""
+"""Limits on how long a hub may take and how many bytes it may send. The hubs' own clients wait for
+minutes or forever, and read everything."""
 
 import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from pathlib import Path
@@ -24,14 +24,15 @@ ERROR_BYTES = 1 << 20  # of an error or a redirect
 ANSWER_BYTES = 16 << 20  # of a listing or an index
 SLOWEST_BYTES_PER_SECOND = 32 << 10  # slower downloads are given up
 NETWORK_HINT = "check the network, then run the same command again"
+_OWNERS_HINT = "tell the owners of that server"
 # Cached, so that each host is named once, however many calls wait for it.
 _say_once = cache(logging.getLogger("rotationzoo").warning)
 
 
 def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
-    """The result of a call. It runs in its own thread: a socket's timeout covers neither the DNS
-    look-up nor an answer that trickles in. Raises `TimeoutError` after `seconds`; the call then
-    goes on in the background."""
+    """The result of a call. It runs in its own thread, because a socket's timeout covers neither
+    the DNS look-up nor a slow trickle of bytes. Raises `TimeoutError` after `seconds`, and leaves
+    the call running."""
     future, context = Future[T](), contextvars.copy_context()
 
     def run() -> None:
@@ -58,27 +59,29 @@ def limit_chunks(
     for chunk in chunks:
         received += len(chunk)
         if received > limit:
-            hint = "tell the owners of that server"
-            raise HubError(f"{what} sent more than {limit:,} bytes", hint)
+            raise HubError(f"{what} sent more than {limit:,} bytes", _OWNERS_HINT)
         if seconds is not None and time.monotonic() - started > seconds:
-            hint = NETWORK_HINT
-            raise HubError(f"{what} sent only {received:,} bytes in {seconds:.0f} s", hint)
+            slow = f"{what} sent only {received:,} bytes in {seconds:.0f} s"
+            raise HubError(slow, NETWORK_HINT)
         yield chunk
 
 
-def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> None:
-    """Write the chunks to a file of at most `size` bytes. Raises `HubError` for a larger file or a
-    slower connection, and `RotationZooError` for a disk error."""
+def save_chunks(
+    chunks: Iterable[bytes], path: Path, size: int, what: str, headers: Mapping[str, str]
+) -> None:
+    """Write the chunks of an answer with these headers to a file of at most `size` bytes. Raises
+    `HubError` for a larger file or a slower connection, and `RotationZooError` for a disk error."""
+    stated = headers.get("content-length", "")
+    size = min(size, int(stated)) if stated.isdecimal() else size
     seconds = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
-    limited = limit_chunks(chunks, size, what, seconds)
-    # Only the file's name: its folder may be temporary.
+    # Name only the file: its folder may be temporary.
     writing = partial(disk_errors, Path(path.name), "use a larger disk")
     with writing():
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("wb")
     with file:
         # Reading is outside `writing`, which would blame the disk for network errors.
-        for chunk in limited:
+        for chunk in limit_chunks(chunks, size, what, seconds):
             with writing():
                 file.write(chunk)
                 file.flush()  # so that a full disk shows here, not on close
@@ -87,5 +90,4 @@ def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> No
 def check_encoding(headers: Any, what: str) -> None:
     """Raise `HubError` for a compressed body, which may unpack to any size."""
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
-        hint = "tell the owners of that server"
-        raise HubError(f"{what} sent a compressed answer, which was not asked for", hint)
+        raise HubError(f"{what} sent a compressed answer without being asked", _OWNERS_HINT)

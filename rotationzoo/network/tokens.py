@@ -1,4 +1,4 @@
-"""Access tokens of the hubs: checked, sent only to the endpoint in use, redacted from output."""
+"""Access tokens for the hubs: checked, sent only to the endpoint in use, redacted from output."""
 
 import os
 import re
@@ -8,13 +8,11 @@ from urllib.parse import urlsplit
 
 from rotationzoo.errors import RotationZooError
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-
 
 def origin(url: str) -> tuple[str, str, int | None]:
     """Scheme, host and port: the unit to which a credential belongs (RFC 6454)."""
     parts = urlsplit(url)
-    port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return parts.scheme, (parts.hostname or "").lower(), port
 
 
@@ -23,39 +21,26 @@ def is_at(url: str, endpoints: Iterable[str]) -> bool:
     return origin(url) in {origin(endpoint) for endpoint in endpoints}
 
 
-def is_at_storage(url: str, endpoint: str, prefixes: Iterable[str]) -> bool:
-    """Whether a URL is on the endpoint's own domain, or on a subdomain with one of these prefixes,
-    such as `lfs.`. Both must use HTTPS."""
-    home, parts = urlsplit(endpoint), urlsplit(url)
-    if not home.scheme == parts.scheme == "https":
-        return False
-    domain = (home.hostname or "").lower().removeprefix("www.")
-    hosts = {domain, *(f"{prefix}{domain}" for prefix in prefixes)}
-    # A name without a dot is a host on the local network, which has no subdomains.
-    return "." in domain and (parts.hostname or "").lower() in hosts
-
-
-# A token must be redacted even if its hub was never contacted. Other tokens are redacted once
-# `check_token` has seen them.
+# Redacted even if no hub is contacted. Other tokens are redacted after `check_token`.
 HUGGINGFACE_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
 MODELSCOPE_VARIABLE = "MODELSCOPE_API_TOKEN"
 _VARIABLES = (*HUGGINGFACE_VARIABLES, MODELSCOPE_VARIABLE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
 _USER = re.compile(r"(?<=://)[^\s/?#]*@")  # as in https://user:password@host
-_MIN_TOKEN = 4  # characters; anything shorter is part of many ordinary words
+_MIN_TOKEN = 4  # characters; shorter strings are part of many ordinary words
 _MIN_LINE = 12  # characters; a shorter line of a token may be an ordinary word
 _checked: set[str] = set()
 
 
 def check_token(token: str | None, place: str) -> str | None:
-    """The stripped token, or None if empty. Raises `RotationZooError`, which does not quote it, for
-    characters that an HTTP header cannot carry (RFC 9110, section 5.5)."""
+    """The stripped token, or None if it is empty. Raises `RotationZooError`, which does not quote
+    it, for characters that are not allowed in an HTTP header (RFC 9110, section 5.5)."""
     token = (token or "").strip()
     if not token:
         return None
-    _checked.add(token)  # a refused token is redacted, too
+    _checked.add(token)  # a refused token is redacted too
     if not re.fullmatch(r"[\x21-\x7e]+", token):
         raise RotationZooError(
-            f"the token in {place} holds an invalid character, such as a space or a line break",
+            f"the token in {place} contains an invalid character, such as a space or a line break",
             hint=f"copy the token again, alone and on one line, into {place}",
         )
     return token
@@ -81,7 +66,7 @@ def huggingface_token() -> str | None:
 
 
 def redact(text: str) -> str:
-    """The text without known tokens, long lines of tokens, and user names and passwords in URLs."""
+    """The text without known tokens, long lines of tokens, or user names and passwords in URLs."""
     text = _USER.sub("", text)
     tokens = {os.environ.get(name, "") for name in _VARIABLES} | _checked
     words = {token.strip() for token in tokens if len(token.strip()) >= _MIN_TOKEN}

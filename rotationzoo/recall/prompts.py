@@ -1,10 +1,10 @@
 """Prompts of the recall tasks: token rows that hide statements in ordinary text and ask for them at
-the end; and how well a model answers: exact matches, and log probabilities."""
+the end; and a model's answers: exact matches and log probabilities."""
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,29 +16,23 @@ from rotationzoo.model.prediction import run_decoder
 from rotationzoo.recall.questions import EXERCISES, POOLS, QUOTE, TASKS, Asked, Exercise
 from rotationzoo.text.rows import start_tokens
 
-_QUOTE_CUE, _QUOTED = 12, 16  # tokens of the passage that are given, and that are asked for
+_QUOTE_CUE, _QUOTED = 12, 16  # tokens of a passage that are given, and that are asked for
 _QUOTE_LEAD = "# as above:\n"
-_TRIES = 200  # at finding a passage whose cue occurs only once
+_TRIES = 200  # to find a passage whose cue occurs only once
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """The kind of prompts that one task has."""
+    """The prompts of one task."""
 
     task: str
     prompts: int
-    length: int = 2048
-    """Tokens per prompt."""
-    questions: int | None = None
-    """Questions per prompt; None takes the number in `TASKS`."""
-    first: int = 64
-    """The first position at which a statement may begin; the exact window before it is the sink."""
-    recent: int = 256
-    """Tokens before the first question that hold no statement, so that every answer must be read
-    from the quantized part of the cache."""
+    length: int = 2048  # tokens per prompt
+    questions: int | None = None  # per prompt; None takes the number in `TASKS`
+    first: int = 64  # the first position at which a statement may begin, after the sink
+    recent: int = 256  # tokens before the first question without a statement: they are read exact
     seed: int = 0
-    pool: str = "judge"
-    """The words that are used: a key of `POOLS`."""
+    pool: str = "judge"  # the words to use: a key of `POOLS`
 
 
 @dataclass(frozen=True)
@@ -46,15 +40,13 @@ class Question:
     """One question of a prompt."""
 
     task: str
-    answer: slice
-    """The positions of the answer's tokens."""
-    source: int
-    """The position of the statement that holds the answer."""
+    answer: slice  # positions of the answer's tokens
+    source: int  # the position of the statement that holds the answer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of token ids `[T]` with questions at its end, each followed by its right answer."""
+    """Token ids `[T]` with questions at the end, each followed by its right answer."""
 
     ids: torch.Tensor
     questions: tuple[Question, ...]
@@ -63,7 +55,7 @@ class Prompt:
 def write_prompts(
     settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, filler: Sequence[int]
 ) -> list[Prompt]:
-    """Prompts hidden in stretches of `filler` (token ids), the same on every machine. Raises
+    """Prompts made of stretches of `filler` (token ids), the same on every machine. Raises
     `RotationZooError` if their length leaves no room for statements outside the exact windows."""
     writer = _Writer(settings, tokenizer, filler)
     return [writer.write(number) for number in range(settings.prompts)]
@@ -71,20 +63,11 @@ def write_prompts(
 
 @dataclass
 class _Piece:
-    """Token ids of a question, and where in them its answer is."""
+    """A question with its answer."""
 
     ids: list[int]
-    answer: slice
-    source: str | int
-    """The place of the answer: a line of an exercise, or the place of a passage in the filler."""
-
-
-@dataclass
-class _Row:
-    """A prompt while it is written: the ids so far, and where each line was put."""
-
-    ids: list[int]
-    places: dict[str | int, int] = field(default_factory=dict)
+    answer: slice  # of the ids
+    source: str | int  # the line with the answer, or the position of a passage in the filler
 
 
 class _Writer:
@@ -97,7 +80,7 @@ class _Writer:
         self.questions = settings.questions or TASKS[settings.task]
         self.start = start_tokens(tokenizer)
         self.line_end = self._encode("\n")
-        # Statements are put after a line's end, where there is one nearby.
+        # Statements are put after the end of a line, if one is near.
         self.line_ends = {token for token in set(filler) if "\n" in tokenizer.decode([token])}
 
     def write(self, number: int) -> Prompt:
@@ -112,15 +95,14 @@ class _Writer:
         hidden = sum(len(self._encode(line + "\n")) for block in blocks for line in block)
         filler, places = self._draw_filler(draw, pieces, hidden)
         positions = self._draw_positions(draw, filler, places, len(blocks))
-        row = self._hide(draw, exercise, filler, positions)
-        return self._ask(row, pieces)
+        return self._ask(*self._hide(draw, exercise, filler, positions), pieces)
 
     def _write_quotes(self, draw: random.Random) -> Prompt:
         """A prompt that asks for passages of its own text."""
         lead = self._encode(_QUOTE_LEAD)
         cue = slice(len(lead), len(lead) + _QUOTE_CUE)
         answer = slice(cue.stop, cue.stop + _QUOTED)
-        # The passages are known only once the text is; until then, any tokens hold their place.
+        # The passages are drawn from the text; until then, any tokens take their place.
         empty = _Piece([0] * answer.stop + self.line_end, answer, 0)
         filler, places = self._draw_filler(draw, [empty] * self.questions, 0)
         passages = self._draw_passages(draw, filler, places)
@@ -128,15 +110,14 @@ class _Writer:
         for position in passages:
             passage = filler[position : position + _QUOTE_CUE + _QUOTED]
             pieces.append(_Piece([*lead, *passage, *self.line_end], answer, position))
-        row = _Row([*self.start, *filler])
-        row.places = {place: len(self.start) + place for place in passages}
-        return self._ask(row, pieces)
+        moved: dict[str | int, int] = {place: len(self.start) + place for place in passages}
+        return self._ask([*self.start, *filler], moved, pieces)
 
     def _draw_filler(
         self, draw: random.Random, pieces: list[_Piece], hidden: int
     ) -> tuple[list[int], range]:
-        """A stretch of filler that leaves room for the questions and the hidden tokens, and the
-        range of positions in it at which statements may be put."""
+        """Filler that leaves room for questions and hidden tokens, and the positions in it at which
+        statements may be put."""
         settings = self.settings
         asked = len(self.line_end) + sum(len(piece.ids) for piece in pieces)
         room = settings.length - len(self.start) - hidden - asked
@@ -146,7 +127,7 @@ class _Writer:
                 f"prompts of {settings.length} tokens are too short for the task {settings.task}",
                 hint="give a greater --lengths, or smaller --windows",
             )
-        # Short fillers are repeated, rather than refused.
+        # A short filler is repeated.
         first = draw.randrange(len(self.filler))
         return [self.filler[(first + at) % len(self.filler)] for at in range(room)], places
 
@@ -164,14 +145,14 @@ class _Writer:
         return positions
 
     def _draw_passages(self, draw: random.Random, filler: list[int], places: range) -> list[int]:
-        """Positions of passages whose cue is nowhere else in the filler, at random depths."""
+        """Random positions of passages whose cue occurs only once in the filler."""
         # The last passage must end before the recent window begins.
         places = range(places.start, places.stop - _QUOTE_CUE - _QUOTED)
         cues = [tuple(filler[at : at + _QUOTE_CUE]) for at in range(len(filler))]
         count = Counter(cues)
         passages: list[int] = []
         for position in self._draw_positions(draw, filler, places, self.questions):
-            # Repeated text may have no unique cue; then any passage must do.
+            # Repeated text may have no unique cue; then any passage will do.
             tries = [position, *draw.choices(places, k=_TRIES)]
             unique = (at for at in tries if count[cues[at]] == 1 and at not in passages)
             passages.append(next(unique, position))
@@ -179,35 +160,32 @@ class _Writer:
 
     def _hide(
         self, draw: random.Random, exercise: Exercise, filler: list[int], positions: list[int]
-    ) -> _Row:
-        """The filler with every block put at one of the positions; groups keep their order."""
+    ) -> tuple[list[int], dict[str | int, int]]:
+        """The filler with a block of lines at each position, and where each line is."""
         groups = [number for number, blocks in enumerate(exercise.groups) for _ in blocks]
         draw.shuffle(groups)
         waiting = [iter(blocks) for blocks in exercise.groups]
-        row, before = _Row(list(self.start)), 0
+        ids, places, before = list(self.start), dict[str | int, int](), 0
         for position, group in zip(positions, groups, strict=True):
-            row.ids += filler[before:position]
+            ids += filler[before:position]
             before = position
             for line in next(waiting[group]):
-                row.places[line] = len(row.ids)
-                row.ids += self._encode(line + "\n")
-        row.ids += filler[before:]
-        return row
+                places[line] = len(ids)
+                ids += self._encode(line + "\n")
+        return ids + filler[before:], places
 
-    def _ask(self, row: _Row, pieces: list[_Piece]) -> Prompt:
-        """The prompt that ends with the questions."""
-        # The filler may stop in the middle of a line.
-        row.ids += self.line_end
+    def _ask(self, ids: list[int], places: Mapping[str | int, int], pieces: list[_Piece]) -> Prompt:
+        """The prompt: the ids with questions at the end, whose sources have these places."""
+        ids = ids + self.line_end  # the filler may stop in the middle of a line
         questions = []
         for piece in pieces:
-            start = len(row.ids)
-            answer = slice(start + piece.answer.start, start + piece.answer.stop)
-            questions.append(Question(self.settings.task, answer, row.places[piece.source]))
-            row.ids += piece.ids
-        return Prompt(torch.tensor(row.ids), tuple(questions))
+            answer = slice(len(ids) + piece.answer.start, len(ids) + piece.answer.stop)
+            questions.append(Question(self.settings.task, answer, places[piece.source]))
+            ids += piece.ids
+        return Prompt(torch.tensor(ids), tuple(questions))
 
     def _question(self, asked: Asked) -> _Piece:
-        """The ids of a question with its answer, tokenized together as in the statement."""
+        """A question and its answer, tokenized together as in the statement."""
         ids = self._encode(asked.prefix + asked.answer + "\n")
         first = common_length(ids, self._encode(asked.prefix))
         last = common_length(ids, self._encode(asked.prefix + asked.answer))
@@ -219,7 +197,7 @@ class _Writer:
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many elements are the same at the start of both."""
+    """The length of the common beginning."""
     pairs = zip(one, other, strict=False)
     differing = (at for at, (first, second) in enumerate(pairs) if first != second)
     return next(differing, min(len(one), len(other)))
@@ -230,28 +208,23 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 @dataclass(frozen=True)
 class Answers:
-    """A model's answers to all questions of some prompts, in their order."""
+    """A model's answers to the questions of some prompts, in order."""
 
-    correct: torch.Tensor
-    """Boolean `[questions]`: whether the greedy answer is exactly right."""
-    log_probability: torch.Tensor
-    """Float64 `[questions]`: the log probability of the whole right answer, in nats."""
-
-    def first(self, questions: int) -> "Answers":
-        """The answers to the first questions alone."""
-        return Answers(self.correct[:questions], self.log_probability[:questions])
+    correct: torch.Tensor  # boolean `[questions]`: whether the greedy answer is exactly right
+    log_probability: torch.Tensor  # of the whole right answer in nats, float64 `[questions]`
 
 
 @torch.no_grad()
 def read_answers(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Answers:
-    """The model's answers to the questions of prompts of one length, which are one batch.
-
-    One forward pass is enough: every token of the right answer is the most probable one after those
-    before it if and only if greedy decoding writes exactly this answer. A later question follows
-    the right answers of earlier ones.
-    """
-    correct, log_probability = [], []
-    for prompt, first, logits in _predictions(model, prompts):
+    """The model's answers to a batch of prompts of one length. One forward pass is enough: greedy
+    decoding writes exactly the right answer if and only if each token of it is the most probable
+    one after those before it. Later questions follow the right answers to earlier ones."""
+    ids = torch.stack([prompt.ids for prompt in prompts]).to(input_device(model))
+    states, correct, log_probability = run_decoder(model, ids), [], []
+    # Row by row, because a batch of short prompts would have more logits than a model has weights.
+    for number, prompt in enumerate(prompts):
+        first = prompt.questions[0].answer.start - 1
+        logits = states.row(number).logits(slice(first, ids.shape[1]))[0]
         for question in prompt.questions:
             target = prompt.ids[question.answer].to(logits.device)
             # Position t predicts the token at t + 1.
@@ -264,19 +237,6 @@ def read_answers(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Answers:
 
 
 def join_answers(parts: Sequence[Answers]) -> Answers:
-    """The answers to consecutive prompts, from those to some of them each."""
+    """All answers, in order."""
     correct = torch.cat([part.correct for part in parts])
     return Answers(correct, torch.cat([part.log_probability for part in parts]))
-
-
-def _predictions(
-    model: PreTrainedModel, rows: Sequence[Prompt]
-) -> Iterator[tuple[Prompt, int, torch.Tensor]]:
-    """Each prompt with the position before its first answer, and the logits `[P, vocabulary]` from
-    there on."""
-    ids = torch.stack([prompt.ids for prompt in rows]).to(input_device(model))
-    starts = [prompt.questions[0].answer.start - 1 for prompt in rows]
-    states = run_decoder(model, ids)
-    # Row by row, because a batch of short prompts would have more logits than a model has weights.
-    for number, (prompt, start) in enumerate(zip(rows, starts, strict=True)):
-        yield prompt, start, states.row(number).logits(slice(start, ids.shape[1]))[0]

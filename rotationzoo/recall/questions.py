@@ -1,7 +1,7 @@
-"""The recall tasks: what each hides in a text, and what it asks for at the end.
+"""The recall tasks: the statements that each hides in a text, and its questions at the end.
 
-To add a task, add a function, a row to `EXERCISES` and a row to `TASKS`. Statements look
-like source code and its comments, because code models and chat models read both.
+To add a task, add a function, a row to `EXERCISES` and a row to `TASKS`. Statements look like
+source code and its comments, which both code models and chat models read.
 """
 
 import itertools
@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Short, common and unrelated. The first half is for choosing rotations and the second for judging
-# them, so that a choice is never judged on words that it was made on.
+# Short, common and unrelated words. The first half is for choosing rotations and the second for
+# judging them, so that no choice is judged on the words that it was made on.
 _TEXT = (
     "amber anchor apple arrow basin beacon birch blade bridge bronze cabin candle canyon cedar "
     "cloud copper coral cotton crane crystal dagger desert dragon eagle ember falcon feather "
@@ -21,19 +21,17 @@ _TEXT = (
 )
 _WORDS = _TEXT.split()
 POOLS = {"choose": _WORDS[: len(_WORDS) // 2], "judge": _WORDS[len(_WORDS) // 2 :]}
-"""Words of the prompts that rotations are chosen on, and of those that they are judged on."""
 
 _UNASKED = 1.5  # statements per question: some are never asked for
 _HOPS = 2  # assignments between a number and the name that is asked for
-_PASSAGE, _CUE = 8, 2  # words of a passage, and of its beginning that is given
+_PASSAGE, _CUE = 8, 2  # words of a passage, and of the beginning that is given
 
-Block = tuple[str, ...]
-"""Lines that are hidden together, one after another."""
+Block = tuple[str, ...]  # consecutive lines
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question: the model continues `prefix` and should write `answer`, which `line` holds."""
+    """A question: the model continues `prefix` and should write `answer`, which is in `line`."""
 
     prefix: str
     answer: str
@@ -42,15 +40,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Exercise:
-    """The statements that one prompt hides, and its questions. Each group is a list of blocks that
-    keep their order in the text. All lines differ."""
+    """The statements that a prompt hides, and its questions. The blocks of a group keep their order
+    in the text. All lines differ."""
 
     groups: list[list[Block]]
     questions: list[Asked]
 
 
 def _needles(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
-    """Facts at places of their own, as in the needle-in-a-haystack test."""
+    """Facts at separate places, as in the needle-in-a-haystack test."""
     facts = []
     for name in _draw_names(draw, words, round(count * _UNASKED)):
         prefix, answer = f"# the code of {name} is", f" {_draw_number(draw)}"
@@ -70,9 +68,8 @@ def _key_value(draw: random.Random, words: Sequence[str], count: int) -> Exercis
 
 
 def _copy(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
-    """Passages of random words, continued from their first words. Any model with induction heads
-    can do it."""
-    # No word occurs twice before all have occurred, so each word of a passage tells the next one.
+    """Passages of random words, to continue from their first words: needs induction heads only."""
+    # All words occur before one occurs again, so each word of a passage determines the next.
     order = itertools.chain.from_iterable(draw.sample(words, len(words)) for _ in range(count))
     passages = []
     for _ in range(count):
@@ -84,7 +81,7 @@ def _copy(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
 
 
 def _assignments(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
-    """Chains of variables, each assigned from the one before; the number is in the first line."""
+    """Chains of variables, each assigned from the one before, the first from a number."""
     names = iter(_draw_names(draw, words, count * (1 + _HOPS)))
     groups: list[list[Block]] = []
     questions = []
@@ -99,7 +96,7 @@ def _assignments(draw: random.Random, words: Sequence[str], count: int) -> Exerc
 
 
 def _draw_names(draw: random.Random, words: Sequence[str], count: int) -> list[str]:
-    """Distinct names of two words each."""
+    """Different names of two words each."""
     pairs = [f"{first}_{second}" for first in words for second in words if first != second]
     return draw.sample(pairs, count)
 
@@ -114,9 +111,6 @@ EXERCISES: dict[str, Callable[[random.Random, Sequence[str], int], Exercise]] = 
     "copy": _copy,
     "assignments": _assignments,
 }
-"""Task -> what writes its exercise, with words and questions in random order."""
-
-QUOTE = "quote"
-"""The task that hides nothing: it asks for passages of the text itself, word for word."""
+QUOTE = "quote"  # the task that hides nothing: it asks for passages of the text, word for word
 TASKS = {"needles": 8, "key-value": 8, QUOTE: 4, "copy": 4, "assignments": 4}
-"""Task -> questions per prompt. The tasks with fewer have longer answers or more statements."""
+"""Task -> questions per prompt: fewer where answers are longer or statements are more."""

@@ -1,5 +1,5 @@
 """Recipes: every choice that decides which rotation comes out."""
 
-from rotationzoo.recipe.schema import FILES, Data, Recipe, digest, name_of, without_paths
+from rotationzoo.recipe.schema import FILES, Data, Recipe, digest, name_of
 
-__all__ = ["FILES", "Data", "Recipe", "digest", "name_of", "without_paths"]
+__all__ = ["FILES", "Data", "Recipe", "digest", "name_of"]

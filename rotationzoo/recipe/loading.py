@@ -13,13 +13,8 @@ from rotationzoo.recipe.schema import Data, Recipe, Section
 from rotationzoo.storage import strict_json
 from rotationzoo.words import nearest, shortened
 
-_LENGTH = 8192
-"""The mean of keys moves with RoPE, so that of short rows is not that of long contexts."""
-_OSCAR = Recipe(
-    name="oscar",
-    center_keys=True,
-    data=Data(length=_LENGTH),
-)
+# Rows are long because the mean of keys changes with positions (RoPE).
+_OSCAR = Recipe(name="oscar", center_keys=True, data=Data(length=8192))
 _CODED = {"transform": True, "center_values": True}
 _RECIPES = (
     _OSCAR.model_copy(update=dict(_CODED, name="transform", bits=2.5)),
@@ -35,9 +30,8 @@ PRESETS = {recipe.name: recipe for recipe in _RECIPES}
 
 
 def load(recipe: str) -> Recipe:
-    """Load a preset by name, or a YAML file, which may start from another preset than `transform`
-    with `extends: oscar`. Raises `RotationZooError`, which names the file, the key and what is
-    wrong with it."""
+    """Load a preset by name, or a YAML file, which may extend another preset than `transform` with
+    `extends: oscar`. Raises `RotationZooError` with the file, the key and the problem."""
     if recipe in PRESETS:
         return PRESETS[recipe]
     path = Path(recipe)
@@ -57,23 +51,18 @@ def load(recipe: str) -> Recipe:
 
 
 def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> Recipe:
-    """Build a recipe from parsed YAML or JSON, on top of the preset that it `extends`. Published
-    recipes name none. Raises `RotationZooError`, naming `origin`."""
+    """Build a recipe on top of the preset in `extends`. Raises `RotationZooError` with `origin`."""
     # YAML allows numbers as keys. As text, they get the usual error for unknown keys.
     content = {str(key): value for key, value in content.items()}
     base = str(content.pop("extends", extends))
     if base not in PRESETS:
-        raise RotationZooError(
-            f"{origin} extends an unknown recipe {shortened(base)!r}{nearest(base, PRESETS)}"
-        )
+        unknown = f"an unknown recipe {shortened(base)!r}{nearest(base, PRESETS)}"
+        raise RotationZooError(f"{origin} extends {unknown}")
     preset = PRESETS[base].model_dump()
-    # The section is merged key by key, so that a file holds only what differs.
     changes = content.get("data") or {}
     if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
         raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
-    # Its own keys may replace the preset's budget of bits, or allow none.
-    own_budget = asdict(EQUAL).keys() & content
-    if own_budget:
+    if asdict(EQUAL).keys() & content:  # one key of the budget replaces the preset's whole budget
         preset |= asdict(EQUAL)
     content["data"] = {**preset["data"], **changes}
     try:
@@ -84,9 +73,8 @@ def from_dict(content: dict[str, Any], origin: str, extends: str = "oscar") -> R
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:
-    """The recipe with these `data` settings; None changes nothing. Without an eigenbasis, `seed` is
-    also its own seed. Raises `UsageError`."""
-    # The recipe is built anew, because pydantic's `model_copy` does not validate.
+    """The recipe with these `data` settings; None changes nothing. Raises `UsageError`."""
+    # pydantic's `model_copy` would not validate.
     changes = {key: value for key, value in data.items() if value is not None}
     content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
     if "seed" in changes and not recipe.has_eigenbasis:
@@ -127,7 +115,7 @@ def with_rope_scaling(recipe: Recipe, scaling: str | None) -> Recipe:
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     reason = problem["msg"].removeprefix("Value error, ").lower()
-    if not problem["loc"]:  # keys that do not go together
+    if not problem["loc"]:  # keys that exclude each other
         return reason
     key = shortened(str(problem["loc"][-1]))
     if problem["type"] == "extra_forbidden":

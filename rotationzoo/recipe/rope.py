@@ -1,4 +1,4 @@
-"""How many positions a model has, and RoPE scaled to more of them than its config has."""
+"""The number of positions of a model, and RoPE scaled to more positions than its config has."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 _UNSCALED = "give no --rope-scaling, nor a recipe or rotations that were made with one"
 _TRAINED = "original_max_position_embeddings"
-_FULL = "full_attention"
-"""The layer type whose RoPE is scaled: sliding layers read no distances beyond their window."""
+_FULL = "full_attention"  # the layer type whose RoPE is scaled: sliding windows stay as they are
 
 
 def position_count(config: "PretrainedConfig") -> int | None:
@@ -25,23 +24,22 @@ def position_count(config: "PretrainedConfig") -> int | None:
     kind, factor = parameters.get("rope_type"), parameters.get("factor") or 1
     if kind == "yarn":
         return max(positions, int(factor * (parameters.get(_TRAINED) or positions)))
-    # Gemma 3 states its own with the factor in them.
+    # The positions in Gemma 3's config include the factor.
     multiplies = kind in ("linear", "dynamic") and "gemma3" not in config.model_type
     return int(factor * positions) if multiplies else positions
 
 
 def changing_at(config: "PretrainedConfig") -> int | None:
-    """The most tokens that LongRoPE reads with its short factors; None for any other RoPE."""
+    """The largest number of tokens with LongRoPE's short factors; None for any other RoPE."""
     parameters = _parameters(config)
     return parameters.get(_TRAINED) if parameters.get("rope_type") == "longrope" else None
 
 
 def scaling_of(config: "PretrainedConfig") -> str | None:
-    """The scaling that a config has: the type and factor of its RoPE, such as `yarn:4:32768`, or
-    the type alone (`longrope`). None for plain RoPE, and for models without."""
+    """The RoPE scaling of a config, such as `yarn:4:32768` or `longrope`; None for plain RoPE."""
     parameters = _parameters(config)
     kind = parameters.get("rope_type", "default")
-    if kind in ("default", "axial", "proportional"):  # other forms of RoPE, not of its length
+    if kind in ("default", "axial", "proportional"):  # these do not change the length
         return None
     factor = parameters.get("factor")
     if factor is None:
@@ -50,8 +48,7 @@ def scaling_of(config: "PretrainedConfig") -> str | None:
 
 
 def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) -> None:
-    """Set this scaling in a config, from the positions that either states; None changes nothing.
-    Raises `RotationZooError` for a model without RoPE or with another scaling."""
+    """Set this scaling, if any, in a config. Raises `RotationZooError` if it cannot be scaled."""
     if scaling is None:
         return
     wanted = RopeScaling.parse(scaling)
@@ -72,8 +69,7 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
     if wanted.kind == "yarn":
         scaled[_TRAINED] = original
     whole = text.rope_parameters
-    cannot = f"the RoPE of {name} cannot be scaled by {wanted}"
-    with as_unavailable(cannot, hint=_UNSCALED):
+    with as_unavailable(f"the RoPE of {name} cannot be scaled by {wanted}", hint=_UNSCALED):
         text.rope_parameters = {**whole, _FULL: scaled} if _FULL in whole else scaled
         text.max_position_embeddings = original
         if wanted.kind == "yarn" or position_count(config) == original:
@@ -82,7 +78,7 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
 
 
 def same_scaling(wanted: str | None, present: str | None) -> bool:
-    """Whether a config has the wanted scaling (any if None), whose positions may be left out."""
+    """Whether a config has the wanted scaling (any if None), whose positions are optional."""
     if wanted is None or present is None:
         return wanted is None
     if wanted.startswith("linear:"):
@@ -91,9 +87,7 @@ def same_scaling(wanted: str | None, present: str | None) -> bool:
 
 
 def check_positions(config: "PretrainedConfig", tokens: int, what: str, shorter: str) -> None:
-    """Raise `RotationZooError` for rows of more tokens than the model has positions.
-
-    `what` they are, and the hint to make them `shorter`, where `{}` stands for the positions."""
+    """Raise `RotationZooError` for more `tokens` than positions, which fill `{}` in `shorter`."""
     positions = position_count(config)
     if positions is not None and tokens > positions:
         says = f"{what} of {tokens} tokens are longer than the {positions} positions of the model"
@@ -102,7 +96,7 @@ def check_positions(config: "PretrainedConfig", tokens: int, what: str, shorter:
 
 
 def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> str:
-    """The hint for rows longer than the model's positions: `shorter`, or scale its RoPE."""
+    """The hint for rows longer than the model's positions: `shorter`, or scaled RoPE."""
     positions = position_count(config)
     if positions is None or not _parameters(config) or scaling_of(config) is not None:
         return shorter

@@ -17,26 +17,23 @@ from rotationzoo.linalg.composition_table import COMPOSITIONS, GIVEN, needs_stat
 from rotationzoo.sides import cost_kinds, read_as
 from rotationzoo.words import nearest
 
-KINDS = ("yarn", "linear")
-_PATTERN = re.compile(r"(?P<kind>\w+):(?P<factor>\d+(\.\d+)?)(:(?P<positions>\d+))?")
+_PATTERN = re.compile(r"(?P<kind>yarn|linear):(?P<factor>\d+(\.\d+)?)(:(?P<positions>\d+))?")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE is stretched to more positions than a model was trained on."""
+    """RoPE scaling to more positions than a model was trained on."""
 
-    kind: str
-    """One of `KINDS`, in the words of transformers' `rope_type`."""
-    factor: float
-    """How many times as many positions the model gets."""
+    kind: str  # a `rope_type` of transformers
+    factor: float  # the factor by which the positions increase
     positions: int | None = None
-    """The positions that the model was trained on; None takes what its config says."""
+    """The positions that the model was trained on; None means those in its config."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read `KIND:FACTOR` or `KIND:FACTOR:POSITIONS`. Raises `ValueError`."""
         match = _PATTERN.fullmatch(text)
-        if match is None or match["kind"] not in KINDS:
+        if match is None:
             raise ValueError("must be written as yarn:4, yarn:4:32768 or linear:2")
         positions = int(match["positions"]) if match["positions"] else None
         scaling = cls(match["kind"], float(match["factor"]), positions)
@@ -54,22 +51,20 @@ def normalize(text: str) -> str:
     return str(RopeScaling.parse(text))
 
 
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""As torch takes it, and as JSON of 64 bits holds it."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # the range of torch's seeds
 Count = Annotated[int, Field(gt=0, le=10**6)]
 Tokens = Annotated[int, Field(gt=0, le=10**8)]
-"""Tokens to read: 3,000 times what a preset does."""
-# Recipes without such a key keep the hash that is published.
+# Keys that were added later: recipes without them keep their published hash.
 _LATER = Field(exclude_if=lambda value: not value)
 _UNLESS_FISHER = Field(exclude_if=lambda value: value == "fisher")
 GONE = {"feedback": False, "whiten": False}
-"""Keys that recipes had, with their defaults: published recipes keep their hash."""
+"""Removed keys with their defaults, so that published recipes keep their hash."""
 _DAY = pydantic.BeforeValidator(lambda day: date.fromisoformat(str(day)).isoformat())
 WindowSize = Annotated[int, Field(ge=0, le=10**9)]
 
 
 class Section(BaseModel):
-    """A table of recipe keys. It is immutable and refuses unknown keys."""
+    """An immutable table of recipe keys. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -79,78 +74,65 @@ FILES = (".jsonl", ".txt", ".parquet")
 
 
 def digest(content: dict[str, Any]) -> str:
-    """sha256 of a table, such as a recipe's content, as JSON with sorted keys."""
+    """sha256 of a table as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def without_paths(content: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's content in the form of `Recipe.published`."""
-    data, model = content["data"], content.get("model")
-    data = {**data, "source": name_of(data["source"])}
-    return {**content, "model": model and name_of(model), "data": data}
-
-
 def name_of(place: str) -> str:
-    """The last part of a local path, or the whole of a hub id or a URL, which may be published."""
+    """The publishable name of a place: the last part of a path, or a whole hub id or URL."""
     # A slash alone does not make a path: hub ids such as Qwen/Qwen3-8B have one.
     is_path = place.startswith(("/", "./", "../", "~")) or Path(place).suffix.lower() in FILES
     return Path(place).name if is_path and "://" not in place else place
 
 
 class Data(Section):
-    """The calibration text and how it becomes token rows."""
+    """The calibration text and how it is cut into token rows."""
 
     source: str = "bundled"
     """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, or a data set id on the hub."""
-    subset: str | None = None
-    """The data set's configuration."""
+    subset: str | None = None  # the data set's configuration
     split: str = "train"
     column: str | None = None
     """Column of text or chat messages. None: the first of `text`, `messages`, `conversations`."""
     packing: Literal["packed"] = "packed"
     """Documents are joined and cut into rows of exactly `length` tokens."""
-    tokens: Tokens = 32768
-    """Tokens of all rows together."""
-    length: Annotated[Tokens, Field(gt=1)] = 2048
-    """Tokens per row."""
-    seed: Seed = 0
-    """Sets the order of the documents."""
+    tokens: Tokens = 32768  # tokens of all rows together
+    length: Annotated[Tokens, Field(gt=1)] = 2048  # tokens per row
+    seed: Seed = 0  # sets the order of the documents
     images: Annotated[str | None, _LATER] = None
-    """Column of a document's images: one or a list, as bytes or as paths from the file's folder."""
+    """Column of a document's images: one or a list, as bytes or as paths relative to the file."""
     audio: Annotated[str | None, _LATER] = None
     """The same for audio, as WAV. With either of them, each row is a document."""
     date: Annotated[Annotated[str, _DAY] | None, _LATER] = None
-    """The day that chat templates write as today's. None takes that of the first run."""
+    """The day that chat templates write as today's. None means the day of the first run."""
 
     @property
     def media(self) -> dict[str, str]:
-        """The kinds of media that are read, `image` and `audio`, and their columns."""
+        """The columns of `image` and `audio`, if they are read."""
         columns = {"image": self.images, "audio": self.audio}
         return {kind: column for kind, column in columns.items() if column is not None}
 
     @property
     def rows(self) -> int:
-        """How many rows text is cut into, if there is enough text."""
+        """The number of rows of text, if there is enough text."""
         return self.tokens // self.length
 
     @property
     def usual_batch(self) -> int:
-        """Rows of a forward pass where the user names no number: up to four, of 8,192 tokens."""
+        """The default number of rows of a forward pass: up to four, and up to 8,192 tokens."""
         return max(1, min(4, 8192 // self.length))
 
     @property
     def label(self) -> str:
-        """The publishable name of the source."""
         return name_of(self.source)
 
 
 class Recipe(Section):
-    """Every choice that decides which rotation comes out, and the cache that it is for."""
+    """Every choice that decides the rotations, and the cache that they are for."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100)] = "oscar"
-    """It is part of the default output folder."""
-    model: str | None = None
-    """The model that a released configuration is meant for."""
+    """Part of the default output folder."""
+    model: str | None = None  # the model that a released configuration is meant for
     key_statistic: Literal["query", "key"] = "query"
     """`query`: second moment `C_Q` of the queries that read the keys. `key`: that of the keys."""
     value_statistic: Literal["output", "key_energy", "value"] = "output"
@@ -161,50 +143,42 @@ class Recipe(Section):
     composition: str = "r_h_pbr"
     """The rotation's factors, left to right: a name from `composition_table.COMPOSITIONS`."""
     center_keys: bool = False
-    """Subtract each KV head's mean key before the rotation, which a softmax ignores. If a model's
-    attention does not, its keys keep their mean, and the artifact's recipe says so."""
+    """Subtract each KV head's mean key before the rotation, if attention ignores it."""
     center_values: bool = False
     """Subtract each KV head's mean value; the reader adds it back, times the attention received."""
     transform: Annotated[bool, _LATER] = False
-    """Also store a transform coding: keys and values become channels that do not correlate, and
-    each gets 0 to 8 of the budget's bits, by what its errors cost."""
+    """Also store a transform coding: uncorrelated channels of 0 to 8 bits, by the cost of error."""
     metric: Annotated[Literal["fisher", "attention"], _UNLESS_FISHER] = "fisher"
-    """With `transform`, what errors cost. `fisher`: the Fisher information of what is stored, for
-    which the model also runs backward. `attention`: `C_Q` for keys and `C_S` for values, times what
-    the model loses for each side of each layer."""
+    """With `transform`, the cost of errors. `fisher`: by gradients, in a backward pass.
+    `attention`: `C_Q` for keys and `C_S` for values, times the measured loss of each side of each
+    layer."""
     draws: Annotated[Count | None, _LATER] = None
-    """With `fisher`, how often gradients are drawn for each text, of which each takes as long as
-    two passes of `oscar`: more of them are a better estimate. None: 2."""
+    """With `fisher`, how often gradients are drawn for each text. None: 2."""
     bits: float | None = None
-    """With `transform`, bits an element of quantized rows, with scales, on average over layers,
-    sides and channels."""
+    """With `transform`, the average bits per element of quantized rows, with scales."""
     key_bits: float | None = None
-    value_bits: float | None = None
-    """The same for keys and for values, instead of `bits`."""
+    value_bits: float | None = None  # the same for keys and for values, instead of `bits`
     exclude_sink: bool = True
     """Leave each row's first `sink` tokens out of key and value sums: they are never quantized."""
     key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
     value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
-    """Clip ratios: the position in a row's sorted magnitudes at which it is clamped; 1 is off."""
-    group_size: Count | None = None
-    """Channels that share a scale; None means the whole head."""
+    """Clip ratios: the quantile of a row's magnitudes at which it is clamped; 1 is off."""
+    group_size: Count | None = None  # channels that share a scale; None means the whole head
     sink: WindowSize = 64
     recent: WindowSize = 256
     """First (`sink`) and last (`recent`) tokens of a request that stay exact."""
-    seed: Seed = 0
-    """Seeds the composition `random`."""
+    seed: Seed = 0  # the seed of the composition `random`
     rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
-    """RoPE scaling to more positions: `yarn:4`, `linear:2`, or `yarn:4:32768` if the model was
-    trained on other positions than its config says. None leaves the config as it is."""
+    """RoPE scaling: `yarn:4`, `linear:2`, or `yarn:4:32768` with the trained positions."""
     data: Data = Data()
 
     @model_validator(mode="before")
     @classmethod
     def _without_error_feedback(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Raises `RotationZooError` for a recipe that had it."""
+        """Raises `RotationZooError` for a recipe with error feedback."""
         if any(content.get(key) for key in GONE):
             problem = "the recipe has error feedback, which transform coding has replaced"
-            raise RotationZooError(problem, "calibrate anew: rotationzoo calibrate MODEL")
+            raise RotationZooError(problem, "calibrate again: rotationzoo calibrate MODEL")
         return {key: value for key, value in content.items() if key not in GONE}
 
     @field_validator("composition")
@@ -224,22 +198,22 @@ class Recipe(Section):
         if has_budget != self.transform:
             raise ValueError("a budget of bits and transform coding need each other")
         if self.draws and not self.goes_back:
-            raise ValueError("draws are of gradients, which this recipe does not take")
+            raise ValueError("draws needs transform: true and metric: fisher")
         return self
 
     @property
     def budget(self) -> Budget:
-        """The budget of bits; an empty one where all rows have the same."""
         return Budget(self.bits, self.key_bits, self.value_bits)
 
     @property
     def hash(self) -> str:
-        """sha256 of the published recipe, as JSON with sorted keys."""
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
-        """The recipe as JSON, with the names of local files and folders instead of their paths."""
-        return without_paths(self.model_dump()) | GONE
+        """The recipe as JSON, without paths of local files and folders."""
+        content, model = self.model_dump(), self.model and name_of(self.model)
+        data = content["data"] | {"source": self.data.label}
+        return content | {"model": model, "data": data} | GONE
 
     @property
     def has_eigenbasis(self) -> bool:
@@ -258,23 +232,22 @@ class Recipe(Section):
 
     @property
     def centered(self) -> tuple[str, ...]:
-        """Which of keys and values are stored with their mean subtracted."""
+        """The sides, of `key` and `value`, that are stored without their mean."""
         centers = {"key": self.center_keys, "value": self.center_values}
         return tuple(side for side, centered in centers.items() if centered)
 
     def centers(self, side: str) -> bool:
-        """Whether a side is stored without its mean: a latent if either of keys and values is."""
+        """Whether a side is stored without its mean: a latent if keys or values are."""
         return not set(self.centered).isdisjoint(read_as(side))
 
     def clip(self, side: str) -> float:
-        """The clip ratio of a side: of one that is read as keys and as values, the larger."""
+        """The clip ratio of a side; of a latent, the larger of the two."""
         ratios = {"key": self.key_clip, "value": self.value_clip}
         return max(ratios[part] for part in read_as(side))
 
     def target_kinds(self, side: str) -> tuple[str, ...]:
-        """The statistics that add up to the one that a side's eigenbasis diagonalizes. A latent has
-        `query` and `output`, the costs of errors in scores and outputs, or its own second moment.
-        Empty for a pair of statistics that it lacks."""
+        """The statistics whose sum a side's eigenbasis diagonalizes. For a latent: the costs
+        `query` and `output`, or its own second moment. Empty for an impossible pair."""
         stated, parts = {"key": self.key_statistic, "value": self.value_statistic}, read_as(side)
         kinds = tuple(stated[part] for part in parts)
         if kinds == parts:
@@ -282,5 +255,4 @@ class Recipe(Section):
         return kinds if len(kinds) == 1 or kinds == cost_kinds(side) else ()
 
     def group(self, dim: int) -> int:
-        """The quantization group size for a head dimension."""
         return self.group_size or dim

@@ -1,2 +1,1 @@
-"""The report on an artifact: tables, charts, the model card, and self-contained HTML pages with no
-request to anywhere."""
+"""The report on an artifact: tables, charts, the model card, and a self-contained HTML page."""

@@ -1,5 +1,4 @@
-"""The model card, a README.md rendered from the manifest: how to use the artifact, what it keeps,
-and only then what it is and where it comes from; and the commands that cards and pages name."""
+"""The model card, a README.md rendered from the manifest, and the commands that it names."""
 
 import re
 import shlex
@@ -24,7 +23,7 @@ from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.recall.questions import TASKS
 from rotationzoo.recipe import Recipe, loading
 from rotationzoo.report import tables
-from rotationzoo.words import counted, numbers, perplexity, sentence
+from rotationzoo.words import counted, number, numbers, sentence
 
 FOLDER = "FOLDER"
 """Stands for the folder of an artifact."""
@@ -34,9 +33,8 @@ _USUAL_BITS = 3.0  # an element, where an evaluation does not say it
 
 
 def name_in_commands(model: Model) -> str:
-    """The model's name in example commands, quoted for a shell: a hub id, `demo`, or `MODEL` for a
-    local folder."""
-    return shlex.quote(_name(model))
+    """The model's name in example commands: a hub id, `demo`, or `MODEL` for a local folder."""
+    return model.id if model.revision or model.id == "demo" else "MODEL"
 
 
 def model_title(model: Model) -> str:
@@ -44,11 +42,7 @@ def model_title(model: Model) -> str:
     return "an unnamed model" if model.id == "MODEL" else model.id
 
 
-def _name(model: Model) -> str:
-    return model.id if model.revision or model.id == "demo" else "MODEL"
-
-
-def asked_options(measured: Conditions) -> list[str]:
+def _asked_options(measured: Conditions) -> list[str]:
     """The options of an evaluation that asks the same tasks at the same lengths."""
     names, lengths = measured.tasks.names, map(str, measured.tasks.lengths)
     words = ["--lengths", ",".join(lengths)]
@@ -63,8 +57,8 @@ def decided_words(
     asked: Sequence[str] = (),
 ) -> list[str] | None:
     """The command, without `rotationzoo`, that a decision calls for before the artifact is used, or
-    None. `model`: the words that name it; `served`: the option for a chosen engine; `asked`: the
-    options of the same questions."""
+    None. `model`: the words that name it; `served`: the option for an engine; `asked`: the options
+    that repeat the questions."""
     evaluate = ["evaluate", *model, artifact, *served, *asked]
     if decision.floor not in (None, FLOOR):
         evaluate += ["--keep", f"{100 * decision.floor:g}"]
@@ -88,17 +82,15 @@ def usual_engine(manifest: Manifest) -> str:
 def use_commands(
     manifest: Manifest, measured: Measured | None, decision: Decision | None
 ) -> list[str]:
-    """The commands that fit the decision, if any, on an artifact in `FOLDER`, for the engine that
-    was measured or the usual one."""
-    model, engine = manifest.model, measured and measured.engine
+    """The commands after a decision, for an artifact in `FOLDER` and the measured engine."""
+    name, engine = [manifest.model.id], measured and measured.engine
     named = engine or usual_engine(manifest)
-    name = [model.id]
     prompt = [] if name == ["demo"] else ["--file", "LONG.txt"]
     generate = ["generate", *name, "--rotations", FOLDER, *prompt]
     served = ["--for", engine] if engine else []
     words = None
     if measured and decision:
-        words = decided_words(decision, name, FOLDER, served, asked_options(measured))
+        words = decided_words(decision, name, FOLDER, served, _asked_options(measured))
     if decision is None or decision.action == "ask":
         commands = [words or ["evaluate", *name, FOLDER, "--for", named, "--save"], generate]
     elif words:
@@ -114,13 +106,13 @@ def use_commands(
 
 
 def replace_words(command: str, named: Mapping[str, str]) -> str:
-    """A command with this machine's names instead of placeholders such as `FOLDER`."""
+    """A command with this machine's names in place of `FOLDER` and the like."""
     return shlex.join(named.get(word, word) for word in shlex.split(command))
 
 
 def reproduce_command(manifest: Manifest) -> str | None:
-    """The `calibrate` command that makes the same bytes; None for imported files. A recipe that is
-    no preset must be in `RECIPE_FILE`, as YAML."""
+    """The `calibrate` command that makes the same bytes; None for imported files. It reads a recipe
+    that is not a preset from `RECIPE_FILE`."""
     if manifest.imported is not None:
         return None
     model, recipe = manifest.model, Recipe.model_validate(manifest.recipe)
@@ -128,86 +120,73 @@ def reproduce_command(manifest: Manifest) -> str | None:
     run = _run_words(manifest.identity, manifest.run.device, recipe.data.usual_batch)
     preset = loading.PRESETS.get(recipe.name)
     named = recipe.name if preset and preset.hash == recipe.hash else RECIPE_FILE
-    words = ["calibrate", _name(model), *revision, "--recipe", named, *run]
+    words = ["calibrate", name_in_commands(model), *revision, "--recipe", named, *run]
     return shlex.join(["rotationzoo", *words])
 
 
 def _run_words(identity: dict[str, Any], device: str | None, batch: int) -> Iterator[str]:
-    """The options of the run that are not the default everywhere; none if no model ran."""
+    """The options of the run that another machine may not have by default; none if no model ran."""
     if "batch" not in identity:
         return
     for key in _RUN_KEYS:
         value = identity.get(key)
         if value is not None and (key != "batch" or str(value) != str(batch)):
             yield from (f"--{key.replace('_', '-')}", str(value))
-    on_cpu = str(device).endswith(" CPU")  # else the name of a GPU
+    on_cpu = str(device).endswith(" CPU")  # otherwise the name of a GPU
     if on_cpu:
         yield from ("--device", "cpu")
-    # The type is written as `torch.float32`, or `auto` where it is the checkpoint's own.
+    # The type is `torch.float32` or the like, or `auto` for the checkpoint's own.
     _, torch, dtype = str(identity.get("dtype")).partition("torch.")
     if torch and not (on_cpu and dtype == "float32"):
         yield from ("--dtype", dtype)
 
 
-# ---- the card
-
-
 PAPER = "2605.17757"  # on arXiv: the method's
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")  # on a hub; files have other names
-TURN = re.compile("[\u202a-\u202e\u2066-\u2069]")  # what turns the direction of writing
+_TURN = re.compile("[\u202a-\u202e\u2066-\u2069]")  # bidi controls
 _LIBRARIES = ("torch", "transformers", "python")
-_WORDS = (
-    counted,
-    model_title,
-    name_in_commands,
-    numbers,
-    perplexity,
-    sentence,
-    shlex.quote,
-    tensor_name,
-)
+_WORDS = counted, model_title, name_in_commands, number, numbers, sentence, shlex.quote, tensor_name
 """The functions that templates call."""
 
 
 def render_card(manifest: Manifest, repo: str | None = None) -> str:
-    """The README.md of an artifact, with the YAML front matter of the hubs. `repo`: the repository
-    that its first command pulls from."""
+    """The README.md of an artifact. `repo`: where its first command pulls from."""
     recipe = Recipe.model_validate(manifest.recipe)
     layers = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
-    title = f"2-bit KV cache rotations for {model_title(manifest.model)}"
     sizes = {}
     for name, format in int2.FORMATS.items():
         bits = bits_per_element(layers, CacheLayout.of_recipe(recipe, format))
         sizes[name] = {"metadata": format.metadata, "bits": bits, "smaller": EXACT_BITS / bits}
-    sides = ",".join(manifest.cached.sides)
     versions = manifest.versions.model_dump()
     libraries = [f"{name} {versions[name]}" for name in _LIBRARIES if name in versions]
-    card = template_environment().get_template("card.md.jinja")
-    text: str = card.render(
+    return render(
+        "card.md.jinja",
         **_evaluation_values(manifest),
         manifest=manifest,
         recipe=recipe,
         repo=repo,
         layers=layers,
-        sides=f"{{{sides}}}" if "," in sides else sides,
-        title=title,
         front_matter=_front_matter(manifest),
         command=reproduce_command(manifest),
         paper=PAPER,
         sizes=sizes,
         libraries=", ".join(libraries),
     )
-    return TURN.sub("\ufffd", text)
 
 
 def recipe_lines(recipe: Recipe) -> str:
-    """The lines of the recipe's YAML file. What it leaves out is as in the recipe `oscar`."""
+    """The recipe's YAML file, based on the recipe `oscar`."""
     return yaml.safe_dump({"extends": "oscar", **recipe.model_dump()}, sort_keys=False).strip()
 
 
+def render(template: str, **values: Any) -> str:
+    """The text of a template: Markdown, or HTML, which escapes everything but `Markup`."""
+    text: str = _environment("html" in template).get_template(template).render(**values)
+    return _TURN.sub("\ufffd", text)
+
+
 @cache
-def template_environment(is_html: bool = False) -> Environment:
-    """The templates of this package: Markdown, or HTML, which escapes all but `Markup`."""
+def _environment(is_html: bool) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
@@ -222,24 +201,20 @@ def template_environment(is_html: bool = False) -> Environment:
 
 
 def _evaluation_values(manifest: Manifest) -> dict[str, Any]:
-    """The evaluation, if there is one, its arms that were asked as much as the exact model, and the
-    artifact's arm with the most questions."""
+    """The evaluation, if any; the arms that were asked as many questions as the exact model (those
+    that decide nothing are asked fewer); and the artifact's arm with the most questions."""
     evaluation = manifest.metrics.evaluation
     if evaluation is None:
         return {"evaluation": None}
-    # Arms that decide nothing are asked fewer questions.
     arms, questions = evaluation.arms, _count_questions(evaluation.exact)
-    alike = {name: arm for name, arm in arms.items() if _count_questions(arm) == questions}
+    compared = {name: arm for name, arm in arms.items() if _count_questions(arm) == questions}
     asked = [arm for arm in arms_of(arms, manifest.rotations_sha256) if _count_questions(arm)]
     most = max(asked, key=_count_questions, default=None)
-    return {"evaluation": evaluation, "alike": alike, "asked": most}
+    return {"evaluation": evaluation, "compared": compared, "asked": most}
 
 
 def _count_questions(arm: ArmSummary | ExactSummary) -> int:
     return arm.all_tasks.questions if arm.all_tasks else 0
-
-
-# ---- what hubs read
 
 
 def _front_matter(manifest: Manifest) -> str:

@@ -1,5 +1,4 @@
-"""The chart of answers over memory, described with Altair and drawn as SVG for pages and as PNG for
-model cards."""
+"""The chart of answers over memory, made with Altair: SVG for pages, PNG for model cards."""
 
 import re
 import textwrap
@@ -18,15 +17,14 @@ if TYPE_CHECKING:
 
 Chart = dict[str, Any]
 """A chart as a specification of Vega-Lite, with its data."""
-_INK = "currentColor"  # of the page around the drawing, so that one serves light and dark
+_INK = "currentColor"  # of the page around it, so that one drawing fits light and dark
 _INKED = "labelColor", "titleColor", "domainColor", "tickColor", "gridColor"
-# Pixels; a drawing is as wide as a phone. They are fixed: browsers show text in another font
-# than Vega measures.
+# Pixels for the width of a phone. Fixed, because browsers may use another font than Vega measures.
 _PADDING = {"left": 38, "right": 174, "top": 10, "bottom": 36}
 _PLOT, _LEAST_HEIGHT = 120, 176
 _LABEL = _PLOT + 18  # where labels begin
 _LABEL_LINE = 14
-_WIDEST = 118  # of a line of a label: in the widest font of an operating system, a third more
+_WIDEST = 118  # of a line of a label; an operating system's widest font takes a third more
 _TITLE = 50  # characters of a line
 CONFIG: dict[str, Any] = {
     "background": None,
@@ -34,8 +32,8 @@ CONFIG: dict[str, Any] = {
     "padding": _PADDING,
     "font": "Arial, Helvetica, sans-serif",
     "view": {"stroke": None},
-    # Axes are hidden from screen readers, because every mark has a label. A limit of 0 means none:
-    # otherwise, Vega spends most of its time on measuring texts again.
+    # Axes are hidden from screen readers, because every mark has a label. Without a limit (0), Vega
+    # does not spend most of its time on measuring text again.
     "axis": {
         **dict.fromkeys(_INKED, _INK),
         "aria": False,
@@ -52,8 +50,8 @@ CONFIG: dict[str, Any] = {
 }
 # Vega tells screen readers a mark's kind, but its label is enough.
 _KIND = re.compile(r' aria-roledescription="[^"]*"')
-_PNG_SCALE = 2  # pixels per unit, for screens of today
-_FULL = (0.2, 0.5, 1)  # shares at the top of a chart: the first that holds all
+_PNG_SCALE = 2  # pixels per unit
+_FULL = (0.2, 0.5, 1)  # the share at the top of a chart: the first that is large enough
 _ACCENT, _PLAIN = "#0072B2", "#7f868f"
 
 
@@ -69,7 +67,7 @@ def is_installed() -> bool:
 
 
 def draw_inline(chart: Chart, words: str) -> str:
-    """An SVG for a page, in the color of the text around it. `words` say what it shows."""
+    """An SVG for a page, in the color of the text around it. `words` describe it."""
     import vl_convert
 
     svg = _KIND.sub("", vl_convert.vegalite_to_svg({**chart, "config": CONFIG}))
@@ -94,15 +92,13 @@ class Point:
     name: str
     memory: float
     share: float
-    percent: str
-    """The share as people read it."""
+    percent: str  # the share in words
     accent: bool = False
     interval: list[float] | None = None
 
 
 def draw_answers(points: Sequence[Point], unit: str) -> Chart:
-    """A chart of the `points`, with labels on the right in the order of shares. `unit`: of memory,
-    the title of the axis."""
+    """A chart of the `points`, labeled on the right in the order of shares. `unit`: of memory."""
     import altair
 
     ranked = sorted(points, key=lambda point: (-point.share, -point.memory, not point.accent))

@@ -4,10 +4,8 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -18,25 +16,18 @@ from rotationzoo.codec.size import CONTEXT, EXACT_BITS
 from rotationzoo.geometry import cached_layers
 from rotationzoo.model.source import model_words
 from rotationzoo.report import tables
-from rotationzoo.report.card import (
-    FOLDER,
-    TURN,
-    replace_words,
-    reproduce_command,
-    template_environment,
-    use_commands,
-)
+from rotationzoo.report.card import FOLDER, render, replace_words, reproduce_command, use_commands
 from rotationzoo.report.charts import Figure, Point, draw_png, is_installed
 from rotationzoo.report.tables import Request, stored_bits
 from rotationzoo.words import numbers, percent
 
 FOOTER = "Made from stored figures by rotationzoo"
-"""What tells our page from other files."""
+"""Marks a file as our page."""
 EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
     "hadamard": "Hadamard, one by one",
-    ALL_ELSE: "Hadamard, else alike",
+    ALL_ELSE: "Hadamard, else equal",
     "random": "random, one by one",
     "kivi": "KIVI",
 }
@@ -44,25 +35,23 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do with an artifact: the conclusion, why, a chart, and commands to copy."""
+    """What to do with an artifact: the conclusion, why, commands to copy, and a chart."""
 
     lead: str
     words: Sequence[str]
+    commands: Sequence[str]
     figure: Figure | None = None
-    commands: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms that a report shows."""
+    """The arms that a report shows: label and arm, the artifact's first, then the baselines.
+    `chosen`: the artifact's arm that the `decision` is on, which older versions did not make."""
 
     evaluation: Measured
     chosen: MeasuredArm | None
-    """The artifact's arm that the decision is on."""
     decision: Decision | None
-    """None if an older version measured."""
     shown: list[tuple[str, MeasuredArm]]
-    """Label and arm: the artifact's first, then the baselines."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +63,28 @@ class Report:
     arms: Arms | None
 
     def local_names(self) -> dict[str, str]:
-        """This machine's folder and model, by what commands call them."""
+        """This machine's folder and model, by their names in commands."""
         model, *_ = model_words(self.artifact)
         of_model = {self.artifact.manifest.model.id: model, "MODEL": model}
         return {**of_model, FOLDER: str(self.artifact.folder)}
 
     def html(self, is_local: bool = False) -> str:
-        """The page. One that `is_local` names this machine's folder and model."""
+        """The page, which names this machine's folder and model if it `is_local`. Its policy lets a
+        browser run only `page.js` and load nothing: even an unescaped name could do nothing."""
         manifest, files = self.artifact.manifest, self.artifact.manifest.files
         named = self.local_names() if is_local else {}
         commands = [replace_words(command, named) for command in self.verdict.commands]
         made = reproduce_command(manifest)
         names = sorted(files.keys() - {ANSWERS, REPORT})  # which are made from the others
         rows = [[name, f"{files[name].size:,}", files[name].sha256] for name in names]
-        return render_page(
+        here = Path(__file__)
+        style, script = (here.with_suffix(end).read_text("utf-8") for end in (".css", ".js"))
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        return render(
             "report.html.jinja",
-            ("page.js",),
+            style=Markup(style),
+            script=Markup(script),
+            script_policy=f"sha256-{digest}",
             report=replace(self, verdict=replace(self.verdict, commands=commands)),
             manifest=manifest,
             recipe=self.artifact.recipe,
@@ -103,25 +98,22 @@ class Report:
 def make_report(artifact: Artifact, context: int | None = None) -> Report:
     """A report from what an artifact stores. `context`: tokens of the request whose memory is
     shown, by default the model's positions if known. Raises `RotationZooError` for damage."""
-    arms, measured = None, artifact.measured
-    if measured is not None:
-        arms = label_arms(measured, artifact.identity)
+    measured = artifact.measured
+    arms = None if measured is None else label_arms(measured, artifact.identity)
     context = context or (measured and measured.positions) or CONTEXT
     request = Request.measured_on(artifact, measured, context)
+    commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
     if arms is None:
         bits = stored_bits(artifact, context)
         words = ["Nothing shows yet what these rotations keep.", request.describe_saving(bits)]
-        verdict = Advice("Measure them first.", words)
-    else:
-        lead, reasons = "", list(arms.evaluation.window.verdict.words)
-        if arms.decision is not None and arms.decision.words:
-            lead, *reasons = arms.decision.words
-        if arms.chosen is not None:
-            bits = request.arm_bits(arms.chosen, arms.evaluation)
-            reasons.append(request.describe_saving(bits))
-        verdict = Advice(lead, reasons, _draw_answers(arms, request))
-    commands = use_commands(artifact.manifest, measured, arms.decision if arms else None)
-    return Report(artifact, replace(verdict, commands=commands), arms)
+        return Report(artifact, Advice("Measure them first.", words, commands), None)
+    lead, reasons = "", list(arms.evaluation.window.verdict.words)
+    if arms.decision is not None and arms.decision.words:
+        lead, *reasons = arms.decision.words
+    if arms.chosen is not None:
+        bits = request.arm_bits(arms.chosen, arms.evaluation)
+        reasons.append(request.describe_saving(bits))
+    return Report(artifact, Advice(lead, reasons, commands, _draw_answers(arms, request)), arms)
 
 
 def label_arms(evaluation: Measured, identity: str) -> Arms:
@@ -138,8 +130,8 @@ def label_arms(evaluation: Measured, identity: str) -> Arms:
         shown.append((name, arm))
     baselines = [arm for arm in arms.values() if arm.kind == "baseline"]
     shown += [(_WORDS.get(arm.name, arm.name), arm) for arm in baselines]
-    made = product(ours, evaluation.window.verdict.decisions)
-    decided = ((arm, decision) for arm, decision in made if decision.arm == arm.name)
+    pairs = product(ours, evaluation.window.verdict.decisions)
+    decided = ((arm, decision) for arm, decision in pairs if decision.arm == arm.name)
     chosen, decision = next(decided, (served_arm(arms, identity, evaluation.format), None))
     return Arms(evaluation, chosen, decision, shown)
 
@@ -152,12 +144,8 @@ def files_of_report(report: Report, is_local: bool = False) -> dict[str, bytes]:
     return added
 
 
-# ---- what rotations keep and cost
-
-
 def _draw_answers(arms: Arms, request: Request) -> Figure | None:
-    """The share of answers that each cache keeps, over its memory; None if the exact model answered
-    none."""
+    """The share of answers that each cache keeps, over its memory; None if there are no answers."""
     measured = arms.evaluation
     exact, decision = measured.exact.all_tasks, arms.decision
     if exact is None or not exact.answered:
@@ -178,28 +166,3 @@ def _draw_answers(arms: Arms, request: Request) -> Figure | None:
     if any(point.percent.endswith("*") for point in points):
         title += "; *: of fewer questions"
     return Figure(title, points, unit)
-
-
-# ---- pages
-
-
-def render_page(template: str, scripts: tuple[str, ...] = (), **values: Any) -> str:
-    """The HTML of a template in `report/templates` that extends `base.html.jinja`. Values are
-    escaped, unless they are `Markup`. The page's policy lets a browser run only the `scripts`,
-    files of this folder, and load nothing, so that even an unescaped name could do nothing."""
-    sources = [_read(name) for name in scripts]
-    digests = [hashlib.sha256(source.encode()).digest() for source in sources]
-    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
-    page = template_environment(is_html=True).get_template(template)
-    text: str = page.render(
-        style=Markup(_read("page.css")),
-        scripts=[Markup(source) for source in sources],
-        script_policy=Markup(" ".join(hashes) or "'none'"),
-        **values,
-    )
-    return TURN.sub("\ufffd", text)
-
-
-@cache
-def _read(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -1,5 +1,4 @@
-"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured and what
-it does not show: the terminal, the card and the page show the same."""
+"""The tables of an evaluation, the memory of a cache, and sentences on how it was measured."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class Table:
 
 
 def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
-    """The cost of every arm, by the name that the reader sees."""
+    """The cost of every arm, by the label that is shown."""
     rows = [[label] for label in arms]
     for row, arm in zip(rows, arms.values(), strict=True):
         for name, (_, format) in _COSTS.items():
@@ -51,8 +50,7 @@ def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
 
 
 def recall_tables(exact: schema.ExactSummary, arms: Mapping[str, ArmSummary]) -> list[Table]:
-    """The answers of the exact model (first row) and of every arm, to all tasks together and to
-    each. No tables if no arm was asked."""
+    """The answers of the exact model and of every arm, to all tasks and to each, if asked."""
     models = [(label, arm.all_tasks, arm.tasks) for label, arm in arms.items()]
     asked = [(label, recall, scores) for label, recall, scores in models if recall is not None]
     if exact.all_tasks is None or not asked:
@@ -83,8 +81,7 @@ def _score(score: Score, most: Score) -> str:
 
 
 def share_words(score: Score, most: float, digits: int = 0, error: float | None = None) -> str:
-    """The share answered. A 2-bit cache is not shown as better than the exact one, whose share is
-    `most`: it is so by chance."""
+    """The share answered; `≥` if it beats the `most` of the exact model, which is chance."""
     if score.share > most:
         return f"≥{percent(most, digits)}"
     return percent(score.share, digits, error)
@@ -94,7 +91,7 @@ ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens inc
 
 
 def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
-    """Sentences on arms whose names need an explanation, or that were asked less."""
+    """Sentences on arms whose names need an explanation, or that were asked fewer questions."""
     shown = list(arms)
     about = []
     asked = {arm.name: arm.all_tasks.questions for arm in shown if arm.all_tasks}
@@ -131,7 +128,7 @@ def describe_arms(arms: Iterable[ArmSummary]) -> list[str]:
 
 
 def describe_prefill(conditions: schema.Conditions) -> str:
-    """How an evaluation was prefilled, in words that continue a sentence."""
+    """How an evaluation was prefilled, as the end of a sentence."""
     if not conditions.prefill_chunk:
         return ""
     exact = "the sink and the recent tokens stay"
@@ -155,13 +152,9 @@ def describe_recall(measured: Measured) -> list[str]:
     ]
 
 
-# ---- memory of a cache
-
-
 @dataclass(frozen=True)
 class Request:
-    """A request of `context` tokens. `elements` are cached per token; a `share` of them was
-    quantized."""
+    """A request of `context` tokens, each of `elements` of which a `share` was quantized."""
 
     context: int
     elements: int
@@ -178,8 +171,8 @@ class Request:
         return cls(context, total, sum(stored) / total)
 
     def arm_bits(self, arm: MeasuredArm, measured: Measured) -> float:
-        """Bits per element of an arm's cache, from those at `CONTEXT` tokens. Arms that quantize
-        tokens in groups are off by at most one group."""
+        """Bits per element of an arm's cache, from those at `CONTEXT` tokens; off by at most one
+        group for arms that quantize tokens in groups."""
         exact = measured.window.sink + measured.window.recent
         if exact >= CONTEXT:
             return EXACT_BITS

@@ -1,9 +1,9 @@
 """Files and folders that are written completely or not at all: the new one is made next to the old
 one and renamed into place. No link is followed.
 
-A process must hold the lock `.NAME.lock` to replace NAME. It builds the new folder as
-`.NAME.partial` and renames the old one to `.NAME.old`. If it is killed between the two renames,
-`.NAME.old` remains, and the next process renames it back (`recover`).
+A process that replaces NAME holds the lock `.NAME.lock`. It builds the new folder as
+`.NAME.partial`, and renames the old one to `.NAME.old`. If it is killed between the two renames,
+the next process renames `.NAME.old` back (`recover`).
 """
 
 import errno
@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,26 +20,25 @@ from typing import TypeVar
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage.files import ROOM, WAY_OUT, check_utf8, disk_errors
 
-WAIT = 60.0  # seconds to wait for another process, which needs less to put files in place
+WAIT = 60.0  # seconds to wait for another process; putting files in place takes less
 _PAUSE = 0.05
-_OPENINGS = 5  # at making the lock's folder, which another process may remove again
+_OPENINGS = 5  # attempts to make the folder of a lock, which another process may remove again
 _SILENCE = 1.0  # seconds of waiting before the log mentions it
+_ATTEMPTS = 100  # to read a folder that others replace all the time
 Result = TypeVar("Result")
-_ATTEMPTS = 100  # at reading a folder that others replace all the time
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file under a name that only this process uses. Whatever has the name is removed
-    first, so that no link is followed. Raises `OSError`."""
+    """Write a new file. A file or a link of that name is removed first. Raises `OSError`."""
     path.unlink(missing_ok=True)
-    # O_EXCL refuses a file or a link that was put there in the meantime.
+    # O_EXCL refuses a file or a link that was put there meanwhile.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         file.write(data)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace `path` atomically, by a rename. Raises `RotationZooError` for a disk error."""
+    """Replace a file atomically, by a rename. Raises `RotationZooError` for a disk error."""
     partial = path.with_name(path.name + ".partial")
     try:
         with disk_errors(path):
@@ -53,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (but not its target), or as much of a folder as can be removed."""
+    """Remove a file, a link but not its target, or as much of a folder as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -62,9 +60,8 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def temporary_sibling(folder: Path) -> Iterator[Path]:
-    """Yield a new folder next to `folder`, on the same file system, so that a rename is atomic. If
-    it is still there at the end, it is removed. What killed processes left is put back or removed.
-    The lock is held throughout. Raises as `locked` and `check_name`."""
+    """Yield a new folder next to `folder`, and remove it at the end unless it was renamed. First,
+    leftovers of killed processes are put back or removed. Raises as `locked` and `check_name`."""
     check_name(folder)
     with locked(sibling(folder, "lock"), f"writing {folder}"):
         put_back(folder)
@@ -79,21 +76,20 @@ def temporary_sibling(folder: Path) -> Iterator[Path]:
 
 
 def install(work: Path, folder: Path) -> None:
-    """Replace `folder` by `work`, and only then remove the old one. The caller holds the lock."""
+    """Replace `folder` with `work`, then remove the old one. The caller holds the lock."""
     old = sibling(folder, "old")
-    if os.path.lexists(folder):  # unlike `exists`, it also sees a broken link
+    if os.path.lexists(folder):  # which may be a broken link
         folder.rename(old)
     try:
         work.rename(folder)
-    except BaseException:  # also when the user stops the program
+    except BaseException:  # such as `KeyboardInterrupt`
         put_back(folder)
         raise
     remove(old)
 
 
 def carry_over(folder: Path, work: Path, without: set[str]) -> None:
-    """Hard-link or copy everything in `folder`, except the names in `without`, into `work`.
-    Symbolic links stay links. Raises `OSError`."""
+    """Hard-link or copy the content of `folder`, with links as links. Raises `OSError`."""
     shutil.copymode(folder, work)
     for path in folder.iterdir():
         if path.name in without:
@@ -117,21 +113,21 @@ def check_name(folder: Path) -> None:
     `.`, and for a folder that contains the current one, and `RotationZooError` for a link."""
     check_utf8(folder)
     if folder.name in ("", ".."):
-        hint = "name a new folder with --output"
-        raise UsageError(f"{folder} is not a folder that can be replaced", hint)
+        problem = f"{folder} is not a folder that can be replaced"
+        raise UsageError(problem, "name a new folder with --output")
     if folder.is_symlink():
-        problem = f"{folder} is a symbolic link, which nothing is written through"
+        problem = f"{folder} is a symbolic link, and nothing is written through links"
         hint = f"remove it, or name the folder that it leads to: {os.path.realpath(folder)}"
         raise RotationZooError(problem, hint)
     # Replacing it would leave the user's shell in a removed folder.
     if folder.is_dir() and Path.cwd().is_relative_to(folder.resolve()):
-        hint = "go to another folder first: cd .."
-        raise UsageError(f"{folder} holds the current folder, and is replaced whole", hint)
+        problem = f"{folder} contains the current folder, and would be replaced as a whole"
+        raise UsageError(problem, "go to another folder first: cd ..")
 
 
 def follow_link(folder: str | Path | None) -> Path | None:
-    """The folder that the user named, with a symbolic link resolved. A link in a default place may
-    have been planted by anybody, and is not followed."""
+    """The folder that the user named, with a symbolic link resolved. Only a named link is followed:
+    anyone may have planted one in a default place."""
     if folder is None:
         return None
     folder = Path(folder).expanduser()
@@ -139,53 +135,39 @@ def follow_link(folder: str | Path | None) -> Path | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder can be made here, and leave nothing behind. Raises `RotationZooError` for
-    a disk error, and as `locked`."""
-    with disk_errors(folder):
-        if folder.parent.exists():
-            with temporary_sibling(folder):
-                pass
-        else:
-            # The random name does not clash with another job's.
-            tempfile.TemporaryDirectory(dir=existing_parent(folder)).cleanup()
+    """Raise `RotationZooError` unless a folder can be made here, and leave nothing behind."""
+    with disk_errors(folder), temporary_sibling(folder):
+        pass
 
 
 def check_room(folder: Path, needed: int, way_out: str = WAY_OUT) -> None:
     """Raise `RotationZooError` if the disk of a folder has less than `needed` bytes free."""
-    free = shutil.disk_usage(existing_parent(folder)).free
+    place = folder.absolute()
+    existing = next(each for each in (place, *place.parents) if each.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         has = f"the disk of {folder} has {free / 1e6:,.0f} MB free"
-        hint = f"{ROOM}, or {way_out}"
-        raise RotationZooError(f"{has} and {needed / 1e6:,.0f} MB are needed", hint)
+        problem = f"{has} and {needed / 1e6:,.0f} MB are needed"
+        raise RotationZooError(problem, f"{ROOM}, or {way_out}")
 
 
 def state_folder() -> Path:
-    """Where rotationzoo keeps state between commands: below `XDG_STATE_HOME`, or `~/.local/state`.
-    It may not exist. Raises `RuntimeError` for a user without a home."""
+    """The folder for state between commands, which may not exist: in `XDG_STATE_HOME`, or else
+    `~/.local/state`. Raises `RuntimeError` for a user without a home."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "rotationzoo"
 
 
-def existing_parent(path: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
 def default_output(model: str, suffix: str) -> Path:
-    """The folder `rotations/MODEL-SUFFIX`, with the name of a local model's folder."""
+    """The folder `rotations/MODEL-SUFFIX`."""
     path = Path(model)
     name = path.resolve().name if path.is_dir() else path.name
     return Path("rotations") / f"{name}-{suffix}"
 
 
-# ---- reading a folder that others replace
-
-
 def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
-    """The result of `read` for a folder. If it fails while the folder is being replaced, it is
-    called again: between the two renames nothing has the folder's name. Raises what `read` raises,
-    and as `recover`."""
+    """The result of `read`. It is called again if it fails while the folder is being replaced:
+    between the two renames there is no such folder. Raises what `read` raises, and as `recover`."""
     for _ in range(_ATTEMPTS - 1):
         recover(folder)
         before = _state(folder)
@@ -200,8 +182,8 @@ def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
 
 
 def _state(folder: Path) -> tuple[int, int, int] | None:
-    """What tells a folder from its replacement; None if it is missing. A new folder may reuse the
-    inode number of a removed one, but not its times."""
+    """Tells a folder from its replacement; None if it is missing. A new folder may reuse the inode
+    number of a removed one, but not its times."""
     try:
         status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -210,8 +192,7 @@ def _state(folder: Path) -> tuple[int, int, int] | None:
 
 
 def recover(folder: Path) -> None:
-    """Put back the old folder if a killed process left it set aside. Raises `RotationZooError` for
-    a disk error, and as `locked`."""
+    """`put_back` under the lock. Raises `RotationZooError` for a disk error, and as `locked`."""
     named = folder.name not in ("", "..")
     if named and not os.path.lexists(folder) and sibling(folder, "old").is_dir():
         with disk_errors(folder), locked(sibling(folder, "lock"), f"writing {folder}"):
@@ -219,36 +200,32 @@ def recover(folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Rename the old folder back if a killed process left none under its name."""
+    """Rename the old folder back if there is none under its name. The caller holds the lock."""
     old = sibling(folder, "old")
     if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
         old.rename(folder)
 
 
 def sibling(folder: Path, what: str) -> Path:
-    """The path next to a folder that is its `lock`, its `partial` successor or its `old` one."""
+    """The path next to a folder of its `lock`, its `partial` successor, or the `old` one."""
     return folder.with_name(f".{folder.name}.{what}")
 
 
-# ---- locks
-
-
-# `filelock` (4.0) is no substitute: it empties whatever file stands in the lock's place, which may
-# be a hard link, waits for a minute where no file can be made, and takes a lock that outlives its
-# process on file systems without `flock`.
+# `filelock` (4.0) is no substitute: it truncates whatever file has the lock's name, which may be a
+# hard link, waits for a minute where no file can be made, and on file systems without `flock` uses
+# a lock that outlives its process.
 @contextmanager
 def locked(lock: Path, doing: str) -> Iterator[None]:
-    """Hold the lock file while the block runs. `doing` says in messages, and after a second in the
-    log, what the other process is doing. Folders that were made for the lock are removed with it if
-    they are empty. Raises `RotationZooError` after `WAIT` seconds, and if the lock is a symbolic
-    link; `OSError` if the file cannot be made."""
+    """Hold the lock file while the block runs. `doing`: what another process with the lock does.
+    Folders that were made for the lock are removed if they are empty. Raises `RotationZooError`
+    after `WAIT` seconds and for a symbolic link, and `OSError` if the file cannot be made."""
     missing = [folder for folder in lock.absolute().parents if not folder.exists()]
     started, mentioned = time.monotonic(), False
     while (handle := _try(lock)) is None:
         waited = time.monotonic() - started
         if waited > WAIT:
-            hint = "run the command again when it is done"
-            raise RotationZooError(f"another process is {doing}; gave up after {WAIT:g} s", hint)
+            problem = f"another process is {doing}; gave up after {WAIT:g} s"
+            raise RotationZooError(problem, "run the command again when it is done")
         if waited > min(_SILENCE, WAIT / 2) and not mentioned:
             words = "Waiting up to %g s for another process that is %s"
             logging.getLogger(__name__).warning(words, WAIT, doing)
@@ -257,8 +234,7 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Remove the file before releasing it: a process that has opened it sees that it is gone,
-        # and makes a new one.
+        # Before the release, so that a waiting process sees that it is gone and makes a new one.
         lock.unlink(missing_ok=True)
         os.close(handle)
         with suppress(OSError):
@@ -267,8 +243,7 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
 
 
 def _try(lock: Path) -> int | None:
-    """The open lock file, or None while another process holds it. The previous holder may have
-    removed the file that was opened."""
+    """The open lock file, or None if another process holds it, or has just removed it."""
     try:
         handle = _open(lock)
     except OSError as error:
@@ -281,15 +256,12 @@ def _try(lock: Path) -> int | None:
             return handle
     except (BlockingIOError, FileNotFoundError):
         pass
-    except BaseException:
-        os.close(handle)
-        raise
     os.close(handle)
     return None
 
 
 def _open(lock: Path) -> int:
-    """Open the lock file, or make it. A missing folder is made again a few times, because another
+    """Open the lock file, or make it. Its folder is made up to `_OPENINGS` times, because another
     process may just have removed it. Raises `OSError`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     for _ in range(_OPENINGS - 1):

@@ -1,5 +1,4 @@
-"""JSON and YAML that others wrote: read within limits, and JSON validated, so that later code meets
-only the types that it expects."""
+"""JSON and YAML from other people: read within limits, and the types of JSON validated."""
 
 import json
 import math
@@ -23,8 +22,8 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Strict(BaseModel, str_max_length=1 << 14):
-    """A model of JSON's own types: text is no number, numbers are finite, texts are short. Unknown
-    keys are accepted: a later version may have written them."""
+    """A model of JSON's own types: text is not read as a number, numbers are finite, and texts are
+    short. Unknown keys, which a later version may have written, are kept."""
 
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -33,8 +32,8 @@ class Strict(BaseModel, str_max_length=1 << 14):
 
 def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
     """Parse JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for anything else, and for
-    what parsers read differently: duplicate keys, NaN, numbers beyond float64, nesting beyond 32
-    levels, lone surrogates."""
+    content that parsers read differently: duplicate keys, NaN, numbers out of range, nesting
+    beyond 32 levels, lone surrogates."""
     try:
         content = json.loads(
             text,
@@ -46,46 +45,43 @@ def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
         _check(content)
     except (ValueError, RecursionError) as error:
         reason = _TOO_DEEP if isinstance(error, RecursionError) else _first_line(error)
-        raise RotationZooError(
-            f"{origin} is damaged: no JSON that can be read: {reason}", hint=hint
-        ) from error
+        raise RotationZooError(f"{origin} is damaged: not valid JSON: {reason}", hint) from error
     return content
 
 
 def read(path: Path, hint: str = _HINT) -> Any:
-    """The content of a JSON file. Raises `RotationZooError` as `parse` does, and for anything but a
-    regular file of at most 16 MiB."""
+    """The content of a regular JSON file of at most 16 MiB. Raises as `parse`."""
     return parse(files.read(path, LIMIT), str(path), hint)
 
 
 def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
-    """Validate content against a type. Raises `RotationZooError`, which says what is wrong and
-    where in `origin`."""
+    """Validate content against a type. Raises `RotationZooError`, naming `origin` and place."""
     try:
         return TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part)[:80] for part in problem["loc"]) or "the whole"
-        what = problem["msg"].removeprefix("Value error, ")
-        raise RotationZooError(f"{origin} is damaged: {where}: {what}", hint=hint) from error
+        raise RotationZooError(f"{origin} is damaged: {first_problem(error)}", hint) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where content is wrong, and how."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part)[:80] for part in problem["loc"]) or "the whole"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def check_schema(content: Any, known: int, origin: str, problem: str, hint: str) -> None:
-    """Raise `RotationZooError` unless the content's `schema` is the `known` one. `problem` says
-    what content without a schema is."""
+    """Raise `RotationZooError` unless the content's `schema` is the `known` one. `problem`: the
+    message for content without a schema."""
     schema = content.get("schema") if isinstance(content, dict) else None
-    # In Python a bool is an int, and `true` is no schema.
-    if not isinstance(schema, int) or isinstance(schema, bool):
+    if type(schema) is not int:  # `isinstance` would accept a bool
         raise RotationZooError(f"{problem}: it is not a table with a schema", hint=hint)
     if schema != known:
-        raise RotationZooError(
-            f"{origin} has schema {schema}; this rotationzoo reads schema {known}",
-            hint="upgrade rotationzoo",
-        )
+        wrong = f"{origin} has schema {schema}; this rotationzoo reads schema {known}"
+        raise RotationZooError(wrong, "upgrade rotationzoo")
 
 
 def text(content: Any) -> bytes:
-    """JSON that `parse` reads. Raises `RotationZooError` for a number that is not finite."""
+    """Write JSON that `parse` reads. Raises `RotationZooError` for a number that is not finite."""
     try:
         return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
     except ValueError as error:
@@ -97,7 +93,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:80]!r} is there twice")
+        raise ValueError(f"the key {twice[:80]!r} occurs twice")
     return table
 
 
@@ -107,20 +103,19 @@ def _no_number(word: str) -> Any:
 
 def _finite(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        raise ValueError(f"{digits[:80]} is beyond float64")
+        raise ValueError(f"{digits[:80]} is out of the range of float64")
     return number
 
 
 def _integer(digits: str) -> int:
-    # Digits are counted first, because a very long number is slow to convert.
-    if len(digits) > 19:
-        raise ValueError(f"{digits[:20]}... is beyond 64 bits")
+    if len(digits) > 19:  # before the conversion, which is slow for a very long number
+        raise ValueError(f"{digits[:20]}... is out of the range of 64 bits")
     return int(digits)
 
 
 def _check(content: Any) -> None:
     """Raise `ValueError` for nesting beyond `DEPTH` and for text that is not valid Unicode."""
-    # Level by level and not recursively, so that deep nesting cannot exhaust the stack.
+    # Level by level, so that deep nesting cannot exhaust the stack.
     level = [content]
     for _ in range(DEPTH):
         inner: list[Any] = []
@@ -141,9 +136,6 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200]
 
 
-# ---- YAML
-
-
 class _Loader(yaml.SafeLoader):
     """Refuses aliases and deep nesting before anything is built."""
 
@@ -151,7 +143,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has aliases; write what they stand for in full")
+            raise yaml.YAMLError("it has aliases; write their content in full")
         self.depth += 1
         if self.depth > DEPTH:
             raise yaml.YAMLError(_TOO_DEEP)
@@ -162,11 +154,11 @@ class _Loader(yaml.SafeLoader):
 
 def parse_yaml(text: str) -> Any:
     """Parse YAML. Raises `ValueError`, with a one-line reason, for text that is not YAML, is longer
-    than `YAML_LIMIT`, has aliases, which can expand a small text beyond any limit, or is
-    nested deeply."""
+    than `YAML_LIMIT`, is nested deeply, or has aliases, by which a small text grows without limit.
+    """
     if len(text) > YAML_LIMIT:
         raise ValueError(f"it has more than {YAML_LIMIT:,} characters")
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError, TypeError) as error:
-        raise ValueError(str(error).splitlines()[0]) from error
+        raise ValueError(_first_line(error)) from error

@@ -1,5 +1,5 @@
-"""Chats in the form of a tokenizer's template. It comes with the model and may loop, so it runs in
-its own process, with limits on time and memory."""
+"""Chats as text, by a tokenizer's chat template. It comes with the model and may loop, so it runs
+in its own process, with limits on time and memory."""
 
 import copy
 import json
@@ -22,17 +22,16 @@ from transformers.utils import chat_template_utils
 from rotationzoo.errors import RotationZooError, first_sentence
 
 _SECONDS = 10.0  # a chat of 16 MiB took 0.1 s
-_MEMORY = 1 << 30  # bytes more than the process has when it starts
+_MEMORY = 1 << 30  # bytes that the process may add after its start
 _ADDED = 1 << 20  # characters that a template may add to the messages
-# A fork has the tokenizer at once. Outside Linux it is not safe after torch was imported.
+# A fork has the tokenizer at once. Outside Linux, it is not safe after torch was imported.
 _METHOD = "fork" if sys.platform == "linux" else "spawn"
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "call"}
 Message = dict[str, Any]
 
 
 def read_message(given: Any) -> Message:
-    """A message in OpenAI's form, which templates read, from that form or ShareGPT's. Raises
-    `ValueError` for any other."""
+    """Convert a message from ShareGPT's form to OpenAI's. Raises `ValueError` for other forms."""
     fields = given if isinstance(given, dict) else {}
     # In a table, each message has the keys of all messages.
     message = {key: value for key, value in fields.items() if value not in (None, [])}
@@ -52,14 +51,13 @@ def read_message(given: Any) -> Message:
 
 
 def read_functions(given: Any) -> list[dict[str, Any]]:
-    """Tools or tool calls in OpenAI's form, from a list of these or of bare functions, or JSON.
-    Raises `ValueError` for anything else."""
+    """Convert tools or tool calls, also in JSON, to OpenAI's form. Raises `ValueError`."""
     tools, read = from_json(given) or [], []
     for tool in map(from_json, tools if isinstance(tools, list) else [tools]):
         function = tool.get("function", tool) if isinstance(tool, dict) else {}
         if not isinstance(function.get("name"), str):
             raise ValueError(given)
-        if "arguments" in function:  # servers pass a table to templates
+        if "arguments" in function:  # servers give templates a table
             function = function | {"arguments": from_json(function["arguments"] or "{}")}
         rest = tool if "function" in tool else {}
         read.append({"type": "function", **rest, "function": function})
@@ -79,8 +77,7 @@ def _called(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """A chat in the forms that templates read: unchanged, with texts joined, and then also with
-    arguments as JSON."""
+    """A chat in the forms that templates read: as it is, with joined texts, with JSON arguments."""
     yield messages
     messages = copy.deepcopy(messages)
     for message in messages:
@@ -105,16 +102,14 @@ class ChatTemplate:
         self._connection: Connection | None = None
 
     def render(self, messages: list[Message], **options: Any) -> str:
-        """The text of a chat, from the first form that the template takes and does not print as a
-        Python dict or list. `options` go to `apply_chat_template`. Raises `ValueError`, with a
-        reason, if the template refuses the chat, and `RotationZooError` if it exceeds a limit.
-        """
+        """The text of a chat, in the first form that the template takes without printing a Python
+        dict. Raises `ValueError` if it refuses all, and `RotationZooError` beyond a limit."""
         functions = [tool["function"] for tool in options.get("tools") or ()] + _called(messages)
         tables = [message["content"] for message in messages]
         tables += [function.get("arguments") for function in functions]
         shown = [str(table) for table in tables if table and not isinstance(table, str)]
-        # Words: an exception would keep this frame, and with it the process.
-        refusal = "it shows parts of a content as Python does"
+        # Text, because an exception would keep this frame and its process alive.
+        refusal = "it prints parts of a content as Python objects"
         for chat in _forms(messages):
             try:
                 text = self._ask(chat, options)
@@ -132,16 +127,15 @@ class ChatTemplate:
             connection = self._connection = self._connection or self._start()
             connection.send((messages, options))
             answer = connection.recv_bytes() if connection.poll(_SECONDS) else b""
-        except (EOFError, OSError):  # the process has ended, for want of memory
+        except (EOFError, OSError):  # the process ended because it ran out of memory
             answer = b""
         if not answer:
             self._connection = None
             self._process.kill()
-            raise RotationZooError(
-                f"the tokenizer's chat template was stopped: a chat took more than {_SECONDS:g} s "
-                f"or {_MEMORY >> 30} GiB, or became {_ADDED:,} characters longer",
-                hint="do not use this template; plain text needs none",
-            )
+            took = f"a chat took more than {_SECONDS:g} s or {_MEMORY >> 30} GiB"
+            problem = f"the tokenizer's chat template was stopped: {took}, or became"
+            problem += f" {_ADDED:,} characters longer"
+            raise RotationZooError(problem, "do not use this template; plain text needs none")
         text = answer[1:].decode(errors="surrogatepass")
         if answer[:1] == b"-":
             raise ValueError(text)
@@ -164,16 +158,14 @@ def _serve(
 ) -> None:
     """Render chats until the other end of the connection is closed."""
     other.close()  # or this process itself would keep it open
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
-    # `calibrate` has turned this signal, which ends the process, into an interrupt.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with suppress(OSError, ValueError):  # where the system says how much memory there is
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # `calibrate` turns it into an interrupt
+    with suppress(OSError, ValueError):  # not on Linux
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    with suppress(ValueError):  # where a damaged checkpoint has no day
+    with suppress(ValueError):  # the day of a damaged checkpoint may not be one
         now = datetime.fromisoformat(day)
-        # This process is the templates' own.
         vars(chat_template_utils)["datetime"] = SimpleNamespace(now=lambda: now)
     with suppress(EOFError, OSError, MemoryError):
         while True:

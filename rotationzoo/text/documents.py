@@ -1,14 +1,7 @@
-"""Documents of calibration text: texts or chats from the bundled file, a local file or a data set
-on the hub.
-
-A new bundled text is a file in `data/demo` and a case of `_records`; `evaluation.prepare` says
-which bundled text takes its place when a model is judged.
-"""
+"""Documents of calibration text: texts or chats from a file or a data set on the hub."""
 
 import json
 import random
-import re
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,21 +15,17 @@ from rotationzoo.text.chats import Message, read_functions, read_message
 from rotationzoo.words import counted, shortened
 
 BUNDLED = Path(__file__).parents[1] / "data" / "demo" / "calibration.jsonl"
-"""The source `bundled`, which calibration reads by default."""
+"""The source `bundled`, the default of `calibrate`."""
 HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
-"""The bundled text that `evaluate` reads. None of it is in `BUNDLED`."""
+"""The bundled text of `evaluate`. None of it is in `BUNDLED`."""
 
 _CHARACTERS_A_TOKEN = 40  # about ten times the text that is used, to shuffle
 _PIECE = 1 << 16  # characters
-_BAD = 100  # rows after which a source need not be read to its end
-_ROWS = 64  # of a table at a time: they may hold images
-# First bytes of a file -> the program that unpacks it.
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2"}
+_BAD = 100  # reading may stop after this many bad rows
+_ROWS = 64  # of a table at a time, because they may hold images
 
-Document = str | list[Message]
-"""A text, or the messages of a chat."""
-Media = dict[str, list[Any]]
-"""The images and audio of a document: kind -> bytes or paths."""
+Document = str | list[Message]  # a text, or the messages of a chat
+Media = dict[str, list[Any]]  # the images and audio of a document: kind -> bytes or paths
 _Record = dict[str, Any]  # column -> value
 
 
@@ -46,17 +35,16 @@ class Sample(NamedTuple):
     number: int
     document: Document
     media: Media
-    tools: list[dict[str, Any]]
-    """The tools that a chat may call, as JSON schemas."""
+    tools: list[dict[str, Any]]  # the tools that a chat may call, as JSON schemas
 
 
 class BadRow(RotationZooError):
-    """A row that is left out if few are bad."""
+    """A row that cannot be used. It is left out if at most 1 % are bad."""
 
 
 @dataclass
 class Tally:
-    """The rows and tokens read, and number -> error of rows left out."""
+    """The number of rows and tokens read, and row number -> error for rows left out."""
 
     rows: int = 0
     tokens: int = 0
@@ -73,7 +61,7 @@ class Tally:
                 self.check()
 
     def check(self) -> str | None:
-        """The note on rows that were left out. Raises `RotationZooError` if it is more than 1 %."""
+        """A note on the rows left out. Raises `RotationZooError` if they are more than 1 %."""
         if not self.bad:
             return None
         first = min(self.bad)
@@ -85,13 +73,11 @@ class Tally:
 
 
 def read_documents(data: Data, tally: Tally) -> Iterator[Sample]:
-    """The documents of `data.source` in an order that the seed fixes; bad rows go to the `tally`.
-    Raises `RotationZooError` for a source that is missing, empty or not readable."""
+    """The documents of a source, shuffled. Raises `RotationZooError` if it is not readable."""
     return _shuffled(_samples(data, tally), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
 
 
 def _samples(data: Data, tally: Tally) -> Iterator[Sample]:
-    """The documents in the order of the source."""
     empty = True
     for number, record in enumerate(_records(data), 1):
         if not record:  # a blank line
@@ -120,11 +106,9 @@ def _read_sample(number: int, record: _Record | bytes, data: Data) -> Sample:
             document = _read_chat(document, record)
             tools = read_functions(record.get("tools"))
         except ValueError as error:
-            raise BadRow(
-                f"{data.source} has {shortened(repr(error.args[0]))} where a text or a list of "
-                "chat messages should be",
-                hint="name another column with --column; messages have a role and a content",
-            ) from error
+            problem = f"{data.source} has {shortened(repr(error.args[0]))} where a text or a list"
+            hint = "name another column with --column; messages have a role and a content"
+            raise BadRow(f"{problem} of chat messages should be", hint) from error
     media = {}
     for kind, column in data.media.items():
         value = record[_column(record, [column], data)] or []
@@ -146,24 +130,20 @@ def _records(data: Data) -> Iterator[_Record | bytes]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     check_utf8(path)
     suffix = path.suffix.lower()
-    # Otherwise a mistyped file name would be taken for a data set on the hub.
-    if suffix in FILES and not path.is_file():
+    if suffix not in FILES:
+        if path.exists():
+            problem = f"{data.source} is not a file that ends with {', '.join(FILES)}"
+            hint = "give such a file, or a data set id of the hub, with --data"
+            raise RotationZooError(problem, hint)
+        return _data_set(data)
+    if not path.is_file():
         raise RotationZooError(f"there is no file {data.source}", hint="check the path of --data")
-    if path.exists() and suffix not in FILES:
-        hint = "give such a file, or a data set id of the hub, with --data"
-        raise RotationZooError(
-            f"{data.source} is not a file that ends with {', '.join(FILES)}", hint
-        )
     if suffix == ".parquet":
         return _table_rows(data, path)
-    if suffix not in FILES:
-        return _data_set(data)
-    _check_encoding(path, data.source)
     return _pieces(path) if suffix == ".txt" else _json_lines(path)
 
 
 def _column(record: _Record, wanted: list[str], data: Data) -> str:
-    """The first of the wanted columns that a record has."""
     for column in wanted:
         if column in record:
             return column
@@ -172,40 +152,26 @@ def _column(record: _Record, wanted: list[str], data: Data) -> str:
     raise BadRow(f"{data.source} has no column {' or '.join(wanted)}: it has {columns}", hint)
 
 
-def _check_encoding(path: Path, name: str) -> None:
-    """Raise `RotationZooError` for UTF-16, UTF-32 and compressed files."""
-    with reading_errors(name), path.open("rb") as file:
-        head = file.read(4)
-    kind: str = json.detect_encoding(head)  # by its mark, or by the zeros of its first characters
-    command = f"iconv -f {re.sub('-(?=.e)', '', kind)} -t utf-8"
-    for start, program in _COMPRESSED.items():
-        if head.startswith(start):
-            kind, command = program, f"{program} -dc"
-    if not kind.startswith("utf-8"):
-        new = f"unpacked{path.suffix}"
-        hint = f"run: {command} {shlex.quote(name)} > {new}, and give {new}"
-        raise RotationZooError(f"{name} is {kind.upper()}, and no UTF-8 text", hint)
-
-
 def _pieces(path: Path) -> Iterator[_Record]:
     """A text file of any size, without its BOM, in pieces of about 64 KB, cut at line ends."""
     with reading_errors(str(path)), path.open(encoding="utf-8-sig") as file:
         while lines := file.readlines(_PIECE):
             text = "".join(lines)
-            # This is one piece, unless a line is very long.
+            if "\0" in text:  # UTF-16 without a BOM
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "NUL")
             for start in range(0, len(text), 2 * _PIECE):
                 yield {"text": text[start : start + 2 * _PIECE]}
 
 
 def _json_lines(path: Path) -> Iterator[bytes]:
-    """One document per line: the JSON of a record, or of just its text."""
+    """One document per line: the JSON of a record or of its text."""
     with path.open("rb") as file:
         yield from map(bytes.strip, file)
 
 
 def _data_set(data: Data) -> Iterator[_Record]:
-    """A data set on the hub, streamed: little more is fetched than is used."""
-    import datasets  # takes a second, and most jobs do not need it
+    """A data set on the hub, streamed, so that only the used part is fetched."""
+    import datasets  # takes a second
 
     with reading_errors(f"the data set {data.source} could not be read"):
         source = datasets.load_dataset(data.source, data.subset, split=data.split, streaming=True)
@@ -213,7 +179,7 @@ def _data_set(data: Data) -> Iterator[_Record]:
 
 
 def _table_rows(data: Data, path: Path) -> Iterator[_Record]:
-    """Rows of a parquet file; `datasets` would take the path for a pattern, and write a cache."""
+    """Rows of a parquet file; `datasets` would read the path as a pattern, and write a cache."""
     import pyarrow.parquet
 
     with reading_errors(f"the data set {data.source} could not be read"), path.open("rb") as file:
@@ -223,21 +189,19 @@ def _table_rows(data: Data, path: Path) -> Iterator[_Record]:
 
 @contextmanager
 def reading_errors(what: str, kind: type[RotationZooError] = RotationZooError) -> Iterator[None]:
-    """Turn any error of a reader, a chat template or a hub client into one sentence that begins
-    with `what`."""
+    """Turn any error of a reader, template or hub client into one sentence after `what`."""
     options = "--data, --subset, --split and --column"
     hint = f"check {options}, and the network; or use a local file, or bundled"
     with as_refusal(what, hint, kind):
         try:
             yield
         except UnicodeDecodeError as error:
-            hint = "convert it, for example with: iconv -f latin1 -t utf-8"
-            raise kind(f"{what} is no UTF-8 text", hint) from error
+            hint = "unpack it, or convert it with: iconv -f ENCODING -t utf-8"
+            raise kind(f"{what} is not UTF-8 text", hint) from error
 
 
 def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[Sample]:
-    """The documents, shuffled by the seed within blocks of `budget` characters: more than is used,
-    but less than a large data set."""
+    """The documents, shuffled by the seed within blocks of `budget` characters."""
     generator = random.Random(seed)
     block, size = list[Sample](), 0
     for document in documents:
@@ -252,7 +216,7 @@ def _shuffled(documents: Iterator[Sample], seed: int, budget: int) -> Iterator[S
 
 
 def _characters(sample: Sample) -> int:
-    held = len(str(sample.media)) if sample.media else 0
-    if isinstance(sample.document, str):
-        return held + len(sample.document)
-    return held + sum(len(str(message["content"])) for message in sample.document)
+    held, document = len(str(sample.media or "")), sample.document
+    if isinstance(document, str):
+        return held + len(document)
+    return held + sum(len(str(message["content"])) for message in document)

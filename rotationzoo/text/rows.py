@@ -1,5 +1,5 @@
 """Token rows of calibration text, packed to equal length, with a fingerprint; and rows with images
-or audio, one per document, which the processor of a vision or omni model makes."""
+or audio, one per document, from the processor of a vision or omni model."""
 
 import hashlib
 import io
@@ -22,8 +22,7 @@ from rotationzoo.words import counted
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens before every text: the tokenizer's own or, without any, those with which its chat
-    template begins every chat."""
+    """The start tokens of texts, from the tokenizer or, if it adds none, its chat template."""
     own, template = _own_start(tokenizer), tokenizer.chat_template
     if own or not template:
         return own
@@ -31,7 +30,7 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def start_note(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A note if the start tokens are those of the chat template."""
+    """A note if the start tokens are from the chat template."""
     start = start_tokens(tokenizer)
     if not start or _own_start(tokenizer):
         return None
@@ -45,8 +44,7 @@ def _own_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int, ...]:
-    """The special tokens that begin a chat, before its messages. `template` is for the cache: a
-    tokenizer may be changed."""
+    """The special tokens before the first message of a chat. `template` is a key of the cache."""
     chat = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
     text, start = "", list[int]()
     with suppress(RotationZooError):
@@ -56,8 +54,8 @@ def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     marks = {bos := tokenizer.bos_token_id, *tokenizer.added_tokens_decoder}
     for token, following in pairwise(ids):
-        once = ids.count(token) <= 1 + (token == bos)  # Llama 2 begins each question with its own
-        # What stands before a text is its role.
+        once = ids.count(token) <= 1 + (token == bos)  # Llama 2 starts each question with it
+        # A special token before text starts a message.
         if not (once and token in marks and (token == bos or following in marks)):
             break
         start.append(token)
@@ -65,68 +63,58 @@ def _start_of_chats(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
 
 
 def tokenize(sample: Sample, template: ChatTemplate, data: Data) -> list[int]:
-    """The ids of one document, without start tokens, which rows get when they are cut. A text ends
-    with the end token, as in training; a chat template closes its own turns. Raises
-    `RotationZooError` for a chat if the tokenizer has no template, and `BadRow` for what the
-    template or the tokenizer refuses."""
+    """The ids of one document, without start tokens. A text ends with the end token, as in
+    training. Raises `RotationZooError` for a chat without a template, and `BadRow` if it is
+    refused."""
     tokenizer, end = template.tokenizer, []
     if isinstance(sample.document, str):
         text = sample.document
         if isinstance(tokenizer.eos_token_id, int):
             end = [tokenizer.eos_token_id]
     elif tokenizer.chat_template is None:
-        raise RotationZooError(
-            f"{data.source} holds chat messages and the model's tokenizer has no chat template",
-            hint="name a column of plain text with --column",
-        )
+        problem = f"{data.source} holds chat messages, and the tokenizer has no chat template"
+        raise RotationZooError(problem, "name a column of plain text with --column")
     else:
         cannot = f"a chat of {data.source} does not fit the model's chat template"
+        tools = sample.tools or None
         with reading_errors(cannot, BadRow):
-            text = template.render(
-                sample.document, tools=sample.tools or None, add_generation_prompt=False
-            )
+            text = template.render(sample.document, tools=tools, add_generation_prompt=False)
         text = text.removeprefix(str(tokenizer.decode(start_tokens(tokenizer))))
     with reading_errors(f"a text of {data.source} cannot be tokenized", BadRow):
-        # Not verbose: rows are cut later, so a warning about long texts would mislead.
+        # Not verbose, because long texts are cut into rows later.
         return [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *end]
 
 
 @dataclass(frozen=True)
 class MediaRow:
-    """A row of token ids `[1, T]`, with what a model's processor makes of images and audio."""
+    """A row of token ids `[1, T]`, with the processor's inputs for images and audio."""
 
     ids: torch.Tensor
-    is_media: torch.Tensor
-    """Which positions `[T]` hold features of images or audio."""
+    is_media: torch.Tensor  # the positions `[T]` of image or audio features
     inputs: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token rows `[T]` int64, and the sha256 of their exact ids and row boundaries."""
+    """Token rows `[T]` int64, and the sha256 of their ids and row boundaries."""
 
     rows: list[torch.Tensor]
     fingerprint: str
-    note: str | None
-    """What the user should know, such as that there are fewer tokens than asked for."""
-    media: Sequence[MediaRow] = ()
-    """The same rows with their images and audio, if any."""
-    date: str | None = None
-    """The day that a chat template wrote as today's."""
+    note: str | None  # a note for the user, such as that there are too few tokens
+    media: Sequence[MediaRow] = ()  # the same rows with their images and audio, if any
+    date: str | None = None  # the day that a chat template wrote as today's
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows together."""
         return sum(row.numel() for row in self.rows)
 
     def batches(self, size: int) -> list[torch.Tensor]:
-        """Batches `[B, T]` of up to `size` rows, which all have one length."""
+        """Batches `[B, T]` of up to `size` rows of equal length."""
         return list(torch.stack(self.rows).split(size))
 
 
 def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a
-    wrong column, or too little text for one row."""
+    """The rows of `data`. Raises `RotationZooError` for a bad source or too little text."""
     template, tally = ChatTemplate(tokenizer, data.date), Tally()
     documents = _tokenized(data, template, tally)
     rows = list(_packed_rows(documents, data, start_tokens(tokenizer)))
@@ -158,7 +146,7 @@ def fingerprint(rows: list[torch.Tensor]) -> str:
 
 
 def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
-    """The note, with the reason, if there are fewer tokens than asked for."""
+    """A note with the reason if there are fewer tokens than requested."""
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:
         return None
@@ -170,7 +158,7 @@ def shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
 def _packed_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
 ) -> Iterator[torch.Tensor]:
-    """Join the documents and cut them into rows that begin with the start tokens, like requests."""
+    """Join the documents and cut them into rows that start with the start tokens, like requests."""
     stream = (token for document in documents for token in document)
     for _ in range(data.rows):
         row = start + list(islice(stream, data.length - len(start)))
@@ -187,8 +175,7 @@ _PARTS = {"image": "vision_config", "audio": "audio_config"}
 
 
 def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
-    """The ids of the tokens that a model replaces by features of media. Raises `RotationZooError`
-    if it does not read the data's media."""
+    """The ids of tokens that stand for media. Raises `RotationZooError` if the model has none."""
     ids: list[int] = []
     for kind, column in data.media.items():
         named = (getattr(config, f"{kind}_token_{ending}", None) for ending in ("id", "index"))
@@ -201,14 +188,12 @@ def media_tokens(config: PretrainedConfig, data: Data, name: str) -> list[int]:
 
 
 def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> Corpus:
-    """The rows that `data` describes, for the model of this processor and config. Rows are cut to
-    `data.length`, and documents with media behind that are left out. Raises `RotationZooError` as
-    `read_corpus`, and for media that cannot be read."""
+    """The rows of `data` for the model of this processor, cut to `data.length`; documents with
+    media after that are left out. Raises `RotationZooError`, also for media that cannot be read."""
     template, tally = ChatTemplate(processor, data.date), Tally()
     tokens = torch.tensor(media_tokens(config, data, "the model"))
     marks = processor.tokenizer.convert_ids_to_tokens(tokens.tolist())
-    rows: list[MediaRow] = []
-    left_out = 0
+    rows, left_out = list[MediaRow](), 0
     cannot = f"a document of {data.source} cannot be prepared for the model"
     for sample in read_documents(data, tally):
         with tally.leaving_out(sample.number), reading_errors(cannot, BadRow):
@@ -235,7 +220,7 @@ def read_media_corpus(data: Data, processor: Any, config: PretrainedConfig) -> C
 
 
 def _place(sample: Sample) -> _Messages:
-    """A chat in parts that name kinds of media, without anything that a template could fetch."""
+    """A chat whose parts name kinds of media, without URLs that a template could fetch."""
     if isinstance(sample.document, str):
         marks = [{"type": kind} for kind, values in sample.media.items() for _ in values]
         return [{"role": "user", "content": [*marks, {"type": "text", "text": sample.document}]}]
@@ -249,8 +234,7 @@ def _place(sample: Sample) -> _Messages:
 
 
 def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: Data) -> None:
-    """Raise `BadRow` unless each image or sound of a chat has one place. Some processors would make
-    a row with tokens that stand for nothing."""
+    """Raise `BadRow` unless each image or audio clip of a chat has one place."""
     parts = [part for message in messages for part in message["content"]]
     for kind in ("image", "audio", "video"):
         places, given = sum(part["type"] == kind for part in parts), len(sample.media.get(kind, []))
@@ -261,15 +245,15 @@ def _check_places(messages: _Messages, sample: Sample, marks: list[str], data: D
     text = "".join(part.get("text") or "" for part in parts)
     if written := [mark for mark in marks if mark and mark in text]:
         problem = f"a text of {data.source} holds {written[0]}, which stands for media of the model"
-        raise BadRow(problem, "take it out of the text: the chat template puts it where it belongs")
+        raise BadRow(problem, "remove it from the text: the chat template adds it")
 
 
 def _prepare(messages: _Messages, sample: Sample, template: ChatTemplate, data: Data) -> Any:
-    """A chat as the processor prepares it for the model, by the names of its inputs."""
+    """The inputs of the model for a chat, by name, from the processor."""
     processor: Any = template.tokenizer
     given: dict[str, Any] = {}
     if images := sample.media.get("image"):
-        from PIL import Image  # the processor could not be loaded without it
+        from PIL import Image  # installed, because the processor needs it
 
         given["images"] = [[Image.open(_file(each, data)).convert("RGB") for each in images]]
     if sounds := sample.media.get("audio"):
@@ -277,14 +261,14 @@ def _prepare(messages: _Messages, sample: Sample, template: ChatTemplate, data: 
         given["audio"] = [_read_audio(sound, rate, data) for sound in sounds]
     text = template.render(messages, tools=sample.tools or None, add_generation_prompt=False)
     start = processor.tokenizer.decode(start_tokens(processor.tokenizer))
-    # Some processors add no start tokens; others would add them twice.
+    # Some processors add no start tokens, and others would add them twice.
     if start and text.startswith(start):
         given["add_special_tokens"] = False
     return processor(text=[text], return_tensors="pt", **given)
 
 
 def _cut(made: Any, tokens: torch.Tensor, data: Data) -> MediaRow | None:
-    """The first tokens of a row; None if that would cut the media that `tokens` stand for."""
+    """The first tokens of a row; None if the rest contains media `tokens`."""
     whole, length = made["input_ids"].shape, data.length
     is_media = torch.isin(made["input_ids"][0], tokens)
     if is_media[length:].any():
@@ -297,7 +281,7 @@ def _cut(made: Any, tokens: torch.Tensor, data: Data) -> MediaRow | None:
 
 
 def _read_audio(value: Any, rate: int, data: Data) -> Any:
-    """The samples `[N]` of a WAV file, float32 at a rate in Hz, as the mean of its channels."""
+    """The samples `[N]` of a WAV file, float32, at a rate in Hz: the mean of its channels."""
     from scipy.io import wavfile
     from scipy.signal import resample_poly
 
@@ -309,7 +293,7 @@ def _read_audio(value: Any, rate: int, data: Data) -> Any:
 
 
 def _file(value: Any, data: Data) -> io.BytesIO | Path:
-    """The bytes of an image or a sound, or its path, relative to the data file."""
+    """The bytes of an image or audio clip, or its path, relative to the data file."""
     held = value if isinstance(value, dict) else {"path": value}
     path = Path(data.source).expanduser().parent
     return io.BytesIO(held["bytes"]) if held.get("bytes") else path / held["path"]

@@ -3,17 +3,14 @@
 
 from rotationzoo.sides import HEADS, LATENTS
 
-KEY = "rotationzoo"
-"""The key of vLLM's `additional_config` that names the artifact, and the name of the plugin."""
+KEY = "rotationzoo"  # of our options in vLLM's `additional_config`; the plugin has the same name
 BACKENDS = "rotationzoo.vllm.backend"
 WORKER = f"{BACKENDS}.RotatedWorker"
 CPU_BACKENDS = {
     HEADS: (f"{BACKENDS}_cpu.RotatedCpuBackend", "CPU_ATTN"),
     LATENTS: (f"{BACKENDS}_latents.LatentBackend", "AMX_MLA", "CPU_MLA"),
-}
-"""Our backends for what a layer caches, and those of vLLM's for CPUs whose places they take."""
+}  # what a layer caches -> our backend, and those of vLLM that it replaces
 GPU_HEADS, GPU_LATENTS = f"{BACKENDS}.RotatedBackend", f"{BACKENDS}_latents.LatentGpuBackend"
 CONNECTORS = "rotationzoo.vllm.connectors"
 SERVE = "start it with: rotationzoo serve MODEL --rotations ROTATIONS"
-FOLDER = "ROTATIONZOO_METRICS"
-"""The variable that names the folder of `metrics`, or nothing in a process that answers nobody."""
+FOLDER = "ROTATIONZOO_METRICS"  # the folder of `metrics`; empty in a process without requests

@@ -1,12 +1,14 @@
 """vLLM's attention backend for keys and values in 2 bits, and the worker that gives it to layers.
 
-Layers with a sliding window keep vLLM's own backend, and the model's dtype.
+Layers with a sliding window, and a model that drafts tokens, keep vLLM's own backend and dtype.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pkgutil import resolve_name
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 
@@ -19,24 +21,14 @@ from rotationzoo.sides import LATENTS
 from rotationzoo.vllm import CPU_BACKENDS, GPU_HEADS, GPU_LATENTS, SERVE
 from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm import upstream as base
-from rotationzoo.vllm.bad_rows import BadRows
 from rotationzoo.vllm.flash_attention import choose_attention
-from rotationzoo.vllm.metrics import Metrics
+from rotationzoo.vllm.metrics import BadRows, Metrics
 from rotationzoo.vllm.pages import LayerPages, page_tokens, split_blocks
 from rotationzoo.vllm.plugin import claim
-from rotationzoo.vllm.prompts import LayerReader, Scratch
+from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.segments import FEW, Known
-from rotationzoo.vllm.settings import read_settings, verified_tokens
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 from rotationzoo.vllm.streams import may_meet
-from rotationzoo.vllm.upstream import (
-    AttentionBackendEnum,
-    _cached_get_attn_backend,
-    current_workspace_manager,
-    extract_layer_index,
-    get_tensor_model_parallel_rank,
-    register_backend,
-)
 
 
 @dataclass
@@ -48,21 +40,18 @@ class RotatedMetadata(base.AttentionMetadata):  # type: ignore[misc]
 
 
 class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore[misc]
-    """Plans each step for all layers with the same blocks.
+    """Plans each step for all layers with the same blocks. vLLM makes a builder for each size of
+    pages. One of them leads: it plans a step, and the others return its plan. With a plan for each
+    of 24 sizes, the CPU took 5.6 to 11 ms for steps that take a GPU 5.2 ms."""
 
-    vLLM makes a builder for each size of pages, and layers differ in theirs. One of these builders
-    leads: it plans a step, and the others return what it planned. With a plan for each of 24 sizes,
-    a server's CPU needed 5.6 to 11 ms for steps that take a GPU 5.2.
-    """
-
-    # A captured step has as many new tokens of each request.
+    # In a captured step, all requests have the same number of new tokens.
     _cudagraph_support: ClassVar = base.AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.few = max(FEW, verified_tokens(vllm_config))
+        self.few = max(FEW, serving.verified_tokens(vllm_config))
         self._init_reorder_batch_threshold(self.few)
-        self.meets = True  # unless the worker knows better
+        self.meets = True  # until the worker sets it
         self.tokens = page_tokens(kv_cache_spec.block_size)
         self.pages = kv_cache_spec.block_size // self.tokens  # of a block
         self.leader = self
@@ -70,9 +59,8 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
 
     @cached_property
     def planner(self) -> Planner:
-        """What plans the steps: made with the first one, because vLLM may count its pages only
-        after it has made this builder."""
-        settings: Any = read_settings(self.vllm_config)
+        # Made with the first step: vLLM may count its pages after it has made this builder.
+        settings = serving.read_settings(self.vllm_config)
         layers = self.vllm_config.compilation_config.static_forward_context
         return Planner(
             settings.layout,
@@ -81,16 +69,16 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
             self.vllm_config.scheduler_config.max_num_seqs,
             self.device,
             layers[self.layer_names[0]].impl.attention.segment,
-            verified_tokens(self.vllm_config),
+            serving.verified_tokens(self.vllm_config),
         )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> RotatedMetadata:
-        """Plan a step, or return the plan for the same metadata. A draft model changes its metadata
-        from step to step, and asks for a fast build."""
+        """Plan a step, or return the plan for the same metadata."""
         if self.leader is not self:
             return self.leader.build(common_prefix_len, common_attn_metadata, fast_build)
+        # A draft model changes its metadata between steps, and asks for a fast build.
         if fast_build or self._planned is None or self._planned[0] is not common_attn_metadata:
             self._planned = common_attn_metadata, self._plan(common_attn_metadata)
         return self._planned[1]
@@ -98,21 +86,20 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
     def _plan(self, common: Any) -> RotatedMetadata:
         lengths = common.seq_lens_cpu_upper_bound
         lengths = common.seq_lens if lengths is None else lengths
-        counts = common.query_start_loc_cpu.diff()
-        both = (tuple(each.tolist()) for each in (counts, lengths))
-        known = _make_known(*both, common.max_seq_len, self.few, self.meets)
+        counts = common.query_start_loc_cpu.diff().long()
+        known = Known(counts, lengths.cpu().long(), common.max_seq_len, self.few, self.meets)
         table, mapping = self._pages_of(common.block_table_tensor), common.slot_mapping
         new, tokens = common.query_start_loc.diff(), common.num_actual_tokens
         step = self.planner.plan(table, common.seq_lens, new, mapping[:tokens], known)
         return RotatedMetadata(tokens, step)
 
     def forget(self, blocks: list[int]) -> None:
-        """Let these blocks have no exact copies: others than our layers write them."""
+        """Drop the exact copies of blocks that something other than our layers writes."""
         numbers = torch.tensor(blocks).to(self.device, non_blocking=True)
         self.planner.forget(self._pages_of(numbers))
 
     def _pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The pages `[..., N pages]` of blocks `[..., N]`."""
+        """The pages `[..., N * pages]` of blocks `[..., N]`."""
         if self.pages > 1:
             inside = torch.arange(self.pages, dtype=blocks.dtype, device=blocks.device)
             blocks = (blocks[..., None] * self.pages + inside).flatten(-2)
@@ -123,8 +110,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
     """The attention of one layer over pages of codes."""
 
     builder: ClassVar[type[RotatedBuilder]] = RotatedBuilder
-    spec: ClassVar = base.FullAttentionSpec
-    """Of the layers that are served."""
+    spec: ClassVar = base.FullAttentionSpec  # of the layers that are served
 
     def __init__(  # noqa: PLR0913 (vLLM's own arguments)
         self,
@@ -150,14 +136,11 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             if asked:
                 raise UnsupportedModel(f"this backend serves no rotations with {what}", SERVE)
         self.config = config = base.get_current_vllm_config()
-        settings = read_settings(config)
-        if settings is None:
-            raise RotationZooError("no artifact is named for rotationzoo's backend", SERVE)
-        self.settings = settings
+        self.settings = settings = serving.read_settings(config)
         is_cuda, dtype = config.device_config.device_type == "cuda", config.model_config.dtype
         if is_cuda:
             serving.check_kernels(settings, dtype, head_size)
-        self.most_requests = config.scheduler_config.max_num_seqs, verified_tokens(config)
+        self.most_requests = config.scheduler_config.max_num_seqs, serving.verified_tokens(config)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size = self.value_size = head_size
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
@@ -166,48 +149,47 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.most_tokens = config.scheduler_config.max_num_batched_tokens
         self.reader: LayerReader | None = None
         self.reserved: torch.Tensor | None = None
-        self.bad: torch.Tensor | None = None  # what counts rows that are not finite
+        self.bad: torch.Tensor | None = None  # counts rows that are not finite
 
     def make_backend(self, backend: Any, layer: int) -> Any:
-        """The backend of the layer with this number, made from the one of all layers."""
-        # Each layer has a class: vLLM calls `customize_spec` of a class, and does not say for which
-        # layer. It compares backends by name, and these have the same.
+        """The backend of the layer with this number, a subclass of the one of all layers."""
+        # vLLM calls `customize_spec` of a class, and does not say for which layer. So each layer
+        # has a class. They have one name, by which vLLM compares backends.
         of_layer = partial(self.customize_spec, layer)
         own = {"customize_spec": of_layer, "get_builder_cls": lambda: self.builder}
         return type(backend.__name__, (backend,), own)
 
     def customize_spec(self, layer: int, spec: Any) -> Any:
-        """The spec of this layer's cache, stored as codes. Raises `UnsupportedModel` for one of
-        another kind."""
+        """The spec of this layer's cache as codes. Raises `UnsupportedModel` for another kind."""
         if type(spec) is not self.spec:
-            problem = "rotations are served with full attention and sliding windows alone"
+            problem = "rotations are served only with full attention and sliding windows"
             raise UnsupportedModel(problem, "read it with transformers: rotationzoo generate")
         layers = {layer}
         if shares_blocks(self.config.model_config.hf_config):
-            # vLLM pads the blocks of all layers to the largest, and asks these for the same.
+            # vLLM pads the blocks of all layers to the largest.
             layers = serving.served_layers(self.settings, self.config)
         given = spec.dtype.itemsize, self.num_kv_heads
-        cell = max(
-            serving.cell_bytes(self.settings, spec.head_size, each, *given) for each in layers
-        )
+        size = partial(serving.cell_bytes, self.settings, spec.head_size)
+        cell = max(size(each, *given) for each in layers)
         stored = replace(spec, state_content_bytes=cell)
-        if self.settings.codec.rotations.has_budget or self.spec is not base.FullAttentionSpec:
-            # A cell may not be a whole number of the model's elements.
-            stored = replace(stored, dtype=torch.uint8)
         others = self.config.compilation_config.static_forward_context.values()
-        if all(getattr(each, "sliding_window", None) is None for each in others):
+        windows = [getattr(each, "sliding_window", None) for each in others]
+        has_windows = any(window is not None for window in windows)
+        has_budget = self.settings.codec.rotations.has_budget
+        # A cell may not be a whole number of the model's elements. With windows, another dtype
+        # makes vLLM clear blocks that change hands: rows may be NaN when read as scales, and codes
+        # may be NaN when read as rows.
+        if has_budget or has_windows or self.spec is not base.FullAttentionSpec:
+            stored = replace(stored, dtype=torch.uint8)
+        if not has_windows:
             return stored
-        # Of another dtype, so that vLLM clears blocks that change hands: what layers with a window
-        # left in one may be no numbers as scales, and codes may be none as rows.
-        stored = replace(stored, dtype=torch.uint8)
-        # Blocks of all layers take the same bytes: vLLM pads those that take fewer. So a block
-        # holds as many more tokens as make it larger than one of a layer with a window.
+        # vLLM pads blocks to the bytes of the largest. So a block gets enough tokens to be larger
+        # than one of a layer with a window.
         more = -(-spec.page_size_bytes // stored.page_size_bytes)
         return replace(stored, block_size=more * spec.block_size)
 
     def do_kv_cache_update(self, *_: Any) -> None:
-        """Nothing: `forward` stores new tokens. vLLM's CPU backend would write rows as they are
-        over the codes."""
+        """Do nothing: `forward` stores new tokens. vLLM's CPU backend would overwrite the codes."""
 
     @torch.no_grad()
     def forward(  # noqa: PLR0913 (vLLM's own arguments)
@@ -222,15 +204,14 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store new tokens, `key` and `value` `[T, H, D]`, and write what their queries
-        `[T, H_q, D]` read to `output`."""
+        """Store new `key` and `value` `[T, H, D]`, and attend with their queries `[T, H_q, D]`."""
         if attn_metadata is None:  # the run that measures memory
             self._reserve(key)
             return output.zero_()
         kv_cache = split_blocks(kv_cache, self.num_kv_heads)
-        # To measure what graphs take, vLLM runs with a small tensor first.
+        # To measure the memory of graphs, vLLM runs with a small tensor first.
         if self.reader is None or not self.reader.pages.holds(kv_cache):
-            index = extract_layer_index(layer.layer_name)
+            index = base.extract_layer_index(layer.layer_name)
             self.reader = self._open_pages(index, key, value, kv_cache)
         tokens = attn_metadata.num_actual_tokens
         rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
@@ -239,8 +220,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         return output
 
     def _reserve(self, like: torch.Tensor) -> None:
-        """Take the memory that exact copies and prompts will take, so that vLLM leaves it on a
-        GPU."""
+        """On a GPU, allocate what exact copies and prompts will take, for vLLM to account for."""
         is_first = self.reserved is None and self.reader is None
         if like.is_cuda and is_first and self.config.cache_config.block_size:
             tokens = page_tokens(self.config.cache_config.block_size)
@@ -249,12 +229,11 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             queries = self.most_tokens, self.num_heads, self.head_size
             windows = self.settings.layout.sink + self.settings.layout.recent
             room = max(self.attention.segment, self.most_tokens + windows)
-            sizes = Scratch.sizes(queries, self.num_kv_heads, room, like.dtype)
-            current_workspace_manager().get_simultaneous(*sizes)
+            sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
+            base.current_workspace_manager().get_simultaneous(*sizes)
 
     def own_settings(self) -> CacheSettings:
-        """The settings with the KV heads of this process."""
-        first = get_tensor_model_parallel_rank() * self.num_kv_heads
+        first = base.get_tensor_model_parallel_rank() * self.num_kv_heads
         return serving.select_heads(self.settings, slice(first, first + self.num_kv_heads))
 
     def _open_pages(
@@ -280,12 +259,12 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | base.MultipleOf]:
-        """Multiples of a kernel's tile, of which vLLM takes the smallest."""
+        """Multiples of a kernel's tile; vLLM takes the smallest."""
         return [base.MultipleOf(64)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[base.KVCacheLayout, ...]:
-        """The bytes of a page lie together."""
+        """The layout with contiguous pages."""
         return (base.KVCacheLayout.LBHNC,)
 
     @classmethod
@@ -301,15 +280,20 @@ class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
         return True
 
 
-lend_scratch = lru_cache(1)(lambda *sizes: current_workspace_manager().get_simultaneous(*sizes))
-"""Scratch memory: all layers of a step ask for the same."""
+lend_scratch = lru_cache(1)(
+    lambda *sizes: base.current_workspace_manager().get_simultaneous(*sizes)
+)  # which all layers of a step share
 
 
-@lru_cache(1)
-def _make_known(counts: tuple[int, ...], lengths: tuple[int, ...], *others: Any) -> Known:
-    """What is known of a step: one object for the builders of pages of all sizes."""
-    new, held = (torch.tensor(each, dtype=torch.int64) for each in (counts, lengths))
-    return Known(new, held, *others)
+def _load_drafter(config: Any, load: Callable[..., Any], *arguments: Any) -> Any:
+    """Load a model that drafts tokens as if no artifact were named."""
+    chosen = {"backend": config.speculative_config.attention_backend, "backend_per_kind": {}}
+    own = {"additional_config": {}, "attention_config": replace(config.attention_config, **chosen)}
+    base.AttentionBackendEnum.CPU_ATTN.clear_override()
+    base._cached_get_attn_backend.cache_clear()
+    parallel = config.parallel_config
+    with patch.multiple(config, **own), patch.object(parallel, "worker_cls", _WORKER):
+        return load(*arguments)
 
 
 _WORKER = base.worker_path()
@@ -320,33 +304,33 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
     """vLLM's own worker, for a config that names an artifact."""
 
     def load_model(self, **options: Any) -> None:
-        """Raises `RotationZooError` for what is not served, before weights are read, and for a
-        layer that would read an exact cache."""
+        """Raises `RotationZooError` for what is not served, and for a layer with an exact cache."""
         config = self.vllm_config
         claim(config)
-        settings: Any = read_settings(config)
-        # The platform of a CPU ignores every choice but these, and yet looks up classes here.
+        settings = serving.read_settings(config)
+        # vLLM's CPU platform takes no other backends than these, but looks up their classes here.
         backend, *places = CPU_BACKENDS[cached := settings.codec.rotations.cached]
         for place in places:
-            register_backend(AttentionBackendEnum[place], backend)
+            base.register_backend(base.AttentionBackendEnum[place], backend)
         if cached is LATENTS:
-            register_backend(AttentionBackendEnum.CUSTOM, GPU_LATENTS)
-        if config.speculative_config is not None:
-            from rotationzoo.vllm.drafts import keep_own_backend
-
-            keep_own_backend(self.model_runner, config, _WORKER)
+            base.register_backend(base.AttentionBackendEnum.CUSTOM, GPU_LATENTS)
+        runner = self.model_runner
+        # vLLM has two versions of runners.
+        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        if config.speculative_config is not None and hasattr(drafter, "load_model"):
+            drafter.load_model = partial(_load_drafter, config, drafter.load_model)
         try:
             super().load_model(**options)
         finally:
             for place in places:
-                AttentionBackendEnum[place].clear_override()
-            register_backend(AttentionBackendEnum.CUSTOM, GPU_HEADS)
-            _cached_get_attn_backend.cache_clear()  # another model of this process keeps vLLM's
+                base.AttentionBackendEnum[place].clear_override()
+            base.register_backend(base.AttentionBackendEnum.CUSTOM, GPU_HEADS)
+            base._cached_get_attn_backend.cache_clear()  # other models of this process keep vLLM's
         layers = config.compilation_config.static_forward_context
         self.stored = {}
         for name, layer in layers.items():
             if isinstance(getattr(layer, "impl", None), RotatedImpl):
-                number = extract_layer_index(name)
+                number = base.extract_layer_index(name)
                 self.stored[number] = name
                 layer.attn_backend = layer.impl.make_backend(layer.attn_backend, number)
         if exact := serving.served_layers(settings, config) - set(self.stored):
@@ -356,32 +340,32 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
             layers[name].impl.bad = bad
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Raises `RotationZooError` for pages in which tokens do not read what is defined."""
+        """Raises `RotationZooError` for pages that fail the self-check."""
         super().initialize_from_config(kv_cache_config)
+        self.leaders: list[RotatedBuilder] = []
         for groups in self.model_runner.attn_groups:
             several = [each.metadata_builders for each in groups]
             for builders in zip(*several, strict=True):
                 own = [each for each in builders if isinstance(each, RotatedBuilder)]
+                self.leaders += own[:1]
                 for builder in own:
                     builder.leader = own[0]
         for group in kv_cache_config.kv_cache_groups:
             size = group.kv_cache_spec.block_size
             self.bad_rows.block_sizes |= dict.fromkeys(group.layer_names, size)
-        from rotationzoo.vllm.self_check import check_pages  # which nothing needs later
+        from rotationzoo.vllm.self_check import check_pages  # not needed later
 
         furthest = check_pages(self.vllm_config, self.stored, kv_cache_config)
-        self.metrics = [Metrics(self, each.planner, furthest) for each in self._builders()[:1]]
+        self.metrics = [Metrics(self, each.planner, furthest) for each in self.leaders[:1]]
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *others: Any) -> Any:
-        """Run a step, and name requests whose keys or values are not finite. What a KV connector
-        loads has no exact copies: those of what these blocks held before are forgotten, before the
-        step is planned."""
+        """Run a step, and log requests whose keys or values are not finite. Blocks that a KV
+        connector loads lose the exact copies of their former tokens before the step is planned."""
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         meets = may_meet(scheduler_output, [each.kv_cache_spec.block_size for each in groups])
-        # Without a connector, or without a load, there is nothing.
         loaded = getattr(scheduler_output.kv_connector_metadata, "loaded_blocks", None)
-        for builder in self._builders():
+        for builder in self.leaders:
             builder.meets = meets
             if loaded:
                 builder.forget(loaded)
@@ -391,10 +375,3 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         for metrics in self.metrics:
             metrics.follow(not scheduler_output.total_num_scheduled_tokens)
         return output
-
-    def _builders(self) -> list[RotatedBuilder]:
-        """Those that plan."""
-        groups = (each for groups in self.model_runner.attn_groups for each in groups)
-        builders = (builder for group in groups for builder in group.metadata_builders)
-        leaders = (each.leader for each in builders if isinstance(each, RotatedBuilder))
-        return [*dict.fromkeys(leaders)]

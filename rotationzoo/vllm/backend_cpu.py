@@ -3,22 +3,21 @@
 from inspect import signature
 from typing import Any
 
+from rotationzoo.vllm import upstream as base
 from rotationzoo.vllm.backend import RotatedImpl
-from rotationzoo.vllm.upstream import CPUAttentionBackend
 
 
 def make_impl(*arguments: Any, **others: Any) -> Any:
     """The attention of a layer: ours, or vLLM's for one with a sliding window."""
     asked = signature(RotatedImpl.__init__).bind(None, *arguments, **others).arguments
     has_window = asked.get("sliding_window") is not None
-    kind = CPUAttentionBackend.get_impl_cls() if has_window else RotatedImpl
+    kind = base.CPUAttentionBackend.get_impl_cls() if has_window else RotatedImpl
     return kind(*arguments, **others)
 
 
-class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
+class RotatedCpuBackend(base.CPUAttentionBackend):  # type: ignore[misc]
     """Ours, in the place of vLLM's for CPUs."""
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """What makes a layer's attention."""
         return make_impl

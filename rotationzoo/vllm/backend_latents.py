@@ -1,19 +1,14 @@
 """Our attention backend in the place of vLLM's own for latents (MLA).
 
-What vLLM 0.32 does around it, in `model_executor/layers/attention/mla_attention.py`:
+What vLLM 0.32 does with latents (MLA), in `model_executor/layers/attention/mla_attention.py`:
 
-* `MLAAttention` asks its platform for a backend. A CPU's has two, `AMX_MLA` and, without AMX,
-  `CPU_MLA`, and looks up their classes in the registry, where ours are registered. With `CPU_MLA`
-  it takes blocks of 16 tokens, whole prompts and no prefix caching.
-* A layer's cache is one head of 512 + 64, an `MLAAttentionSpec`, and `bind_kv_cache` drops the axis
-  of heads.
-* New rows come in `do_kv_cache_update`, and their queries in a second call. In between,
-  `forward_impl` takes the first `num_decode_tokens` queries to the frame of latents (`W_UK_T`),
-  calls `forward_mqa`, and takes what they read to values (`W_UV`); others go to `forward_mha`. We
-  say that all tokens are those of decodes.
-* RoPE of queries `[T, heads, D]` is wrong in vLLM's kernel for CPUs, which `plugin.claim` switches
-  off.
-* `VLLM_MLA_DISABLE` caches full heads instead.
+* The CPU platform has two backends, `AMX_MLA` and, without AMX, `CPU_MLA`, and looks up their
+  classes in the registry. `CPU_MLA` takes blocks of 16 tokens, whole prompts and no prefix caching.
+* A layer's cache is one head of 512 + 64, an `MLAAttentionSpec`, without an axis of heads.
+* New rows come in `do_kv_cache_update`, their queries in a second call. `forward_impl` takes the
+  first `num_decode_tokens` queries to the frame of latents (`W_UK_T`), calls `forward_mqa`, and
+  takes its output to values (`W_UV`). Other queries would go to `forward_mha`: we have none.
+* RoPE of queries `[T, heads, D]` is wrong in vLLM's CPU kernel, which `plugin.claim` turns off.
 """
 
 from typing import Any
@@ -30,15 +25,14 @@ from rotationzoo.vllm.backend import (
 )
 from rotationzoo.vllm.flash_attention import choose_latent_attention
 from rotationzoo.vllm.latents import LatentPages, LatentReader
-from rotationzoo.vllm.prompts import LayerReader, Scratch, Size
+from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.steps import count_slots
-from rotationzoo.vllm.upstream import current_workspace_manager
 
 PAGE = 64  # tokens, on a GPU
 
 
 class LatentMetadata(RotatedMetadata):
-    """What the layers of a step get: all its tokens are those of decodes."""
+    """What the layers of a step get: all tokens count as decodes."""
 
     num_decodes = 1
     num_prefills = 0
@@ -46,12 +40,11 @@ class LatentMetadata(RotatedMetadata):
 
     @property
     def num_decode_tokens(self) -> int:
-        """How many tokens come to `forward_mqa`."""
         return self.num_actual_tokens
 
     @property
     def decode(self) -> Any:
-        """What `forward_impl` only compares with None."""
+        """`forward_impl` only compares it with None."""
         return self.step
 
 
@@ -79,22 +72,19 @@ class LatentImpl(RotatedImpl):
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Reserve memory now, which vLLM then does not plan for pages: it measures without us."""
+        """Reserve memory before vLLM measures: its run for that does not come to our layers."""
         device = self.config.device_config.device
         self._reserve(torch.empty(0, dtype=act_dtype, device=device))
 
     def _reserve(self, like: torch.Tensor) -> None:
         if not like.is_cuda or self.reserved is not None:
             return
+        windows = self.settings.layout.sink + self.settings.layout.recent
         slots = count_slots(self.settings.layout, PAGE, *self.most_requests)
         self.reserved = like.new_empty(slots, PAGE, self.head_size)
-        current_workspace_manager().get_simultaneous(*self._scratch(like.dtype))
-
-    def _scratch(self, dtype: torch.dtype) -> list[Size]:
-        windows = self.settings.layout.sink + self.settings.layout.recent
         room = max(self.attention.segment, self.most_tokens + windows)
         queries = self.most_tokens, self.num_heads, self.head_size
-        return Scratch.sizes(queries, 1, room, dtype, self.value_size)
+        lend_scratch(*scratch_sizes(queries, 1, room, like.dtype, self.value_size))
 
     def do_kv_cache_update(self, latents: torch.Tensor, rope: torch.Tensor, *_: Any) -> None:
         """Keep new rows `[T, R]` and `[T, 1, rope channels]` until `forward_mqa` stores them."""
@@ -103,8 +93,8 @@ class LatentImpl(RotatedImpl):
     def forward_mqa(
         self, query: Any, kv_cache: torch.Tensor, attn_metadata: LatentMetadata, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Store the new rows, and return what their queries `[T, H_q, R]` and
-        `[T, H_q, rope channels]` read of latents, `[T, H_q, R]`."""
+        """Store the new rows, and return the attention output `[T, H_q, R]` of their queries
+        `[T, H_q, R]` and `[T, H_q, rope channels]`."""
         assert self._new is not None
         latents, rope = (rows[: len(query[0])] for rows in self._new)
         queries, key, self._new = torch.cat(query, -1), torch.cat([latents, rope], -1), None
@@ -123,7 +113,7 @@ class LatentImpl(RotatedImpl):
 
 
 class LatentBackend(RotatedBackend):
-    """Ours, in the place of vLLM's for latents on a CPU."""
+    """Ours, in the places of vLLM's for latents on a CPU."""
 
     @staticmethod
     def get_name() -> str:

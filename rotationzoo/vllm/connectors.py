@@ -1,23 +1,17 @@
-"""vLLM's KV connectors, which say here which blocks they load: pages that come from elsewhere have
-no exact copies, and those of what a block held before are not theirs.
-
-vLLM takes its connectors from this module by their own names, as `refusals.name_connector` asks.
-"""
+"""vLLM's KV connectors, by their own names (`refusals.name_connector`). Here they report the blocks
+that they load, which must not keep the exact copies of former tokens."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from rotationzoo import __version__
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.vllm.refusals import SERVED_CONNECTORS
 from rotationzoo.vllm.settings import parse_options, read_settings
 from rotationzoo.vllm.upstream import KVConnectorFactory
 
 
 class SaysWhatItLoads:
-    """In front of a connector of vLLM's: in the scheduler, notes the blocks of each load, and hands
-    them to the workers with the connector's own message of the same step."""
+    """Wraps a connector of vLLM's: the scheduler sends its workers the blocks of each load."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
@@ -27,31 +21,34 @@ class SaysWhatItLoads:
         self._loaded: list[int] = []
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """As vLLM's own. Blocks of tokens that are there already keep their copies."""
-        request.held_tokens = num_computed_tokens  # which ends with the request
+        """As in vLLM. Blocks of tokens that are already here keep their copies."""
+        request.held_tokens = num_computed_tokens  # kept only with the request
         own: Any = super()
         return own.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """As vLLM's own, which is called once a request has its blocks."""
+        """As in vLLM, which calls it once a request has its blocks."""
         if num_external_tokens:
             for tokens, numbers in zip(self._block_tokens, blocks.get_block_ids(), strict=True):
                 self._loaded += numbers[request.held_tokens // tokens :]
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As vLLM's own, with `loaded_blocks`."""
+        """As in vLLM, with `loaded_blocks`."""
         message = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
         message.loaded_blocks, self._loaded = self._loaded, []
         return message
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """As vLLM's own. Two servers compare a hash before one loads pages of the other: it is that
-        of the artifact, too, and of all that decides what the bytes of a block mean."""
+        # Two servers compare a hash before one loads pages of the other: it gets all that decides
+        # what the bytes of a block mean, besides what vLLM itself compares.
         worker: Any = getattr(self, "connector_worker", None)
         if hasattr(worker, "backend_name"):
             config = self._vllm_config  # type: ignore[attr-defined]
-            worker.backend_name += f" {_meaning_of(config)}"
+            options, settings = parse_options(config.additional_config), read_settings(config)
+            sizes = config.cache_config.block_size, config.parallel_config.tensor_parallel_size
+            stored = f"{options.open().identity} {settings.layout.format} {options.bits} {sizes}"
+            worker.backend_name += f" {__version__} {stored}"
         super().register_kv_caches(kv_caches)  # type: ignore[misc]
 
 
@@ -61,13 +58,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"{__name__} has no {name}")
     own = KVConnectorFactory.get_connector_class_by_name(name)
     return type(name, (SaysWhatItLoads, own), {"__doc__": own.__doc__})
-
-
-def _meaning_of(config: Any) -> str:
-    """What decides what the bytes of a block mean, beside what vLLM compares itself."""
-    options, settings = parse_options(config.additional_config), read_settings(config)
-    assert options is not None
-    assert settings is not None
-    identity = Artifact.open(Path(options.artifact).expanduser()).identity
-    sizes = config.cache_config.block_size, config.parallel_config.tensor_parallel_size
-    return f"{__version__} {identity} {settings.layout.format} {options.bits} {sizes}"

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 
 from rotationzoo.codec.attention import Scores
-from rotationzoo.vllm.prompts import Attention, Packed, Read, TorchAttention
+from rotationzoo.vllm.prompts import Packed, Read, TorchAttention
 from rotationzoo.vllm.segments import LONG
 from rotationzoo.vllm.upstream import FlashAttentionBackend, fa_utils, merge_attn_states
 
 
 def choose_attention(
     head_size: int, dtype: torch.dtype, has_sinks: bool, is_cuda: bool
-) -> Attention:
-    """FlashAttention, where vLLM has it for such heads, and else torch's."""
+) -> TorchAttention:
+    """FlashAttention where vLLM has it for such heads, otherwise torch."""
     if not is_cuda or not fa_utils.is_flash_attn_varlen_func_available():
         return TorchAttention()
     version = fa_utils.get_flash_attn_version(head_size=head_size, has_sinks=has_sinks)
@@ -26,7 +26,9 @@ def choose_attention(
     return FlashAttention(version) if takes else TorchAttention()
 
 
-def choose_latent_attention(rank: int, rope: int, dtype: torch.dtype, is_cuda: bool) -> Attention:
+def choose_latent_attention(
+    rank: int, rope: int, dtype: torch.dtype, is_cuda: bool
+) -> TorchAttention:
     """The same for latents of `rank` channels with `rope` exact ones behind them."""
     takes = dtype in (torch.float16, torch.bfloat16) and (rank, rope) == (512, 64)
     if is_cuda and takes and fa_utils.flash_attn_supports_mla():
@@ -34,8 +36,8 @@ def choose_latent_attention(rank: int, rope: int, dtype: torch.dtype, is_cuda: b
     return TorchAttention()
 
 
-class FlashAttention:
-    """Of one version, for all prompts of a step at once: nothing waits for the GPU."""
+class FlashAttention(TorchAttention):
+    """FlashAttention for all prompts of a step at once: nothing waits for the GPU."""
 
     segment = LONG
 
@@ -45,9 +47,9 @@ class FlashAttention:
     def attend(
         self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
     ) -> Read:
-        """As in `Attention`."""
+        """As in `TorchAttention`."""
         sinks = None if scores.sinks is None else scores.sinks.to(output.dtype)
-        # It is a kernel of vLLM for NVIDIA's GPUs, which others' builds lack.
+        # This kernel of vLLM is only in builds for NVIDIA GPUs.
         _, totals = fa_utils.flash_attn_varlen_func(
             **self._rows(*queries.rows, *read.rows),
             cu_seqlens_q=queries.bounds,
@@ -69,9 +71,9 @@ class FlashAttention:
         return {"q": query, "k": key, "v": value}
 
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
-        """As in `Attention`."""
+        """As in `TorchAttention`."""
         totals = torch.empty_like(first.totals)
-        # What is not a number has a sum of nothing here. Were it left out, an answer would be one.
+        # A part with NaN has no finite log-sum-exp. The kernel would skip it, and hide the NaN.
         for part in (first, second):
             part.totals.nan_to_num_(*[-1e30] * 3)
         merge_attn_states(output, first.output, first.totals, second.output, second.totals, totals)

@@ -1,25 +1,23 @@
-"""The pages of a layer that caches latents (MLA), and what is read of them: the definition, in
-plain torch.
+"""The pages of a layer that caches latents (MLA), and attention over them, in plain torch.
 
-Queries read one head: its key is the latent with the key with RoPE behind it, and its value is the
-latent. A page has the codes of its latents, and then the exact keys with RoPE. Copies are of whole
+Queries read one head: its key is the latent followed by the key with RoPE, and its value is the
+latent. A page has the codes of its latents, then the exact keys with RoPE. Copies are of whole
 keys: values are their first channels.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from rotationzoo.codec import cuda_latents, cuda_segments, int2
+from rotationzoo.codec import cuda_latents, int2
 from rotationzoo.codec.attention import PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.cuda_latents import Frame
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows, Windows
-from rotationzoo.vllm.prompts import LayerReader
+from rotationzoo.vllm.prompts import LayerReader, Turns
 from rotationzoo.vllm.segments import Exact, Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
 
@@ -28,26 +26,24 @@ ROPE = LATENTS.beside[0]
 
 @dataclass(frozen=True)
 class LatentKeys(PackedSide):
-    """Packed latents, with exact keys with RoPE behind them."""
+    """Packed latents, followed by exact keys with RoPE."""
 
-    rope: Sequence[torch.Tensor] = ()
-    """`[B, 1, P, rope channels]` for each block."""
+    rope: Sequence[torch.Tensor] = ()  # [B, 1, P, rope channels] for each block
 
     def restore(self) -> torch.Tensor:
-        """Every row of the pages in the model's frame `[B, 1, T, D]`."""
+        """Every row of the pages in the model's frame, `[B, 1, T, D]`."""
         return torch.cat([super().restore(), torch.cat([*self.rope], 2).to(self.matrix)], -1)
 
 
 class LatentPages(LayerPages):
-    """The pages of one layer with latents. `rows` of tokens are keys `[T, 1, R + rope channels]`
-    and values `[T, 1, R]`."""
+    """The pages of one layer: keys `[T, 1, R + rope channels]` and values `[T, 1, R]`."""
 
     _frame: Frame | None = None
 
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
         layout = self.codec.page_layout(self.layer, LATENT, self.tokens, self.format)
         self.memory = {LATENT: memory[:, : layout.bytes], ROPE: memory[:, layout.bytes :]}
-        # What a step asks of keys and of values is true of latents.
+        # A step asks for keys and values, which are both latents.
         self.layouts = dict.fromkeys((LATENT, *SIDES), layout)
         self.memory |= dict.fromkeys(SIDES, self.memory[LATENT])
         self.dtype, beside = dtype, self.memory[ROPE].shape[1]
@@ -58,7 +54,7 @@ class LatentPages(LayerPages):
         return layout.bytes + self.rope_dim * self.tokens * dtype.itemsize
 
     def rope(self, pages: torch.Tensor) -> torch.Tensor:
-        """The exact keys with RoPE `[N, P, rope channels]` of pages uint8 `[N, bytes of these]`."""
+        """Exact keys with RoPE `[N, P, rope channels]` from their bytes `[N, bytes]`, uint8."""
         exact: torch.Tensor = pages.view(self.dtype).unflatten(1, (self.tokens, self.rope_dim))
         return exact
 
@@ -66,11 +62,10 @@ class LatentPages(LayerPages):
         """Never: a block of the kernel for few rows has too few threads for a latent."""
         return False
 
-    def segment_kernel(self, name: str) -> Any:
-        """As of `LayerPages`, for channels alone."""
-        return cuda_segments.compiled(
-            name, self.layouts[LATENT].dim, self.tokens, torch.float32, self.bad.device
-        )
+    @property
+    def _row_type(self) -> torch.dtype:
+        """They store channels alone."""
+        return torch.float32
 
     @torch.no_grad()
     def copy(self, step: Step, rows: Rows) -> None:
@@ -79,7 +74,7 @@ class LatentPages(LayerPages):
 
     @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
-        """Store new tokens: latents as codes, as `LayerPages.store` says, and keys with RoPE."""
+        """Store new tokens: latents as in `LayerPages.store`, and exact keys with RoPE."""
         super().store(step, {LATENT: rows["value"]})
         rope = rows["key"][:, :, -self.rope_dim :]
         self._count(step, ROPE, int2.find_refused(rope.transpose(0, 1).float()))
@@ -119,8 +114,7 @@ class LatentReader(LayerReader):
     pages: LatentPages
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keys `[T, 1, D]` without the mean of their latents, which a softmax ignores: those that
-        are read from codes lack it, too."""
+        """Keys `[T, 1, D]` without the mean of their latents, as those from codes."""
         pages = self.pages
         mean = pages.codec.rotations[pages.layer][LATENT].mean
         if mean is None:
@@ -128,23 +122,14 @@ class LatentReader(LayerReader):
         mean = torch.nn.functional.pad(mean, (0, pages.rope_dim))
         return (rows.float() - mean.to(rows.device)).to(rows.dtype)
 
-    def _make_turns(
-        self, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `LayerReader._make_turns`: keys with RoPE are not rotated."""
-        if self._turns is None:
-            pages = self.pages
-            matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(like)
-            mean = pages.codec.rotations[pages.layer][LATENT].mean
-            rope = torch.eye(pages.rope_dim, dtype=like.dtype, device=like.device)
-            heads = like.shape[1], -1, -1
-            query, output = (
-                each[None].expand(heads) for each in (torch.block_diag(matrix.T, rope), matrix)
-            )
-            if mean is not None:
-                mean = mean.to(like).expand(like.shape[1], -1)
-            self._turns = query, output, mean
-        return self._turns
+    def _make_turns(self, like: torch.Tensor) -> Turns:
+        pages, heads = self.pages, (like.shape[1], -1, -1)
+        matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(like)
+        mean = pages.codec.rotations[pages.layer][LATENT].mean
+        rope = torch.eye(pages.rope_dim, dtype=like.dtype, device=like.device)
+        if mean is not None:
+            mean = mean.to(like).expand(like.shape[1], -1)
+        return torch.block_diag(matrix.T, rope).expand(heads), matrix.expand(heads), mean
 
     def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
         self._gather_in_torch(step, exact, rows, into)

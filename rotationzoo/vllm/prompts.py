@@ -1,29 +1,17 @@
-"""What the new tokens of prompts read: each other and the windows before them exact, and all else
-from codes, which are dequantized and not rotated back. Instead, queries are rotated to the frame of
-the codes, and what they read is rotated back once.
-"""
+"""Prefill: new tokens read each other and the windows before them exact, and all else from codes.
+Codes are dequantized in their own frame: queries are rotated to it, and their output back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
+from rotationzoo.codec import kernels
 from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.cuda import THREADS, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.kernels import (
-    Begin,
-    Gather,
-    GatheredRows,
-    RestoredRows,
-    RestoredSegments,
-    RestoreRows,
-    RestoreSegments,
-    Tokens,
-)
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.rotations import SIDES
@@ -32,22 +20,21 @@ from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
 from rotationzoo.vllm.steps import Step
 from rotationzoo.vllm.streams import find_stream
 
-_BEHIND = 256
-"""The most tokens after the last one that may share its tile."""
-
+_Restore = kernels.Gather | kernels.RestoreRows | kernels.RestoreSegments
+_BEHIND = 256  # the most tokens after the last one that may share its tile
 Size = tuple[tuple[int, ...], torch.dtype]
 Lend = Callable[..., list[torch.Tensor]]
-"""Takes shapes and types, and returns a tensor for each, which holds until the next call."""
+"""Takes shapes and types, and returns a tensor for each, valid until the next call."""
+Turns = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Matrices `[H_q, D, D]` to the frame of the codes and back, and the mean `[H_q, D]` of values."""
 
 
 @dataclass(frozen=True)
 class Read:
     """What queries have read from some tokens."""
 
-    output: torch.Tensor
-    """`[T, H_q, D]`."""
-    totals: torch.Tensor
-    """Float32 `[H_q, T]`: the log-sum-exp of the logits."""
+    output: torch.Tensor  # [T, H_q, D]
+    totals: torch.Tensor  # float32 [H_q, T]: the log-sum-exp of the logits
 
 
 @dataclass(frozen=True)
@@ -55,18 +42,16 @@ class Packed:
     """Rows of C prompts, one prompt after another."""
 
     rows: Sequence[torch.Tensor]
-    """Queries `[T, H_q, D]`, or keys and values, `[L, H, D]` each. Further ones may follow."""
-    bounds: torch.Tensor
-    """Int32 `[C + 1]`: the first row of each prompt, and the end."""
-    longest: int
-    """Rows of the longest prompt."""
+    """Queries `[T, H_q, D]`, or keys and values, `[L, H, D]` each. Unused rows may follow."""
+    bounds: torch.Tensor  # int32 [C + 1]: the first row of each prompt, and the end
+    longest: int  # rows of the longest prompt
 
 
-class Attention(Protocol):
-    """How queries of C prompts read keys and values of C prompts."""
+class TorchAttention:
+    """Attention of C prompts, defined in plain torch: one prompt at a time, waiting for the GPU."""
 
-    segment: int
-    """Tokens that are read at a time."""
+    segment = SHORT  # tokens that are read at a time
+    queries = 512  # queries whose attention weights are computed at a time
 
     def attend(
         self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
@@ -74,22 +59,6 @@ class Attention(Protocol):
         """Let the queries of each prompt attend to its keys and values, and write to `output`
         `[T, H_q, D]`. A query without keys gets zeros and minus infinity. `causal`: the queries
         belong to the last keys, and each reads the keys up to its own."""
-
-    def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
-        """Combine what the queries read from both, in `output`."""
-
-
-class TorchAttention:
-    """The definition in plain torch. It takes prompts one by one, and waits for the GPU."""
-
-    segment = SHORT
-    queries = 512
-    """Queries whose attention weights are computed at a time."""
-
-    def attend(
-        self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
-    ) -> Read:
-        """As in `Attention`."""
         totals = output.new_empty(output.shape[1::-1], dtype=torch.float32)
         limits = (pairwise(each.bounds.tolist()) for each in (queries, read))
         for (begin, end), (first, last) in zip(*limits, strict=True):
@@ -106,72 +75,55 @@ class TorchAttention:
         return Read(output, totals)
 
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
-        """As in `Attention`."""
+        """Combine what the queries read from both, in `output`."""
         totals = torch.logaddexp(first.totals, second.totals)
         output.zero_()
         for part in (first, second):
-            weights = (part.totals - totals).exp().nan_to_num(0).T[..., None]  # of nothing: 0
+            weights = (part.totals - totals).exp().nan_to_num(0).T[..., None]  # 0 if none read
             output.add_(part.output * weights)
         return Read(output, totals)
 
 
-class Scratch:
-    """Borrowed memory for the attention of prompts."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]):
-        """Of tensors of these `sizes`."""
-        self.exact, self.turned, *self.parts, keys, values = tensors
-        self.rows = keys, values
-
-    @staticmethod
-    def sizes(
-        queries: Sequence[int],
-        heads: int,
-        room: int,
-        dtype: torch.dtype,
-        value_dim: int | None = None,
-    ) -> list[Size]:
-        """For queries `[T, H_q, D]`: their exact output, the rotated queries, and three partial
-        outputs; and `room` rows of keys and of values. `value_dim`: of values, if other than D."""
-        *some, dim = queries
-        value = value_dim or dim
-        sizes = [((*some, each), dtype) for each in (value, dim, value, value, value)]
-        return sizes + [((room, heads, each), dtype) for each in (dim, value)]
+def scratch_sizes(
+    queries: Sequence[int], heads: int, room: int, dtype: torch.dtype, value_dim: int | None = None
+) -> list[Size]:
+    """The scratch memory of queries `[T, H_q, D]`: their exact output, the rotated queries, three
+    partial outputs, and `room` rows of keys and of values, which have `value_dim` channels or D."""
+    *some, dim = queries
+    value = value_dim or dim
+    sizes = [((*some, each), dtype) for each in (value, dim, value, value, value)]
+    return sizes + [((room, heads, each), dtype) for each in (dim, value)]
 
 
 class LayerReader:
-    """What the new tokens of a step read in one layer. `run` has all stages of a token, in their
-    order."""
+    """Stores the new tokens of a step in one layer's pages, and computes what they read."""
 
     def __init__(
-        self, pages: LayerPages, attention: Attention | None = None, lend: Lend | None = None
+        self, pages: LayerPages, attention: TorchAttention | None = None, lend: Lend | None = None
     ):
-        """From these pages; prompts attend by default in plain torch, and in new memory."""
+        """By default, prompts attend in plain torch and in new memory."""
         device = pages.memory["key"].device
         self.pages, self.attention = pages, attention or TorchAttention()
         self.lend, self.stream = lend or partial(_allocate, device), find_stream(device)
-        self._turns: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self._turns: Turns | None = None
 
     @torch.no_grad()
     def run(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
-        """Store new tokens, keys and values `rows` `[T, H, D]`, and write what their queries
-        `[T, H_q, D]` read to `output` `[T, H_q, D]`. `StoreStream` says what waits for what.
-
-        Few new tokens of a request read as `LayerPages.attend` says. Many read themselves exact,
-        and the `recent` ones before them, and the sink.
-        """
+        """Store new keys and values `rows` `[T, H, D]`, and attend with their queries
+        `[T, H_q, D]`, in the order that `StoreStream` requires. Few new tokens of a request read as
+        in `LayerPages.attend`; many read the sink, the recent window and themselves exact."""
         pages, prompts, stream = self.pages, step.prompts, self.stream
-        # The rows of a token without gaps, as kernels read them.
+        # Kernels read the rows of a token without gaps.
         rows = {side: each.to(pages.copies[side].dtype) for side, each in rows.items()}
         for side, each in rows.items():
             if each.stride()[1:] != (each.shape[-1], 1):
                 rows[side] = each.contiguous()
-        beside = step.decode.copied
-        if prompts is not None:  # few rows are stored sooner than another stream is asked
-            beside = not pages.is_few(rows)
-        stream.start(beside, pages.store, step, rows)
+        overlaps = step.decode.copied
+        if prompts is not None:  # few rows are stored faster than a second stream starts
+            overlaps = not pages.is_few(rows)
+        stream.start(overlaps, pages.store, step, rows)
         pages.copy(step, rows)
         few = len(query)
         if prompts is not None:
@@ -187,46 +139,46 @@ class LayerReader:
     def _attend_prompts(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
-        """Let prompts read what is exact, and then codes."""
+        """Let prompts read what is exact, then codes."""
         prompts = step.prompts
         assert prompts is not None
-        if not prompts.exact:  # one prompt, and no token is before its new ones
+        if not prompts.exact:  # one prompt without context
             new = prompts.bounds, prompts.longest
             read = Packed((self._exact_keys(rows["key"]), rows["value"]), *new)
             self.attention.attend(Packed((query,), *new), read, scores, True, output)
             return
         room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
         heads = rows["key"].shape[1]
-        sizes = Scratch.sizes(query.shape, heads, room, query.dtype, output.shape[-1])
-        scratch = Scratch(self.lend(*sizes))
-        exact, totals = scratch.exact if prompts.codes else output, []
+        sizes = scratch_sizes(query.shape, heads, room, query.dtype, output.shape[-1])
+        scratch, totals = self.lend(*sizes), []
+        exact, read_rows = scratch[0] if prompts.codes else output, scratch[-2:]
         for group in prompts.exact:
-            self._gather(step, group, rows, scratch.rows)
-            queries, into = (_part(each, group.tokens) for each in (query, exact))
+            self._gather(step, group, rows, read_rows)
+            queries, into = (each[group.tokens] for each in (query, exact))
             own = Packed((queries,), group.bounds, group.longest)
-            read = Packed(scratch.rows, group.read.bounds, group.read.longest)
+            read = Packed(read_rows, group.read.bounds, group.read.longest)
             totals.append(self.attention.attend(own, read, scores, True, into).totals)
         if not prompts.codes:
             return
         if step.meets:
             self.stream.wait()
-        # Attention sinks take part once.
+        # Attention sinks count once.
         codes = self._read_codes(prompts, query, Scores(scores.scale, scores.soft_cap), scratch)
         total = totals[0] if len(totals) == 1 else torch.cat(totals, 1)
         self.attention.merge(Read(exact, total), codes, output)
 
     def _read_codes(
-        self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: Scratch
+        self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: list[torch.Tensor]
     ) -> Read:
-        """What prompts read from codes, in segments."""
-        to_codes, from_codes, mean = self._make_turns(query)
-        turned = _multiply(query, to_codes, scratch.turned)
-        queries = Packed((turned,), prompts.bounds, prompts.longest)
-        first, second, spare = scratch.parts
-        codes, into = None, first
+        """Let prompts read from codes, in segments."""
+        self._turns = self._turns or self._make_turns(query)
+        to_codes, from_codes, mean = self._turns
+        _, turned, into, second, spare, *rows = scratch
+        queries = Packed((_multiply(query, to_codes, turned),), prompts.bounds, prompts.longest)
+        codes = None
         for segment in prompts.codes:
-            self._restore(prompts.page_table, segment, scratch.rows)
-            read = Packed(scratch.rows, segment.bounds, segment.longest)
+            self._restore(prompts.page_table, segment, rows)
+            read = Packed(rows, segment.bounds, segment.longest)
             part = self.attention.attend(queries, read, scores, False, into)
             if codes is not None:
                 part, spare = self.attention.merge(codes, part, spare), codes.output
@@ -242,42 +194,35 @@ class LayerReader:
         pages, by_head = self.pages, rows.transpose(0, 1)
         return pages.codec.keep_exact(by_head, pages.layer, "key").transpose(0, 1)
 
-    def _make_turns(
-        self, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """For queries `[T, H_q, D]` like these, made once: what takes them to the frame of the
-        codes, and what they read back from it, `[H_q, D, D]` each; and the values' mean `[H_q, D]`,
-        where these are centered."""
-        if self._turns is None:
-            pages, group = self.pages, like.shape[1] // self.pages.heads
-            key, value = (pages.codec.inverse(pages.layer, side) for side in SIDES)
-            mean = pages.codec.rotations[pages.layer]["value"].mean
-            # With key = stored @ matrix, query . key = (query @ matrix.T) . stored.
-            query, output = (each.to(like).repeat_interleave(group, 0) for each in (key.mT, value))
-            if mean is not None:
-                mean = mean.to(like).repeat_interleave(group, 0)
-            self._turns = query, output, mean
-        return self._turns
+    def _make_turns(self, like: torch.Tensor) -> Turns:
+        pages, group = self.pages, like.shape[1] // self.pages.heads
+        key, value = (pages.codec.inverse(pages.layer, side) for side in SIDES)
+        mean = pages.codec.rotations[pages.layer]["value"].mean
+        # With key = stored @ matrix, query . key = (query @ matrix.T) . stored.
+        query, output = (each.to(like).repeat_interleave(group, 0) for each in (key.mT, value))
+        if mean is not None:
+            mean = mean.to(like).repeat_interleave(group, 0)
+        return query, output, mean
 
     def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
         """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
-        each: copies, and then those of `rows` `[T, H, D]`; keys without their mean."""
+        each: copies, then new `rows` `[T, H, D]`; keys without their mean."""
         table, contexts = exact.page_table, exact.contexts
-        new = {side: _part(rows[side], exact.tokens) for side in SIDES}
+        new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
-            mean = None if mean is None else mean.float()
+            held, sides = self.pages.copies, zip(SIDES, into, strict=True)
             key, value = (
-                GatheredRows(self.pages.copies[side], new[side], new[side].stride(0), target)
-                for side, target in zip(SIDES, into, strict=True)
+                kernels.GatheredRows(held[side], new[side], new[side].stride(0), target)
+                for side, target in sides
             )
-            arguments = Gather(
+            arguments = kernels.Gather(
                 tokens=_tokens(exact.read, table),
                 room=len(into[0]),
                 slot_of=step.slot_of,
                 contexts=contexts,
                 news=exact.bounds,
-                mean=mean,
+                mean=None if mean is None else mean.float(),
                 key=key,
                 value=value,
             )
@@ -289,7 +234,7 @@ class LayerReader:
         self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
     ) -> None:
         table, contexts = exact.page_table, exact.contexts
-        new = {side: _part(rows[side], exact.tokens) for side in SIDES}
+        new = {side: rows[side][exact.tokens] for side in SIDES}
         prompt, position = exact.read.positions
         pages, at = self._places(table, prompt, position)
         later = position - contexts[prompt]
@@ -301,48 +246,36 @@ class LayerReader:
 
     def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
-        if self.pages.has_segments:
-            self._restore_segments(table, segment, into)
+        pages, layout = self.pages, self.pages.layouts["key"]
+        given = _tokens(segment, table), len(into[0]), pages.page_bytes
+        if pages.has_segments:
+            of_sides = (
+                kernels.RestoredSegments(each.places, each.memory, to)
+                for each, to in zip(pages.segments.values(), into, strict=True)
+            )
+            restored = kernels.RestoreSegments(*given, list_scales(table.device), *of_sides)
+            self._launch("restore_segments", segment, restored)
             return
-        layout = self.pages.layouts["key"]
-        both = [
-            RestoredRows(self.pages.memory[side], to) for side, to in zip(SIDES, into, strict=True)
-        ]
+        memory = (pages.memory[side] for side in SIDES)
+        both = [kernels.RestoredRows(*pair) for pair in zip(memory, into, strict=True)]
         if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
-            begin, tokens = Begin(*layout.starts[1:3]), _tokens(segment, table)
-            arguments = RestoreRows(tokens, len(into[0]), self.pages.page_bytes, begin, *both)
+            arguments = kernels.RestoreRows(*given, kernels.Begin(*layout.starts[1:3]), *both)
             self._launch("restore_rows", segment, arguments)
             return
-        pages, at = self._places(table, *segment.positions)
-        for side, (memory, target) in zip(SIDES, both, strict=True):
-            layout = self.pages.layouts[side]
-            target[: len(pages)] = self.pages.dequantize(layout, memory, pages, at)
-
-    def _restore_segments(
-        self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
-    ) -> None:
-        both = (
-            RestoredSegments(stored.places, stored.memory, to)
-            for stored, to in zip(self.pages.segments.values(), into, strict=True)
-        )
-        scales = list_scales(table.device)
-        tokens = _tokens(segment, table)
-        arguments = RestoreSegments(tokens, len(into[0]), self.pages.page_bytes, scales, *both)
-        self._launch("restore_segments", segment, arguments)
+        places = self._places(table, *segment.positions)
+        for side, (stored, target) in zip(SIDES, both, strict=True):
+            target[: len(places[0])] = pages.dequantize(pages.layouts[side], stored, *places)
 
     def _places(
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers of the pages of tokens, and the tokens' offsets there."""
+        """The pages of tokens, and their offsets there."""
         tokens = self.pages.tokens
-        number = (position // tokens).clamp(max=table.shape[1] - 1)  # of new tokens: any
+        number = (position // tokens).clamp(max=table.shape[1] - 1)  # any page for new tokens
         return table[prompt, number], position % tokens
 
-    def _launch(
-        self, name: str, of: Segment, arguments: Gather | RestoreRows | RestoreSegments
-    ) -> None:
-        """Launch a kernel of `restore.cu` or `segments.cu` for the tokens of a segment, and both
-        sides."""
+    def _launch(self, name: str, of: Segment, arguments: _Restore) -> None:
+        """Launch a kernel of `restore.cu` or `segments.cu` for both sides of a segment."""
         device, pages = of.bounds.device, self.pages
         kernel = _restore_kernel(name, pages.layouts["key"], pages.copies["key"].dtype, device)
         rows = min(of.room + _BEHIND, arguments.room)
@@ -354,8 +287,7 @@ class LayerReader:
 def _restore_kernel(
     name: str, layout: PageLayout | SegmentLayout, dtype: torch.dtype, device: torch.device
 ) -> Kernel:
-    """A kernel of `restore.cu`, or of `segments.cu`, which has those too, for pages of this layout
-    and rows of this type."""
+    """A kernel of `restore.cu`, or of `segments.cu`, which includes it."""
     source, variant = "segments.cu", Variant(layout.dim, layout.dim, dtype)
     if isinstance(layout, PageLayout):
         group = layout.dim // layout.groups
@@ -365,20 +297,14 @@ def _restore_kernel(
     return Kernel(code.get_kernel(name), variant.block_rows)
 
 
-def _tokens(of: Segment, table: torch.Tensor) -> Tokens:
-    """Tokens of prompts whose pages are in this table, as a kernel reads them."""
+def _tokens(of: Segment, table: torch.Tensor) -> kernels.Tokens:
+    """A kernel's argument for tokens of prompts whose pages are in this table."""
     starts = of.bounds, of.firsts, of.jumps, of.gaps
-    return Tokens(*starts, prompts=len(of.firsts), table=table, stride=table.stride(0))
+    return kernels.Tokens(*starts, prompts=len(of.firsts), table=table, stride=table.stride(0))
 
 
 def _allocate(device: torch.device, *sizes: Size) -> list[torch.Tensor]:
-    """New memory, where nobody lends any."""
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-
-
-def _part(rows: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """Some rows; most steps have one group of prompts, which has them all."""
-    return rows if tokens == slice(0, len(rows)) else rows[tokens]
 
 
 def _multiply(rows: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

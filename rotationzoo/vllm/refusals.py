@@ -1,11 +1,8 @@
-"""What a server is asked for beside an artifact: whether our backend serves it, and what people
-should know of it. It is checked once, where vLLM makes a config."""
+"""The options of vLLM that are refused with an artifact, and notes on those that are served."""
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import full_attention_layers
@@ -18,24 +15,23 @@ from rotationzoo.vllm.upstream import WORKERS
 from rotationzoo.words import byte_count
 
 SERVED_CONNECTORS = "OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector"
-"""Those of vLLM's KV connectors whose pages come from this server, or from one that says which
-artifact it serves."""
+"""vLLM's KV connectors whose pages come from this server, or from one that names its artifact."""
 _CONNECTOR_OPTIONS = {"cpu_bytes_to_use", "backends", "num_threads"}
-"""Others of the same connectors keep pages in files, or compare less."""
+"""Other options of these connectors keep pages in files, or compare less."""
 
 
 def check_server(settings: CacheSettings, config: Any) -> None:
-    """Raise `UnsupportedModel` for what vLLM is asked for, and this backend does not serve."""
+    """Raise `UnsupportedModel` for options of vLLM that this backend does not serve."""
     from rotationzoo.vllm.upstream import VLLM_PLUGINS, current_platform
     from rotationzoo.vllm.upstream import AttentionBackendEnum as Backends
 
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     attention, place, known = config.attention_config, Backends.CUSTOM, {Backends.CUSTOM}
     on_gpu, cached = config.device_config.device_type != "cpu", settings.codec.rotations.cached
-    if not on_gpu:  # which has one backend, whatever it is asked for
+    if not on_gpu:  # a CPU has one backend, whatever the options
         place, known = Backends.CPU_ATTN, {None, Backends.CPU_ATTN, Backends.CUSTOM}
     backend = attention.backend_per_kind.get("full_attention", attention.backend)
-    # CUSTOM has no path as long as no plugin gave it one.
+    # CUSTOM has no path until a plugin sets one.
     path = place.get_path() if place.is_overridden() else BACKENDS
     heads = model.get_total_num_kv_heads()
     changed = ", ".join(_changed_keys(config))
@@ -43,37 +39,38 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     memory = cache.gpu_memory_utilization * current_platform.get_device_total_memory()
     has_windows = full_attention_layers(model.hf_config) is not None
     connector = _unserved_connector(config)
-    is_spread, drafts = parallel.tensor_parallel_size > 1, config.speculative_config is not None
-    if cached is LATENTS and not model.use_mla:
-        problem = "with VLLM_MLA_DISABLE, vLLM caches no latents, and the rotations are of latents"
-        raise UnsupportedModel(problem, hint="leave the variable out")
+    connects, has_latents = _has_connector(config), cached is LATENTS
+    drafts = config.speculative_config is not None
+    untested = model.is_hybrid or drafts or parallel.tensor_parallel_size > 1
+    if has_latents and not model.use_mla:
+        problem = "with VLLM_MLA_DISABLE, vLLM caches no latents, and the rotations are for latents"
+        raise UnsupportedModel(problem, hint="unset the variable")
     check_latents(model.hf_config, on_gpu)
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
-        # Pages of another server may be of another artifact, which nothing compares.
+        # Pages of another server may be from another artifact, which nothing compares.
         f"this KV connector ({connector})": connector,
-        # They were not tried.
-        "a KV connector beside sliding windows, states, drafted tokens or tensor parallelism": (
-            _has_connector(config) and (model.is_hybrid or has_windows or is_spread or drafts)
+        "a KV connector with sliding windows, states, drafted tokens or tensor parallelism": (
+            connects and (untested or has_windows)
         ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "latents beside states, drafted tokens, tensor parallelism or a KV connector": (
-            cached is LATENTS and (model.is_hybrid or drafts or is_spread or _has_connector(config))
+        "latents with states, drafted tokens, tensor parallelism or a KV connector": (
+            has_latents and (untested or connects)
         ),
-        "sliding windows beside states": model.is_hybrid and has_windows,
-        # vLLM would copy such a block, and not know of the exact copies of its pages.
+        "sliding windows with states": model.is_hybrid and has_windows,
+        # vLLM would copy such a block without the exact copies of its pages.
         "prefixes that end inside a block": getattr(cache, "prefix_match_unit", None) is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
-        "layers left out": getattr(cache, "kv_cache_dtype_skip_layers", None),
-        # It was not tried: what pages hold after it may be no numbers.
+        "layers with another cache dtype": getattr(cache, "kv_cache_dtype_skip_layers", None),
+        # Not tested: pages may hold NaN afterwards.
         "sleep mode": model.enable_sleep_mode,
         f"exact copies of {byte_count(copies)} (--max-num-seqs)": copies > memory,
         "random weights (--load-format dummy)": config.load_config.load_format == "dummy",
-        "weights that change meanwhile": config.weight_transfer_config is not None,
-        f"another config than the model's own ({changed})": changed,
-        "another worker of vLLM": not parallel.worker_cls.startswith((WORKERS, WORKER)),
-        "another attention backend than CUSTOM": backend not in known,
+        "weights that change while it runs": config.weight_transfer_config is not None,
+        f"a config other than the model's own ({changed})": changed,
+        "another worker class": not parallel.worker_cls.startswith((WORKERS, WORKER)),
+        "an attention backend other than CUSTOM": backend not in known,
         f"{path}, which another plugin put in our backend's place": not path.startswith(BACKENDS),
         "a VLLM_PLUGINS that leaves rotationzoo out": KEY not in (VLLM_PLUGINS or [KEY]),
     }
@@ -83,59 +80,48 @@ def check_server(settings: CacheSettings, config: Any) -> None:
 
 
 def check_latents(config: Any, on_gpu: bool) -> None:
-    """Raise `UnsupportedModel` for a model that caches latents (MLA), by its config, where nothing
-    reads them."""
+    """Raise `UnsupportedModel` for a model with latents (MLA) that no backend reads."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None) is None:
+    has_index = getattr(text, "index_topk", None) is not None
+    if getattr(text, "kv_lora_rank", None) is None or not (on_gpu or has_index):
         return
-    problem = None
+    problem = "vLLM's CPU engine has no sparse attention over latents"
     if on_gpu:
-        problem = "no kernel reads latents (MLA) on a GPU: vLLM's CPU engine alone serves them"
-    elif getattr(text, "index_topk", None) is not None:
-        problem = "vLLM's CPU engine has no sparse attention over latents"
-    if problem:
-        raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
+        problem = "no kernel reads latents (MLA) on a GPU: only vLLM's CPU engine serves them"
+    raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
 
 
 def describe(settings: CacheSettings, config: Any) -> list[str]:
-    """What people should know of a server."""
+    """What users should know about a server."""
     layout, requests = settings.layout, config.scheduler_config.max_num_seqs
     if not served_layers(settings, config):
-        return ["Every layer has a sliding window, which vLLM keeps exact: nothing has 2 bits"]
-    copies, how = byte_count(_copied_bytes(settings, config)), "transform coding"
-    if settings.codec.rounding != "transform":
-        how = "nearest codes"
-    notes = [
+        return ["Every layer has a sliding window, which vLLM keeps exact: nothing is in 2 bits"]
+    copies = byte_count(_copied_bytes(settings, config))
+    how = {"transform": "transform coding", "nearest": "nearest codes"}[settings.codec.rounding]
+    quantization = config.model_config.quantization
+    notes = {
         f"Serving {how}, the first {layout.sink} and the last "
         f"{layout.recent} tokens exact, which takes {copies} for {requests} requests at a time "
-        "(--max-num-seqs)"
-    ]
-    if quantization := config.model_config.quantization:
-        notes.append(
-            f"Weights are quantized ({quantization}): rotations were made for these, or for those "
-            "that they were quantized from"
-        )
-    if _has_connector(config):
-        notes.append(
-            "Pages that a KV connector loads have no exact copies: they are read from codes, also "
-            "the first tokens of a request"
-        )
-    if config.lora_config is not None:
-        notes.append("Rotations were made without the adapters of --enable-lora, which change keys")
-    return notes
+        "(--max-num-seqs)": True,
+        f"Weights are quantized ({quantization}): rotations were made for these, or for the "
+        "weights that they were quantized from": quantization,
+        "Pages that a KV connector loads have no exact copies: they are read from codes, even "
+        "the first tokens of a request": _has_connector(config),
+        "Rotations were made without the adapters of --enable-lora, which change keys": (
+            config.lora_config is not None
+        ),
+    }
+    return [note for note, is_true in notes.items() if is_true]
 
 
 def name_connector(config: Any) -> None:
-    """Have vLLM take its KV connector, if it is asked for one, from our module: it says to workers
-    which blocks it loads."""
-    if not _has_connector(config):
-        return
-    from rotationzoo.vllm.upstream import KVTransferConfig
+    """Let vLLM take its KV connector, if any, from our module."""
+    if _has_connector(config):
+        from rotationzoo.vllm.upstream import KVTransferConfig
 
-    # For offloading, vLLM adds the connector's name later.
-    transfer = config.kv_transfer_config or KVTransferConfig()
-    transfer.kv_connector_module_path = CONNECTORS
-    config.kv_transfer_config = transfer
+        # For offloading, vLLM adds the connector's name later.
+        config.kv_transfer_config = config.kv_transfer_config or KVTransferConfig()
+        config.kv_transfer_config.kv_connector_module_path = CONNECTORS
 
 
 def _has_connector(config: Any) -> bool:
@@ -144,7 +130,7 @@ def _has_connector(config: Any) -> bool:
 
 
 def _unserved_connector(config: Any) -> str:
-    """What a server is asked for of a KV connector that is not served; empty where all is."""
+    """What is not served of a KV connector: its name, or its options; otherwise empty."""
     cache, transfer = config.cache_config, config.kv_transfer_config
     if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
         return str(cache.kv_offloading_backend)
@@ -158,7 +144,7 @@ def _unserved_connector(config: Any) -> str:
 
 
 def _copied_bytes(settings: CacheSettings, config: Any) -> int:
-    """What the exact copies of all requests take."""
+    """The bytes of the exact copies of all requests."""
     codec, layout, tokens = settings.codec, settings.layout, 64
     layers, cached = served_layers(settings, config), codec.rotations.cached
     sides = product(layers, cached.sides)
@@ -169,17 +155,14 @@ def _copied_bytes(settings: CacheSettings, config: Any) -> int:
     if cached is LATENTS:
         text = config.model_config.hf_config.get_text_config(decoder=True)
         elements += len(layers) * text.qk_rope_head_dim
-    elements *= slots * tokens
-    itemsize: int = config.model_config.dtype.itemsize
-    return elements * itemsize
+    return int(elements * slots * tokens * config.model_config.dtype.itemsize)
 
 
 def _changed_keys(config: Any) -> list[str]:
-    """What vLLM's options change in the config that a model comes with, but for RoPE that is scaled
-    as in calibration. Raises `UnsupportedModel` for RoPE that is not."""
+    """The keys of the model's config that vLLM's options change, except for RoPE that is scaled as
+    in calibration. Raises `UnsupportedModel` for RoPE that is not."""
     model, options = config.model_config, parse_options(config.additional_config)
-    assert options is not None
-    wanted = Artifact.open(Path(options.artifact).expanduser()).recipe.rope_scaling
+    wanted = options.open().recipe.rope_scaling
     if not (model.hf_overrides or model.hf_config_path or wanted):
         return []
     from rotationzoo.vllm.upstream import get_config
@@ -189,7 +172,7 @@ def _changed_keys(config: Any) -> list[str]:
     kept, used = read.to_dict(), model.hf_config.to_dict()
     fixed = {"_name_or_path"}
     if str(scaling_of(model.hf_config)).startswith("yarn:"):
-        fixed.add("max_position_embeddings")  # of which YaRN computes nothing
+        fixed.add("max_position_embeddings")  # which YaRN does not use
     if wanted:
         present = scaling_of(model.hf_config)
         apply_scaling(read, wanted, model.model)

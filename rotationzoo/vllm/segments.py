@@ -1,57 +1,47 @@
-"""What is known of a step, and what its prompts read, cut into parts that are restored one at a
-time, so that the memory for that does not grow with the context."""
+"""What the host knows of a step, and what its prompts read. Codes are restored in segments, one at
+a time, so that the memory for them does not grow with the context."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 
-LONG = 32_768
-"""Tokens of a segment on a GPU."""
-SHORT = 4096
-"""Tokens of a segment for torch's attention, which writes down a weight for each."""
+LONG = 32_768  # tokens of a segment on a GPU
+SHORT = 4096  # and for torch's attention, which stores a weight for each
 FEW = 8
-"""So many new tokens of a request are read by the kernel of decoding steps. On an H100, with 4
-query heads on a KV head, that takes .35 to .77 of a prompt's time; 16 would take .60 to 1.30."""
+"""The most new tokens of a request that the decoding kernel takes. On an H100, with 4 query heads
+per KV head, it needs 0.35 to 0.77 of a prompt's time; for 16 tokens, 0.60 to 1.30."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Known:
     """What is known of a step without waiting for a device: int64 tensors on the CPU."""
 
-    counts: torch.Tensor
-    """`[B]`: new tokens of each request. Requests with few come before those with many."""
-    lengths: torch.Tensor
-    """`[B]`: tokens of each request, right where many are new."""
-    most_tokens: int
-    """No request has more tokens."""
-    few: int = FEW
-    """So many new tokens are few."""
-    meets: bool = True
-    """Whether a request may read tokens that another one stores in this step."""
+    counts: torch.Tensor  # [B]: new tokens of each request; those with few new tokens come first
+    lengths: torch.Tensor  # [B]: tokens of each request; an upper bound where few are new
+    most_tokens: int  # of any request, at most
+    few: int = FEW  # up to this number, new tokens are few
+    meets: bool = True  # whether a request may read tokens that another one stores in this step
 
     @cached_property
     def decodes(self) -> int:
-        """How many requests come before the first with many new tokens."""
+        """The number of requests before the first with many new tokens."""
         many = (self.counts > self.few).nonzero()
         return int(many[0]) if len(many) else len(self.counts)
 
     @cached_property
     def most_new(self) -> int:
-        """None of these has more new tokens."""
+        """The most new tokens of these requests."""
         return max(1, int(self.counts[: self.decodes].max())) if self.decodes else 1
 
     @property
     def few_tokens(self) -> int:
-        """How many new tokens these have together."""
         return int(self.counts[: self.decodes].sum())
 
     @property
     def has_prompts(self) -> bool:
-        """Whether any request has many new tokens."""
         return self.decodes < len(self.counts)
 
     @cached_property
@@ -60,13 +50,13 @@ class Known:
         return (self.lengths - self.counts)[self.decodes :]
 
     def count_segments(self, most: int) -> int:
-        """Into how many segments of so many tokens these are cut."""
+        """The number of segments of `most` tokens that the contexts fill."""
         return -(-int(self.contexts.sum()) // most)
 
     def spread(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `DecodeMetadata` says of the first requests, which have so many rows."""
+        """`DecodeMetadata.spread` for the first requests, which have `tokens` rows."""
         counts, new = self.counts[: self.decodes], self.most_new
-        # Without tokens are requests that fill up the batch of a graph.
+        # Requests without tokens pad the batch of a graph.
         if ((counts == new) | (counts == 0)).all() and tokens == len(counts) * new:
             return None
         ends, request = counts.cumsum(0), torch.repeat_interleave(counts)
@@ -78,28 +68,23 @@ class Known:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of C prompts, one prompt after another. A prompt may have none in it. Token `j` of a
-    prompt has the position `first + j`, and `gap` more from the position `jump` on."""
+    """Tokens of C prompts, one prompt after another; a prompt may have none. Token `j` of a prompt
+    has the position `first + j`, and `gap` more from the position `jump` on. All are int32."""
 
-    bounds: torch.Tensor
-    """int32 `[C + 1]`: where the tokens of each prompt begin."""
-    firsts: torch.Tensor
-    """int32 `[C]`, and so are the next two."""
-    jumps: torch.Tensor
-    gaps: torch.Tensor
-    room: int
-    """It has no more tokens."""
-    longest: int
-    """No prompt has more tokens in it."""
+    bounds: torch.Tensor  # [C + 1]: where the tokens of each prompt begin
+    firsts: torch.Tensor  # [C]
+    jumps: torch.Tensor  # [C]
+    gaps: torch.Tensor  # [C]
+    room: int  # tokens, at most
+    longest: int  # tokens of one prompt, at most
 
     @cached_property
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt of each token, and its position there, int64 each. Waits for a GPU, once for
-        all layers."""
+        """The prompt and the position of each token, int64. Waits for a GPU, once a step."""
         bounds = self.bounds.long()
         prompt = torch.repeat_interleave(bounds.diff())
-        position = self.firsts[prompt] + torch.arange(len(prompt), device=prompt.device)
-        position = position - bounds[prompt]
+        position = torch.arange(len(prompt), device=prompt.device)
+        position = position + (self.firsts - bounds[:-1])[prompt]
         return prompt, position + self.gaps[prompt] * (position >= self.jumps[prompt])
 
 
@@ -107,64 +92,44 @@ class Segment:
 class Exact:
     """What some prompts of a step read exact: the windows before their new tokens, and these."""
 
-    page_table: torch.Tensor
-    """Their rows of the step's, int64 `[C, N]`."""
-    contexts: torch.Tensor
-    """int32 `[C]`: how many tokens each has before its new ones."""
-    tokens: slice
-    """Which of the prompts' new tokens are theirs."""
-    bounds: torch.Tensor
-    """int32: where the new tokens of each begin."""
-    longest: int
-    """None of them has more new tokens."""
+    page_table: torch.Tensor  # int64 [C, N]: their rows of the step's
+    contexts: torch.Tensor  # int32 [C]: the tokens of each before its new ones
+    tokens: slice  # their part of the new tokens of all prompts
+    bounds: torch.Tensor  # int32 [C + 1]: where the new tokens of each begin
+    longest: int  # new tokens of one prompt, at most
     read: Segment
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The C requests of a step that have many new tokens each. They are its last ones."""
+    """The C requests of a step with many new tokens each. They are its last ones."""
 
-    token: int
-    """The number of the first of their tokens, among the new ones of the step."""
-    page_table: torch.Tensor
-    """Their rows of the step's, int64 `[C, N]`."""
-    bounds: torch.Tensor
-    """int32 `[C + 1]`: where the new tokens of each begin, counted from the first of these."""
-    longest: int
-    """No request has more new tokens."""
-    exact: Sequence[Exact]
-    """Together, all prompts; none where the only one has no token before its new ones."""
-    codes: Sequence[Segment]
-    """All other tokens."""
+    token: int  # the index of their first new token among those of the step
+    page_table: torch.Tensor  # int64 [C, N]: their rows of the step's
+    bounds: torch.Tensor  # int32 [C + 1]: where the new tokens of each begin, from `token` on
+    longest: int  # new tokens of one request, at most
+    exact: Sequence[Exact]  # all prompts; empty for a single one without a context
+    codes: Sequence[Segment]  # all other tokens
 
 
 @dataclass(frozen=True)
 class Reads:
-    """From where to where C prompts read what, int32 on the device, in S segments."""
+    """What C prompts read, in S segments: int32 on the device."""
 
-    contexts: torch.Tensor
-    """`[C]`: how many tokens are before the new ones."""
-    firsts: torch.Tensor
-    """`[C]`: how many of these, the first ones, are read exact."""
-    gaps: torch.Tensor
-    """`[C]`: how many of them are read from codes, those that follow. The last ones are exact."""
-    new_bounds: torch.Tensor
-    """`[C + 1]`: where the new tokens of each begin."""
-    exact_bounds: torch.Tensor
-    """`[C + 1]`: where all that it reads exact begins."""
-    code_bounds: torch.Tensor
-    """`[S, C + 1]`: where those of a segment begin that it reads from codes."""
-    code_firsts: torch.Tensor
-    """`[S, C]`: the first of these."""
+    contexts: torch.Tensor  # [C]: tokens before the new ones
+    firsts: torch.Tensor  # [C]: how many of these, from the first on, are read exact
+    gaps: torch.Tensor  # [C]: how many after those are read from codes; the rest is exact
+    new_bounds: torch.Tensor  # [C + 1]: where the new tokens of each begin
+    exact_bounds: torch.Tensor  # [C + 1]: where the tokens that each reads exact begin
+    code_bounds: torch.Tensor  # [S, C + 1]: where those of a segment begin that are codes
+    code_firsts: torch.Tensor  # [S, C]: the positions of these
 
     @classmethod
     def allocate(cls, prompts: int, segments: int, device: torch.device) -> "Reads":
-        """One to write to."""
+        """Empty tensors, for a kernel to fill."""
         one, ends = (prompts,), (prompts + 1,)
         shapes = one, one, one, ends, ends, (segments, *ends), (segments, *one)
-        sizes = [math.prod(shape) for shape in shapes]
-        parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-        return cls(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+        return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
 
 
 def find_reads(
@@ -175,8 +140,8 @@ def find_reads(
     segments: int,
     most: int,
 ) -> Reads:
-    """What C prompts with so many tokens, `new` ones after them, read: those before `starts` and
-    from `recents` on exact, and the others in segments of `most` tokens. All are int32 `[C]`."""
+    """What C prompts read that have `contexts` tokens before `new` ones: exact before `starts` and
+    from `recents` on, and the others in segments of `most` tokens. All are int32 `[C]`."""
     gaps, begins = recents - starts, contexts.cumsum(0, dtype=torch.int32) - contexts
     edges = torch.arange(segments, device=contexts.device).int()[:, None] * most - begins
     offsets = torch.minimum(edges.clamp(min=0), contexts)
@@ -186,16 +151,15 @@ def find_reads(
     return Reads(contexts, starts, gaps, own, exact, codes, offsets + starts)
 
 
-@lru_cache(maxsize=1)  # the pages of all sizes are planned for one step
 def _cut(known: Known, windows: int, most: int) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Of each group of prompts: which they are, which of the new tokens are theirs, the most of
-    these, how many tokens they read exact, and the most of those. Of each segment: how many tokens
-    it has at most, and how many of one prompt."""
+    """For each group of prompts: its slice of the prompts and of their new tokens, the most new
+    tokens of one, and the tokens that all and that one reads exact, at most. For each segment: the
+    tokens of all prompts and of one, at most."""
     new, contexts = known.counts[known.decodes :], known.contexts
     groups, begin = [], 0
     sizes = contexts.clamp(max=windows) + new
     ends, firsts = sizes.cumsum(0), new.cumsum(0) - new
-    # One without a context reads its new tokens as they are. Several would not, see `restore.cu`.
+    # A single prompt without context reads its new tokens in place; several cannot (`restore.cu`).
     while (known.count_segments(most) or len(sizes) > 1) and begin < len(sizes):
         limit = int(ends[begin] - sizes[begin]) + most
         end = max(begin + 1, int(torch.searchsorted(ends, limit, right=True)))
@@ -213,9 +177,9 @@ def _cut(known: Known, windows: int, most: int) -> tuple[list[Any], list[tuple[i
 def plan_prompts(
     known: Known, reads: Reads, page_table: torch.Tensor, windows: int, most: int
 ) -> Prompts:
-    """Group the prompts of a step so that each group reads at most `most` tokens exact, at most
-    `windows` of each prompt and the new ones, or is one prompt; and cut all else into segments of
-    `most` tokens. Nothing waits for the device, and nothing loops over prompts."""
+    """Group the prompts of a step so that a group reads at most `most` tokens exact, or is a single
+    prompt; of a prompt, these are the new tokens and at most `windows` others. Cut all else into
+    segments of `most` tokens. Nothing waits for the device, and nothing loops over prompts."""
     groups, rooms = _cut(known, windows, most)
     none, exact, table = torch.zeros_like(reads.firsts), [], page_table[known.decodes :]
     for part, tokens, longest, *room in groups:
@@ -232,7 +196,7 @@ def plan_prompts(
 
 
 def move(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers on a device, without waiting for it."""
-    if device.type == "cuda":  # from memory that is not pinned, the copy would wait
+    """Copy numbers to a device without waiting for it."""
+    if device.type == "cuda":  # a copy from memory that is not pinned would wait
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)

@@ -17,42 +17,35 @@ from rotationzoo.vllm.pages import Rows
 from rotationzoo.vllm.plugin import OTHER_VERSION
 
 FURTHEST = 0.25
-"""The largest allowed distance of a step from the definition, where 1 is the change that
-quantization makes. The demo model is within 0.001 in float32 and 0.05 in bfloat16; another layer's
-rotations are 1.05 away."""
-MOST = 512
-"""The most tokens of a prompt, whatever the windows are."""
-LAYERS = 8
-"""How many layers are checked. In torch, the codes of one take 10 to 20 ms a side."""
-CHUNK, FEW = 16, 3
-"""New tokens of the last two steps. The last `CHUNK` queries of a step are compared."""
+"""The largest allowed distance from the definition, as a fraction of what quantization changes. The
+demo model has 0.001 in float32 and 0.05 in bfloat16; another layer's rotations make it 1.05."""
+MOST = 512  # tokens of a prompt, whatever the windows are
+LAYERS = 8  # that are checked: in torch, the codes of one take 10 to 20 ms a side
+CHUNK, FEW = 16, 3  # new tokens of the last two steps; the last `CHUNK` queries are compared
 
 
 class LayerRun:
     """Runs the steps of one request in a layer of vLLM's, in the last blocks of its cache."""
 
     def __init__(self, config: Any, name: str, spec: Any):
-        """For a layer of this name, whose KV cache has this spec."""
         layer = self.layer = config.compilation_config.static_forward_context[name]
-        self.cache, self.device = layer.kv_cache, layer.kv_cache.device
+        self.cache, self.impl, device = layer.kv_cache, layer.impl, layer.kv_cache.device
         self.block = self.cache.shape[-2]
-        self._made_with = spec.copy_with_new_block_size(self.block), [name], config, self.device
-        impl = layer.impl
-        self.settings: CacheSettings = impl.own_settings()
-        self.scores: Scores = impl.scores
-        self.heads, self.query_heads = impl.num_kv_heads, impl.num_heads
-        self.dims = dict(zip(SIDES, (impl.head_size, impl.value_size), strict=True))
+        self._made_with = spec.copy_with_new_block_size(self.block), [name], config, device
+        self.settings: CacheSettings = self.impl.own_settings()
+        sizes = self.impl.head_size, self.impl.value_size
+        self.dims: dict[str, int] = dict(zip(SIDES, sizes, strict=True))
         self.dtype: torch.dtype = config.model_config.dtype
-        self.room = (len(self.cache) - 1) * self.block  # vLLM leaves the first block out
+        self.room = (len(self.cache) - 1) * self.block  # vLLM does not use block 0
 
     def step(self, start: int, query: torch.Tensor, rows: Rows, alone: bool) -> torch.Tensor:
-        """Store new tokens from this position on, `rows` `[T, H, D]`, and return what their
-        queries `[T, H_q, D]` read. `alone`: no token before them has an exact copy."""
+        """Store new `rows` `[T, H, D]` from this position on, and return the attention output of
+        their queries `[T, H_q, D]`. `alone`: no token before them has an exact copy."""
         from rotationzoo.vllm.upstream import CommonAttentionMetadata
 
         if alone:
             self._builder = self.layer.attn_backend.get_builder_cls()(*self._made_with)
-        count, end, place = len(query), start + len(query), self.device
+        count, end, place = len(query), start + len(query), self.cache.device
         position, length = torch.arange(start, end), torch.tensor([end], dtype=torch.int32)
         bounds = torch.tensor([0, count], dtype=torch.int32)
         blocks = len(self.cache) - 1 - torch.arange(-(-end // self.block))
@@ -66,15 +59,15 @@ class LayerRun:
         step = self._builder.build(0, common)
         given = [each.to(place) for each in (query, rows["key"], rows["value"])]
         output = given[0].new_empty(*query.shape[:-1], self.dims["value"])
-        self.layer.impl.forward(self.layer, *given, self.cache, step, output)
+        self.impl.forward(self.layer, *given, self.cache, step, output)
         return output.cpu()
 
 
 @torch.no_grad()
 def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> float:
-    """Check at most `LAYERS` of the layers of our backend, `stored` by number, among them the
-    first, with whole windows, and the last; how far the furthest step is. Raises as `check_layer`,
-    and where vLLM has other hooks than expected."""
+    """Check at most `LAYERS` of the layers `stored` in 2 bits, by number: the first, with whole
+    windows, the last, and some between. Returns the largest distance. Raises as `check_layer`, and
+    if vLLM's hooks are not as expected."""
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})
@@ -85,16 +78,16 @@ def check_pages(config: Any, stored: dict[int, str], kv_cache_config: Any) -> fl
         for layer in layers[:-1:step] + layers[-1:]:
             run = LayerRun(config, stored[layer], specs[stored[layer]])
             furthest.append(check_layer(run, layer, CHUNK if len(furthest) > 1 else MOST))
-    said = "%d layers are stored in 2 bits: tokens read what is defined, %.3f (at most %.2f) apart"
+    said = "%d layers are stored in 2 bits, %.3f from the definition (at most %.2f is allowed)"
     getLogger("vllm.rotationzoo").info(said, len(layers), max(furthest), FURTHEST)
     return max(furthest)
 
 
 def check_layer(run: LayerRun, layer: int, most: int) -> float:
     """Run a request in one layer: a prompt of at most `most` tokens, then a token that reads exact
-    windows and codes, then a chunk and a few tokens that read only codes before them. Leaves the
-    pages unchanged. Returns the largest distance of a step from the definition, which is computed
-    on the CPU. Raises `RotationZooError` if that is too far."""
+    windows and codes, then a chunk and a few tokens that read only codes before them. Returns the
+    largest distance of a step from the definition, which is computed on the CPU. Raises
+    `RotationZooError` if that is too far. Leaves the pages unchanged."""
     random, later = torch.Generator().manual_seed(layer), 1 + CHUNK + FEW
     layout = run.settings.layout
     wanted = layout.sink + layout.recent + 2 * CHUNK
@@ -106,11 +99,11 @@ def check_layer(run: LayerRun, layer: int, most: int) -> float:
         drawn = torch.randn(prompt + later, heads, dim, generator=random)
         return drawn.to(run.dtype)
 
-    rows = {side: draw(run.heads, dim) for side, dim in run.dims.items()}
-    if run.settings.codec.rotations.cached is LATENTS:  # which are the first channels of keys
+    rows = {side: draw(run.impl.num_kv_heads, dim) for side, dim in run.dims.items()}
+    if run.settings.codec.rotations.cached is LATENTS:  # the first channels of keys
         rows["value"] = rows["key"][..., : run.dims["value"]]
-    queries = draw(run.query_heads, run.dims["key"])
-    definition = Definition(run.settings, layer, run.scores, rows)
+    queries = draw(run.impl.num_heads, run.dims["key"])
+    definition = Definition(run.settings, layer, run.impl.scores, rows)
     distances = []
     for start, end, exact in definition.steps(prompt):
         new, alone = slice(start, end), start == 0 or end - start > FEW
@@ -119,16 +112,16 @@ def check_layer(run: LayerRun, layer: int, most: int) -> float:
         read, first = output[-CHUNK:].float(), max(start, end - CHUNK)
         distances.append(definition.distance(read, queries[first:end], first, exact))
     kept.copy_(before)
-    if too_far := [each for each in distances if not each <= FURTHEST]:  # or no number
+    if too_far := [each for each in distances if not each <= FURTHEST]:  # also for NaN
         problem = f"layer {layer} does not read what was stored in its pages"
-        far = f"{too_far[0]:.2f} from the definition, where quantization changes 1"
-        hint = "try the kernels of this machine: rotationzoo validate ROTATIONS"
-        raise RotationZooError(f"{problem}: what it reads is {far}", hint)
+        far = f"it is {too_far[0]:.2f} of what quantization changes from the definition"
+        hint = "check the kernels on this machine: rotationzoo validate ROTATIONS"
+        raise RotationZooError(f"{problem}: {far}", hint)
     return max(distances)
 
 
 class Definition:
-    """What the tokens of a request read, in plain torch on the CPU."""
+    """The attention of a request's tokens, in plain torch on the CPU."""
 
     def __init__(self, settings: CacheSettings, layer: int, scores: Scores, rows: Rows):
         _, heads, dim = rows["value"].shape
@@ -146,7 +139,7 @@ class Definition:
         self.stored = [store(each, side=side) for side, each in given.items()]
 
     def steps(self, prompt: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Where each step begins and ends, and which tokens its queries read exact `[T, L]`."""
+        """The begin and end of each step, and which tokens its queries read exact `[T, L]`."""
         position = torch.arange(self.exact[0].shape[2])
         sink, recent = self.layout.sink, self.layout.recent
         yield 0, prompt, position >= 0
@@ -159,8 +152,8 @@ class Definition:
     def distance(
         self, output: torch.Tensor, queries: torch.Tensor, first: int, exact: torch.Tensor
     ) -> float:
-        """How far from the definition queries `[T, H_q, D]` from this position on have read, in
-        parts of what quantization changes. They read these tokens exact `[T, L]`."""
+        """The distance of the `output` of queries `[T, H_q, D]` from position `first` on, as a
+        fraction of what quantization changes. `exact` `[T, L]`: tokens that they read exact."""
         position = torch.arange(self.exact[0].shape[2])
         causal = position <= torch.arange(first, first + len(queries))[:, None]
         query = queries.float().transpose(0, 1)[None]
@@ -170,5 +163,5 @@ class Definition:
         key, value = self.exact
         unquantized = attend_rows(query, key, value, causal[None], self.scores)[0][0]
         changed = (unquantized.transpose(0, 1) - expected).norm()
-        # Where nothing is read from codes, only the type of the model makes a difference.
+        # If nothing is read from codes, only the model's dtype makes a difference.
         return float((output - expected).norm() / (changed + expected.norm() / 20))

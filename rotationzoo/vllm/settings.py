@@ -1,8 +1,6 @@
-"""The settings of a server's cache: what vLLM's `additional_config` names under `rotationzoo`, read
-from the artifact and compared with the model."""
+"""The settings of a server's cache, from our options in vLLM's `additional_config`."""
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,51 +28,43 @@ from rotationzoo.linalg.orthogonality import one_thread
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.storage import strict_json
-from rotationzoo.vllm import KEY
+from rotationzoo.vllm import KEY, SERVE
 
 
 class Options(strict_json.Strict, extra="forbid"):
     """The settings under `KEY`."""
 
-    artifact: str
-    """The folder of the artifact."""
+    artifact: str  # its folder
     format: Literal["sglang", "vllm", "segments"] | None = None
-    """By default `segments` where the artifact has transform coding, and else `vllm`."""
-    bits: float | None = None
-    """Another budget of bits an element than the artifact's, which must have one."""
+    """By default `segments` if the artifact has transform coding, otherwise `vllm`."""
+    bits: float | None = None  # per element, in place of the artifact's budget, which it must have
     sink: int | None = Field(default=None, ge=0)
     recent: int | None = Field(default=None, ge=1)
-    """First and last tokens that stay exact; by default the recipe's. A new token reads itself
-    exact."""
-    anyway: bool | None = None
-    """Whether a version of vLLM is tried that is newer than those that were."""
+    """First and last tokens that stay exact (the recipe's). A new token reads itself exact."""
+    anyway: bool | None = None  # try a newer vLLM than those that were tested
+
+    def open(self) -> Artifact:
+        return Artifact.open(Path(self.artifact).expanduser())
 
 
-def parse_options(additional_config: Any) -> Options | None:
-    """The options among vLLM's `additional_config`; None if there are none. Raises
-    `RotationZooError` for anything that is no option."""
+def parse_options(additional_config: Any) -> Options:
+    """Our options in vLLM's `additional_config`. Raises `RotationZooError` for none or others."""
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
-        return None
+        problem = "vLLM was asked for rotationzoo's backend, and no artifact is named"
+        raise RotationZooError(problem, SERVE)
     return strict_json.validate(Options, additional_config[KEY], f"additional_config.{KEY}")
 
 
-def read_settings(config: Any) -> CacheSettings | None:
-    """The settings of the cache that a `VllmConfig` asks for; None if it names no artifact.
-
-    Raises `RotationZooError` for an artifact of another model, and `UnsupportedModel` for what this
-    backend cannot serve. Nothing is read twice in a process.
-    """
-    options = parse_options(config.additional_config)
-    if options is None:
-        return None
-    model = config.model_config
+def read_settings(config: Any) -> CacheSettings:
+    """The settings of the cache that a `VllmConfig` asks for, read once in a process. Raises as
+    `parse_options` and `check_model`."""
+    options, model = parse_options(config.additional_config), config.model_config
     folder = _config_folder(model.model, model.revision)
-    has_others = shares_blocks(model.hf_config)
-    return _settings_of(options.model_dump_json(), model.model, folder, has_others)
+    return _settings_of(options, model.model, folder, shares_blocks(model.hf_config))
 
 
 def _config_folder(model: str, revision: str | None) -> Path:
-    """The folder of the config that vLLM has read: a model's own, or one of the hub's cache."""
+    """The folder of the config that vLLM has read: the model's, or one in the hub's cache."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import hf_hub_download
@@ -83,22 +73,22 @@ def _config_folder(model: str, revision: str | None) -> Path:
 
 
 @functools.cache
-def _settings_of(options: str, name: str, folder: Path, has_others: bool) -> CacheSettings:
+def _settings_of(options: Options, name: str, folder: Path, has_others: bool) -> CacheSettings:
     # While vLLM builds a model, torch's defaults are the model's. vLLM may fork this process later,
-    # and a child waits for ever for threads of OpenMP that its parent had.
+    # and a child would wait forever for OpenMP threads of its parent.
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"), one_thread():
-            return make_settings(Options(**json.loads(options)), name, folder, has_others)
+            return make_settings(options, name, folder, has_others)
     finally:
         torch.set_default_dtype(dtype)
 
 
 def make_settings(options: Options, name: str, folder: Path, has_others: bool) -> CacheSettings:
-    """The settings that options make for the model of this name, whose config is in the folder.
-    `has_others`: as `shares_blocks` says of it. Raises as `read_settings`."""
-    artifact = Artifact.open(Path(options.artifact).expanduser())
+    """The settings that options make for the model of this name, whose config is in `folder`.
+    `has_others`: what `shares_blocks` returns for it. Raises as `read_settings`."""
+    artifact = options.open()
     check_model(artifact, name, folder)
     recipe = artifact.recipe
     budget = None if options.bits is None else Budget(options.bits)
@@ -116,8 +106,8 @@ def make_settings(options: Options, name: str, folder: Path, has_others: bool) -
 
 
 def check_model(artifact: Artifact, name: str, folder: Path) -> None:
-    """Raise `RotationZooError` for an artifact of another model, if it is not the one that this was
-    quantized from, and `UnsupportedModel` for one of which vLLM's pages cannot hold every layer."""
+    """Raise `RotationZooError` for an artifact of neither this model nor the one that it was
+    quantized from, and `UnsupportedModel` if vLLM's pages cannot hold every layer."""
     check_sides("vllm", artifact.rotations.sides)
     made_for = artifact.manifest.model
     fitting = hash_config(folder), hash_config(folder, unquantized=True)
@@ -143,13 +133,12 @@ def served_layers(settings: CacheSettings, config: Any) -> set[int]:
 
 
 def verified_tokens(config: Any) -> int:
-    """How many new tokens a request has in a decoding step: one, and those that were drafted."""
+    """New tokens of a request in a decoding step: one, and those that were drafted."""
     return 1 + int(getattr(config.speculative_config, "num_speculative_tokens", 0))
 
 
 def check_kernels(settings: CacheSettings, dtype: torch.dtype, head_size: int) -> None:
-    """Raise `RotationZooError` where this machine has no kernel that reads the pages on its GPU, of
-    heads of this size."""
+    """Raise `RotationZooError` if no kernel on this machine reads the pages on its GPU."""
     if not kernels_run_on(torch.device("cuda")):
         hint = f"install it with: {INSTALL}"
         raise RotationZooError("reading pages on this GPU needs NVIDIA's cuda.core", hint)
@@ -176,13 +165,10 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
     """The settings of a process that holds these KV heads of each layer."""
 
     def select(_: int, __: str, rotation: Rotation) -> Rotation:
-        names = ["matrix", "clip", "eigenvalues", "mean"]
-        names += ["transform", "deviations", "costs", "widths"]
-        tensors = {name: getattr(rotation, name) for name in names}
         # All KV heads may share one matrix.
         chosen = {
             name: tensor[heads]
-            for name, tensor in tensors.items()
+            for name, tensor in vars(rotation).items()
             if tensor is not None and len(tensor) == len(rotation.clip)
         }
         return replace(rotation, **chosen)
@@ -194,11 +180,10 @@ def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
 def cell_bytes(
     settings: CacheSettings, head_size: int, layer: int, itemsize: int = 2, held: int | None = None
 ) -> int:
-    """The bytes of one token of one KV head of a layer: codes, scale and offset of its key and its
-    value; or of its latent, with what is exact beside it, in elements of so many bytes, to the head
-    size. Where heads take different bytes, it is their mean, rounded up, in that process which
-    takes most: each has `held` of the heads, by default all. Raises `UnsupportedModel` for another
-    head size than the rotations', and `RotationZooError` for one that the format cannot store."""
+    """The bytes of a token in one KV head of a layer: its key and value with scales and offsets; or
+    its latent, and exact elements of `itemsize` bytes up to the head size. If heads differ, it is
+    the mean, rounded up, of the process of `held` heads (None: all) that takes most. Raises
+    `RotationZooError` for a head size that is not that of the rotations or of the format."""
     codec, sizes = settings.codec, list[torch.Tensor]()
     has_latents = codec.rotations.cached is LATENTS
     for side in codec.rotations.cached.sides:
@@ -212,5 +197,5 @@ def cell_bytes(
             check_shape(page.dim, codec.group_size or page.dim, page.format)
         sizes.append(torch.tensor(page.row_bytes) + beside * itemsize)
     of_processes = torch.stack(sizes).sum(0).view(-1, held or len(sizes[0])).double().mean(-1)
-    # vLLM has no cells of 0 bytes, which a layer takes whose channels have no bits.
+    # A layer whose channels have no bits takes 0 bytes, which vLLM does not allow.
     return max(1, math.ceil(float(of_processes.max())))

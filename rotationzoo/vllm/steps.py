@@ -5,7 +5,7 @@ All of it is computed on the device of the block table, and nothing waits for th
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,41 +18,31 @@ from rotationzoo.vllm import segments
 from rotationzoo.vllm.segments import Known, Prompts, Reads, find_reads, plan_prompts
 
 _THREADS = 1024  # of its block
-_NEVER = 2**62
-"""When slot 0 is used next: it takes copies that are never read."""
+_NEVER = 2**62  # when slot 0 is used next: it takes copies that are never read
 
 
 @dataclass(frozen=True)
 class CopiedTokens:
-    """Tokens of B requests that are read exact, in N slots of the copies each."""
+    """Tokens of B requests that are read exact, in N slots of the copies each: int32."""
 
-    slots: torch.Tensor
-    """int32 `[B, N]`."""
-    starts: torch.Tensor | None
-    """int32 `[B]`: the first of these tokens that is read; None: 0."""
-    lengths: torch.Tensor
-    """int32 `[B]`: the token after the last one that is read."""
+    slots: torch.Tensor  # [B, N]
+    starts: torch.Tensor | None  # [B]: the first of these tokens that is read; None: 0
+    lengths: torch.Tensor  # [B]: the token after the last one that is read
 
 
 @dataclass(frozen=True)
 class DecodeMetadata:
     """What the few new tokens of B requests read, as if each were a step of its own."""
 
-    new: int
-    """Of each request, the last `new` tokens read."""
-    copied: bool
-    """Whether all new tokens have copies, and are read from these alone, by other requests too."""
+    new: int  # the last `new` tokens of each request are queries
+    copied: bool  # whether all new tokens are read from copies alone, by other requests too
     spread: tuple[torch.Tensor, torch.Tensor] | None
-    """int64: for `new` queries of each request, in whose row they are, any where a request has
-    fewer, `[B new]`; and back, for every row. None: rows are those of the requests in turn."""
-    page_table: torch.Tensor
-    """int64 `[B, N]`: their pages."""
-    starts: torch.Tensor
-    """int32 `[B]`: the first token that is read from its codes."""
-    floors: torch.Tensor
-    """int32 `[B]`: the token after the last one that the first new token reads from its codes."""
-    ends: torch.Tensor
-    """int32 `[B]`: the same of the last new token."""
+    """int64: the row of each of the `new` queries of each request (any row if it has fewer), and
+    the query of each row. None: these are the same."""
+    page_table: torch.Tensor  # int64 [B, N]
+    starts: torch.Tensor  # int32 [B]: the first token that is read from codes
+    floors: torch.Tensor  # int32 [B]: the token after the last one that the first query so reads
+    ends: torch.Tensor  # int32 [B]: the token after the last one that the last query so reads
     sink: CopiedTokens
     recent: CopiedTokens
 
@@ -61,33 +51,23 @@ class DecodeMetadata:
 class Step:
     """What the layers of one step share."""
 
-    pages: torch.Tensor
-    """int64 `[T]`: the page of each new token. Page 0 belongs to no request."""
-    page_offsets: torch.Tensor
-    """int64 `[T]`: its offset in the page, in tokens."""
-    slots: torch.Tensor
-    """int64 `[T]`: the slot of the copies of its page. Slot 0 belongs to no page."""
-    decode: DecodeMetadata
-    """Of the requests with few new tokens, which come first."""
-    room: int
-    """No request has more pages."""
-    prompts: Prompts | None
-    """The other requests."""
-    slot_of: torch.Tensor
-    """int64 `[pages]`: the slot of the copies of each page; 0 where there are none. It holds until
-    the next step is planned."""
-    meets: bool
-    """Whether a request may read tokens that another one stores in this step."""
+    pages: torch.Tensor  # int64 [T]: the page of each new token; page 0 belongs to no request
+    page_offsets: torch.Tensor  # int64 [T]: its offset in the page, in tokens
+    slots: torch.Tensor  # int64 [T]: the slot of its page's copies; slot 0 belongs to no page
+    decode: DecodeMetadata  # of the requests with few new tokens, which come first
+    room: int  # pages of one request, at most
+    prompts: Prompts | None  # the other requests
+    slot_of: (
+        torch.Tensor
+    )  # int64 [pages]: the slot of each page's copies, or 0, until the next step
+    meets: bool  # whether a request may read tokens that another one stores in this step
 
 
 class Planner:
-    """Plans steps, and knows which pages have exact copies.
-
-    Copies belong to a page, so that a request that begins with the prefix of another finds them. A
-    page without a slot gets one when a token is stored, if this step's windows touch it: that and
-    later tokens are copied. The slot that was read least recently is taken. A page whose first
-    token is stored again has forgotten its former tokens.
-    """
+    """Plans steps, and tracks which pages have exact copies, which requests with a common prefix
+    share. When a token is stored in a page without a slot that this step's windows touch, the page
+    gets the least recently read slot: that token and later ones are copied. A page whose first
+    token is stored again has lost its former tokens."""
 
     def __init__(  # noqa: PLR0913 (what a server and its device have)
         self,
@@ -99,16 +79,16 @@ class Planner:
         segment: int = segments.SHORT,
         verified: int = 1,
     ):
-        """For so many pages of so many tokens on this device. Page 0 belongs to no request.
-        Prompts read `segment` earlier tokens at a time, and others have `verified` new ones."""
+        """For `pages` pages of `tokens` tokens on a device. Page 0 belongs to no request. Prompts
+        read `segment` earlier tokens at a time; other requests have `verified` new tokens."""
         self.layout, self.tokens = layout, tokens
         self.sink, self.recent = layout.sink, layout.recent  # at least 1: a token reads itself
         self.sink_pages, self.recent_pages = _window_pages(layout, tokens, 1)
         self.slots = count_slots(layout, tokens, most_requests, verified)
         self.slot_of = torch.zeros(pages, dtype=torch.int64, device=device)
-        self._page_of = torch.zeros(self.slots, dtype=torch.int64, device=device)
-        self._copied_from = torch.zeros(self.slots, dtype=torch.int64, device=device)
-        self._used = torch.zeros(self.slots, dtype=torch.int64, device=device)
+        self._page_of, self._copied_from, self._used = (
+            torch.zeros(self.slots, dtype=torch.int64, device=device) for _ in range(3)
+        )
         self._used[0] = _NEVER
         self._forgotten = torch.zeros(1, dtype=torch.int64, device=device)
         self._now = 0
@@ -124,36 +104,27 @@ class Planner:
         mapping: torch.Tensor,
         known: Known,
     ) -> Step:
-        """Plan the step of B requests with T new tokens. Of the tensors on the device, `table`
-        int32 `[B, N]` has the numbers of their pages, `lengths` int32 `[B]` their tokens, of which
-        the last `counts` `[B]` are new, and `mapping` int64 `[T]` says where each new token is
-        stored: page times tokens of a page plus offset, or -1 for padding.
-
-        A step of few tokens has all tensors at the same addresses each time, for graphs.
-        """
+        """Plan the step of B requests with T new tokens. On the device, `table` int32 `[B, N]` has
+        their pages and `lengths` int32 `[B]` their tokens, of which the last `counts` `[B]` are
+        new. `mapping` int64 `[T]` says where each new token is stored: page times tokens of a page
+        plus offset, or -1 for padding. Steps of few tokens reuse the same addresses, for graphs."""
         self._now += 1
-        rows, device, new = known.decodes, table.device, known.most_new
+        rows, new = known.decodes, known.most_new
         recent_pages = _window_pages(self.layout, self.tokens, new)[1]
-        # Graphs replay few tokens alone. The tokens of a prompt must not move their buffers.
-        make = _new if known.has_prompts else self._buffer
-        like = partial(make, device=device)
+        # Graphs replay only few tokens. The tokens of a prompt must not move their buffers.
+        like = self._new if known.has_prompts else self._buffer
         page_table = like("page_table", len(table), table.shape[1], dtype=torch.int64)
         page_table.copy_(table)
         pages, page_offsets, slots = (
             like(name, len(mapping), dtype=torch.int64)
             for name in ("pages", "page_offsets", "slots")
         )
-        starts, floors, ends = (like(name, rows) for name in ("starts", "floors", "ends"))
-        sink = CopiedTokens(
-            like("sink slots", rows, self.sink_pages), None, like("sink lengths", rows)
-        )
-        recent = CopiedTokens(
-            like("recent slots", rows, recent_pages),
-            like("recent starts", rows),
-            like("recent lengths", rows),
-        )
-        # The batch of a graph has further tokens, which belong to no request.
-        spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), device)
+        names = "starts", "floors", "ends", "sink lengths", "recent starts", "recent lengths"
+        starts, floors, ends, sink_lengths, *recents = (like(name, rows) for name in names)
+        sink = CopiedTokens(like("sink slots", rows, self.sink_pages), None, sink_lengths)
+        recent = CopiedTokens(like("recent slots", rows, recent_pages), *recents)
+        # The batch of a graph has padding, which belongs to no request.
+        spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), table.device)
         bounds = page_table[:rows], starts, floors, ends
         # A request may begin right after the new tokens of another. Its last query reads both
         # exact where `recent` holds twice as many.
@@ -162,9 +133,10 @@ class Planner:
         room = -(-known.most_tokens // self.tokens)
         self._last = decode, lengths, counts
         step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of, known.meets)
-        many, most = known.count_segments(self._segment), self._segment
-        if kernels_run_on(device):
-            reads = Reads.allocate(len(table) - rows, many, device) if known.has_prompts else None
+        many, reads = known.count_segments(self._segment), None
+        if kernels_run_on(table.device):
+            if known.has_prompts:
+                reads = Reads.allocate(len(table) - rows, many, table.device)
             numbers = table.int(), lengths.int(), counts.int(), mapping.long()
             self._plan_in_kernel(step, reads, *numbers)
         else:
@@ -173,16 +145,17 @@ class Planner:
         if reads is None or not known.has_prompts:
             return step
         windows = self.sink + self.recent
-        return replace(step, prompts=plan_prompts(known, reads, page_table, windows, most))
+        prompts = plan_prompts(known, reads, page_table, windows, self._segment)
+        return replace(step, prompts=prompts)
 
     def forget(self, pages: torch.Tensor) -> None:
-        """Let these pages have no copies. Page 0 never has any."""
+        """Drop the copies of these pages. Page 0 never has any."""
         self._used[self.slot_of[pages]] = 0
         self._used[0] = _NEVER
         self.slot_of[pages] = 0
 
     def count(self) -> torch.Tensor:
-        """What `metrics.COUNTED` says of exact copies after a step, int64 `[4]`, on the device."""
+        """The first four of `metrics.COUNTED` after a step, int64 `[4]`, on the device."""
         decode, lengths, counts = self._last
         contexts = (lengths - counts)[: len(decode.starts)]
         sinks = decode.starts < contexts.clamp(max=self.sink)
@@ -191,22 +164,23 @@ class Planner:
         used, forgotten = self.slot_of.count_nonzero(), self._forgotten[0]
         return torch.stack([used, forgotten, sinks.sum(), recents.sum()])
 
-    def _buffer(
-        self, name: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
-    ) -> torch.Tensor:
-        """A tensor `[rows, ...]` at an address of its own."""
+    def _new(self, _: str, rows: int, *size: int, dtype: Any = torch.int32) -> torch.Tensor:
+        return torch.empty(rows, *size, dtype=dtype, device=self.slot_of.device)
+
+    def _buffer(self, name: str, rows: int, *size: int, dtype: Any = torch.int32) -> torch.Tensor:
+        """A tensor `[rows, ...]` that keeps its address."""
         place = name, size
         if place not in self._buffers or len(self._buffers[place]) < rows:
             room = max(rows, self._most_rows)
-            self._buffers[place] = _new(name, room, *size, device=device, dtype=dtype)
+            self._buffers[place] = self._new(name, room, *size, dtype=dtype)
         return self._buffers[place][:rows]
 
     def _plan_in_kernel(self, step: Step, reads: Reads | None, *numbers: torch.Tensor) -> None:
-        """What `_plan_in_torch` computes, in one launch; what prompts read goes to `reads`."""
+        """Compute what `_plan_in_torch` does, in one launch, and fill `reads`."""
         decode, recent = step.decode, step.decode.recent
         table, lengths, counts, mapping = (each.contiguous() for each in numbers)
         assert recent.starts is not None
-        of_prompts, segments = {}, 0  # where there are no prompts, the kernel gets null pointers
+        of_prompts, segments = {}, 0  # without prompts, the kernel gets null pointers
         if reads is not None:
             of_prompts, segments = vars(reads), len(reads.code_firsts)
         arguments = Plan(
@@ -257,33 +231,29 @@ class Planner:
         return build("server_step.cu", named, self.slot_of.device).get_kernel("plan")
 
     def _plan_in_torch(self, step: Step, many: int, *numbers: torch.Tensor) -> Reads:
-        """Write the plan; and what the prompts read, in so many segments."""
+        """Write the plan, and return what the prompts read, in `many` segments."""
         table, lengths, counts, mapping = numbers
         contexts, stored = lengths - counts, mapping.clamp(min=0)
         decode, (rows, pages) = step.decode, step.decode.recent.slots.shape
         step.pages.copy_(stored // self.tokens)
         step.page_offsets.copy_(stored % self.tokens)
         self.forget(torch.where(step.page_offsets == 0, step.pages, 0))
-        # Of few new tokens, the first one has a window of its own.
+        # Where few tokens are new, the first one's window begins first.
         firsts = torch.where(counts > decode.new, lengths, contexts + 1)
         self._copy_windows(table, contexts, firsts, lengths, pages)
         step.slots.copy_(self.slot_of[step.pages])
         sink, sink_slots = self._find_sink(table, contexts, lengths)
         floors, recent_slots, skipped = self._find_recent(table, firsts, lengths, sink, pages)
-        # New tokens of the sink are read exact as well, and so are the few after them.
+        # New tokens of the sink are also read exact, and so are the few after them.
         ends = torch.where(
             contexts < self.sink, floors, torch.maximum(floors, lengths - self.recent)
         )
-        for target, source in (
-            (decode.starts, sink),
-            (decode.floors, floors),
-            (decode.ends, ends),
-            (decode.sink.slots, sink_slots),
-            (decode.sink.lengths, sink),
-            (decode.recent.slots, recent_slots),
-            (decode.recent.starts, ends - skipped),
-            (decode.recent.lengths, lengths - skipped),
-        ):
+        targets: list[torch.Tensor | None] = [decode.starts, decode.floors, decode.ends]
+        targets += [decode.sink.slots, decode.sink.lengths]
+        targets += [decode.recent.slots, decode.recent.starts, decode.recent.lengths]
+        sources = [sink, floors, ends, sink_slots, sink]
+        sources += [recent_slots, ends - skipped, lengths - skipped]
+        for target, source in zip(targets, sources, strict=True):
             assert target is not None
             target.copy_(source[:rows])
         recents = self._find_recent(table, contexts, contexts, sink, self.recent_pages)[0]
@@ -298,9 +268,9 @@ class Planner:
         lengths: torch.Tensor,
         recent_pages: int,
     ) -> None:
-        """Keep the copies in the windows of these requests, and give a slot to those pages of the
-        sink and of the window at `firsts` that lack one and get new tokens, from `starts` on. Three
-        masks name the pages, where few tokens are new and where many are:
+        """Keep the copies in the windows of these requests. Give a slot to the pages of the sink
+        and of the window at `firsts` that have none and get new tokens, from `starts` on. Three
+        masks name the pages, for few new tokens and for many:
 
             |  sink   | codes |  recent   |        new        |
             | in_sink |       |           in_recent           |
@@ -311,7 +281,7 @@ class Planner:
         recent, in_recent = self._number(first, lengths, recent_pages)
         before, in_before = self._number(self._first_page(starts), lengths, recent_pages)
         in_recent &= recent >= self.sink_pages  # a page of both would get two slots
-        # Few tokens read what is before them in windows that end with themselves.
+        # The windows of few tokens end with themselves, and cover what is before them.
         in_before &= (firsts > starts + 1)[:, None]
         number = torch.cat([sink, recent, before], 1)
         pages = self._pages(table, number, torch.cat([in_sink, in_recent, in_before], 1))
@@ -320,7 +290,7 @@ class Planner:
         pages = pages[:, :-recent_pages].flatten()
         copied_from = (starts[:, None] - number[:, :-recent_pages] * self.tokens).flatten()
         begins = (copied_from < self.tokens) & (pages > 0) & (self.slot_of[pages] == 0)
-        # The n-th page that needs a slot gets the slot that was used n-th least recently.
+        # The n-th page that needs a slot gets the n-th least recently used one.
         order = self._used.argsort(stable=True)
         slots = order[(begins.cumsum(0) - 1).clamp(min=0, max=self.slots - 1)]
         given = begins & (self._used[slots] < self._now)
@@ -340,22 +310,21 @@ class Planner:
     def _number(
         self, first: torch.Tensor, lengths: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers of pages `[B, count]` from `first` `[B]` on, and which have tokens."""
+        """Page numbers `[B, count]` from `first` `[B]` on, and which of them have tokens."""
         number = first[:, None] + torch.arange(count, device=first.device)
         return number, number * self.tokens < lengths[:, None]
 
     def _pages(
         self, table: torch.Tensor, number: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """The pages with these numbers `[B, W]` in their request, and 0 for those that do not
-        count."""
+        """The pages with these numbers `[B, W]` in their request, or 0 where `counts` is false."""
         return torch.where(counts, table.gather(1, number.clamp(max=table.shape[1] - 1)), 0)
 
     def _find_sink(
         self, table: torch.Tensor, contexts: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many of the first tokens are read exact, of those before the new ones `[B]`, all of
-        the sink or none, and the slots of their copies `[B, pages of the sink]`."""
+        """How many tokens of the sink before the new ones are read exact `[B]`, all or none, and
+        the slots of their copies `[B, pages of the sink]`."""
         number, counts = self._number(torch.zeros_like(lengths), lengths, self.sink_pages)
         slots = self.slot_of[self._pages(table, number, counts)]
         whole = ((slots > 0) & (self._copied_from[slots] == 0) | ~counts).all(1)
@@ -369,13 +338,12 @@ class Planner:
         sink: torch.Tensor,
         pages: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """From which token on `[B]` the last ones before `firsts` `[B]` are read exact: all of
-        them have copies, and so have those up to `lengths` `[B]`. Then the slots of these
-        `[B, pages]`, and how many tokens come before the first slot's `[B]`."""
+        """The first token `[B]` of the window at `firsts` `[B]` from which all up to `lengths`
+        `[B]` have copies; their slots `[B, pages]`; and the tokens before the first slot `[B]`."""
         first = self._first_page(firsts)
         number, counts = self._number(first, lengths, pages)
         slots = self.slot_of[self._pages(table, number, counts)]
-        # The last one that lacks its copies, or some.
+        # The last page that lacks some copies.
         missing = torch.where(slots > 0, self._copied_from[slots], self.tokens) * counts
         missing = torch.where(missing > 0, number * self.tokens + missing, 0).amax(1)
         begin = torch.maximum(firsts - self.recent, missing)
@@ -383,21 +351,14 @@ class Planner:
         return begin, slots, first * self.tokens
 
 
-def _new(
-    _: str, rows: int, *size: int, device: torch.device, dtype: Any = torch.int32
-) -> torch.Tensor:
-    return torch.empty(rows, *size, dtype=dtype, device=device)
-
-
 def count_slots(layout: CacheLayout, tokens: int, most_requests: int, verified: int = 1) -> int:
-    """The slots for exact copies of pages with so many tokens: as many as the windows of all
-    requests with `verified` new tokens touch, another for the chunk of a prompt, and slot 0."""
+    """The slots for exact copies of pages of `tokens` tokens: for every page that the windows of
+    all requests with `verified` new tokens touch, for the chunk of a prompt, and slot 0."""
     sink, recent = _window_pages(layout, tokens, verified)
     return (sink + recent) * most_requests + recent + 1
 
 
 def _window_pages(layout: CacheLayout, tokens: int, new: int) -> tuple[int, int]:
-    """How many pages the sink and the recent windows of so many new tokens of a request touch at
-    most."""
+    """The most pages that the sink and the recent windows of `new` tokens of a request touch."""
     # The recent window may begin and end inside a page.
     return -(-layout.sink // tokens), -(-(layout.recent + new - 2) // tokens) + 1

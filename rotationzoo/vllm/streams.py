@@ -1,5 +1,4 @@
-"""Which work overlaps within a layer of a server's step. One object owns the GPU's second stream
-and the rule that whatever a step reads was written before."""
+"""The work that overlaps within a layer of a server's step, on a second stream of the GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -11,15 +10,15 @@ import torch
 class StoreStream:
     """The stream that chooses and stores the codes of a step while its queries attend.
 
-    Requests of one step may share pages. vLLM gives a block to its prefix cache when it schedules
-    the request that will fill it, and may schedule one that reads this block in the same step. So:
+    Requests of one step may share pages: vLLM may schedule one that reads a block from the prefix
+    cache together with the one that will fill it. So:
 
     * Exact copies are written on the current stream, before anything is read.
-    * Codes are stored from `start` on. The store begins after all that the current stream was given
-      before, such as the keys and values, the plan, and pages that a connector has loaded.
+    * `start` stores codes after all earlier work of the current stream, such as the keys and
+      values, the plan, and pages that a connector has loaded.
     * Reads of copies, or of the step's own keys and values, overlap with the store.
-    * Reads of codes that the step stores come after `wait`: those of another request, where the
-      plan says that they `meet`, and those of a new token that has no copy.
+    * Reads of codes that the step stores come after `wait`: those of another request, if the plan
+      says that they `meet`, and those of a new token without a copy.
     * A layer ends with `wait`. So the next layer, the next step, a connector that saves pages, and
       any new owner of the memory find everything written.
     """
@@ -31,10 +30,10 @@ class StoreStream:
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
 
-    def start(self, beside: bool, store: Callable[..., None], *arguments: Any) -> None:
+    def start(self, overlaps: bool, store: Callable[..., None], *arguments: Any) -> None:
         """Call `store` with these arguments, on the second stream if it may overlap with what
-        follows (`beside`), otherwise on the current one. A CPU has only one."""
-        if self.device.type != "cuda" or not beside:
+        follows (`overlaps`), otherwise on the current one. A CPU has only one."""
+        if self.device.type != "cuda" or not overlaps:
             store(*arguments)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -49,16 +48,15 @@ class StoreStream:
             self._is_running = False
 
 
-find_stream = cache(StoreStream)
-"""One object per device is enough, because a layer ends before the next one starts."""
+find_stream = cache(StoreStream)  # one per device: a layer ends before the next one starts
 
 
 def may_meet(scheduled: Any, block_tokens: Sequence[int]) -> bool:
-    """Whether a request may read blocks that another one fills in the same step, according to
-    vLLM's `SchedulerOutput`. `block_tokens`: tokens per block of each group.
+    """Whether a request may read blocks that another one fills in the same step, by vLLM's
+    `SchedulerOutput`. `block_tokens`: tokens per block of each group.
 
-    Only a new request can, because all others have read their blocks before. A running request may
-    fill any block, because the scheduler does not name its blocks again.
+    Only a new request can: all others have read their blocks before. A running request may fill any
+    block, because the scheduler does not list its blocks again.
     """
     begin, go_on = scheduled.scheduled_new_reqs, scheduled.scheduled_cached_reqs
     has_hits = any(request.num_computed_tokens for request in begin)

@@ -1,6 +1,6 @@
 """All that this package takes from vLLM. No other module here imports vLLM.
 
-vLLM promises none of these names: a version that was never run is compared with them first.
+vLLM promises none of these names, so a newer version is first checked for them.
 """
 
 from importlib import import_module
@@ -29,17 +29,15 @@ NAMES = {
     "vllm.v1.attention.selector": "_cached_get_attn_backend",
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheLayout MLAAttentionSpec",
     "vllm.v1.worker.workspace": "current_workspace_manager",
-}
-"""The names that are imported, by module."""
+}  # names by module
 ON_CPU = {
     "vllm.entrypoints.launchers.api_server": "entry",
     "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend",
     "vllm.v1.worker.cpu_worker": "CPUWorker",
 }
 ON_GPU = {"vllm.entrypoints.cli": "main", "vllm.v1.worker.gpu_worker": "Worker"}
-"""Those of one platform alone: the module that starts a server, and the worker."""
-OLDER = {"vllm.entrypoints.common.cli_args": "vllm.entrypoints.launchers.cli_args"}
-"""Where 0.32.0 has a module."""
+"""Those of one platform: the module that starts a server, and the worker."""
+OLDER = {"vllm.entrypoints.common.cli_args": "vllm.entrypoints.launchers.cli_args"}  # in 0.32.0
 _WORKER = "execute_model initialize_from_config load_model"
 MEMBERS = {
     "AttentionBackend": "customize_spec forward_includes_kv_cache_update supports_sink",
@@ -51,17 +49,15 @@ MEMBERS = {
     "FullAttentionSpec": "copy_with_new_block_size page_size_bytes state_content_bytes",
     "Worker": _WORKER,
     "current_platform": "check_and_update_config get_device_total_memory is_cpu",
-}
-"""What is used of these names, or replaced: vLLM calls it of ours."""
+}  # members that are used, or that our subclasses override
 CLI, CPU_SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.launchers.api_server.entry"
-WORKERS = "vllm.v1.worker."
-"""What the path of a worker of vLLM's own begins with."""
+WORKERS = "vllm.v1.worker."  # the paths of vLLM's own workers begin with it
 _TABLE = NAMES | ON_CPU | ON_GPU
 _MODULES = {name: module for module, names in _TABLE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """A name of vLLM's, whose module is imported now. Raises `ImportError` where there is none."""
+    """Import a name of vLLM's. Raises `ImportError` if vLLM has none."""
     if name not in _MODULES:
         raise AttributeError(f"{__name__} has no {name}")
     module = _MODULES[name]
@@ -78,28 +74,27 @@ def __getattr__(name: str) -> Any:
 
 
 def worker_path() -> str:
-    """Where vLLM's own worker for this platform stands."""
+    """The path of vLLM's own worker for this platform."""
     name = "CPUWorker" if __getattr__("current_platform").is_cpu() else "Worker"
     return f"{_MODULES[name]}.{name}"
 
 
 def missing_names() -> list[str]:
-    """What the vLLM on this machine lacks of all that this package needs, with its module. Imports
-    all of it."""
+    """The paths of names and members that the vLLM on this machine lacks. Imports all of them."""
     try:
         others = ON_GPU if __getattr__("current_platform").is_cpu() else ON_CPU
-    except Exception:  # of whatever kind: an import runs code that is not known
+    except Exception:  # of any kind: an import runs unknown code
         others = ON_CPU
     needed = [name for name, module in _MODULES.items() if module not in others]
     return [path for name in needed for path in _missing_of(f"{_MODULES[name]}.{name}", name)]
 
 
 def _missing_of(path: str, name: str) -> list[str]:
-    """This name or its members, where they are not there."""
+    """This name or its members, if vLLM lacks them."""
     try:
         found = __getattr__(name)
     except Exception:
         return [path]
-    # A field of a data class without a default is no attribute of the class.
+    # A dataclass field without a default is no attribute of the class.
     fields, members = getattr(found, "__dataclass_fields__", ()), MEMBERS.get(name, "").split()
     return [f"{path}.{each}" for each in members if not hasattr(found, each) and each not in fields]

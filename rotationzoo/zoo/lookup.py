@@ -1,4 +1,4 @@
-"""Finding the index to read, and choosing a model's entry in it."""
+"""Finds the index to read, and chooses a model's entry in it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,14 @@ from rotationzoo.zoo.index import Copy, Entry, Index, comparable, kept_words
 
 ZOO = "rotationzoo/zoo"
 BUNDLED_INDEX = "bundled"
-"""The index that came with this package, as `--index` names it."""
+"""In `--index`, the index that comes with this package."""
+_BUNDLED = "the index that came with rotationzoo"
 
 
 @dataclass(frozen=True)
 class LoadedIndex:
-    """An index and its origin in words; if that is a zoo repository, also its place there and the
-    bytes that were signed."""
+    """An index and its origin in words. If it is from a zoo repository, also its hub, repository
+    and revision, its bytes (`data`), and its signature, if that was read."""
 
     content: Index
     origin: str
@@ -27,32 +28,29 @@ class LoadedIndex:
     revision: str | None = None
     data: bytes | None = None
     signature: bytes | None = None
-    """The signature next to it, if that was read."""
 
     def locate(self, copy: Copy) -> Copy:
-        """The copy, with the path of this index's folder if it lies there."""
+        """The copy, with the path of this index's folder if it is in that."""
         is_here = (copy.hub, copy.repo) == (self.hub, ".")
         return copy.model_copy(update={"repo": self.repo}) if is_here else copy
 
     def revision_of(self, copy: Copy) -> str | None:
-        """The revision that holds a copy: its own, or that of the index in the same repository."""
-        lies_beside = (self.hub, self.repo) == (copy.hub, copy.repo)
-        return copy.revision or (self.revision if lies_beside else None)
+        """The revision of a copy, which may be that of the index in the same repository."""
+        is_same = (self.hub, self.repo) == (copy.hub, copy.repo)
+        return copy.revision or (self.revision if is_same else None)
 
 
 def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB) -> LoadedIndex:
-    """The index at `place` (a path or `bundled`), or else that of a zoo repository on a hub, or if
-    none is named and `ZOO` is missing or hidden, the copy that came with the package.
-
-    Raises `UsageError` for a URL, and `HubError` if the hub cannot be read. Other hubs are not
-    tried: a repository of the same name there may belong to anybody.
+    """The index at `place` (a path or `bundled`), or of a zoo repository on a hub, or if none is
+    named and `ZOO` is missing or hidden, the bundled one. Raises `UsageError` for a URL, and
+    `HubError` if the hub cannot be read: anyone may own a repository of that name on another hub.
     """
     if place == BUNDLED_INDEX:
-        return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
+        return LoadedIndex(index.read(index.WHEEL_COPY), _BUNDLED)
     if place is not None:
-        if "://" in place:  # not quoted: an address may hold a password
+        if "://" in place:  # do not quote it: a URL may contain a password
             hint = "fetch the file and give its path, or name a zoo's repository with --repo"
-            raise UsageError("--index is a path, and no address", hint)
+            raise UsageError("--index takes a path, not a URL", hint)
         return LoadedIndex(index.read(Path(place).expanduser()), place)
     try:
         return read_index(repo or ZOO, hub_name)
@@ -60,8 +58,7 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
         hint = error.hint or ""
         # Without a token, a hub may not say whether a repository is missing or private.
         if repo is None and (error.missing or error.hidden):
-            origin = f"the index that came with rotationzoo ({error})"
-            return LoadedIndex(index.read(index.WHEEL_COPY), origin)
+            return LoadedIndex(index.read(index.WHEEL_COPY), f"{_BUNDLED} ({error})")
         if repo is None:
             hint += f"; or read the list that came with rotationzoo: --index {BUNDLED_INDEX}"
         elif error.missing and hub_name == DEFAULT_HUB:
@@ -71,16 +68,15 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
 
 
 def read_index(repo: str, hub_name: str, must_exist: bool = True) -> LoadedIndex:
-    """Read a repository's own index. Raises `HubError`, with `missing` set if there is no such
-    repository or index. Unless it `must_exist`, that is an empty index; a hub that cannot be read
-    is still an error, or worse rotations than the published ones would pass."""
+    """Read the index of a repository, which is empty if it is missing and need not exist. Raises
+    `HubError`: if a failure were an empty index, worse rotations could be published."""
     hub, revision = open_hub(hub_name), None
     try:
         revision = hub.resolve(repo)
         data = hub.read(repo, revision, index.NAME)
         if data is None:
-            words = f"{repo} on {HUBS[hub_name].title} has no {index.NAME}"
-            raise HubError(words, hint=SPELLING_HINT, missing=True)
+            problem = f"{repo} on {HUBS[hub_name].title} has no {index.NAME}"
+            raise HubError(problem, SPELLING_HINT, missing=True)
     except HubError as error:
         if must_exist or not error.missing:
             raise
@@ -98,12 +94,11 @@ def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
     rope_scaling: str | None = None,
     engine: str | None = None,
 ) -> tuple[Entry, list[Copy], str]:
-    """The best entry of a model, its copies in the order of `hubs`, and a phrase that describes the
-    choice.
+    """The best entry of a model, its copies in the order of `hubs`, and the choice in words.
 
-    Among those for the scaling of RoPE, the requested revision of the model wins, then an artifact,
-    then what keeps most for the `engine` (asked the same questions), then the newest. Raises
-    `RotationZooError` if there is no entry, and `UsageError` for an invalid scaling.
+    Among entries for the scaling of RoPE, the requested revision of the model wins, then an
+    artifact, then the one that keeps the most answers to the same questions for the `engine`, then
+    the newest. Raises `RotationZooError` without an entry, and `UsageError` for an invalid scaling.
     """
     matching = []
     for entry in loaded.content.entries:
@@ -112,17 +107,15 @@ def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
             matching.append(entry)
     if not matching:
         which = f" with the recipe {recipe}" if recipe else ""
-        make = f"make one with: rotationzoo calibrate {model}"
-        hint = f"see what there is with: rotationzoo list; or {make}"
-        raise RotationZooError(f"{loaded.origin} has no rotation for {model}{which}", hint)
+        hint = "see all of them with: rotationzoo list; or make one with: rotationzoo calibrate "
+        raise RotationZooError(f"{loaded.origin} has no rotation for {model}{which}", hint + model)
     chosen, others = _of_scaling(matching, rope_scaling, model)
     exact = [entry for entry in chosen if revision and entry.model_revision == revision]
     entry = max(exact or chosen, key=lambda e: (e.format == "rotationzoo", e.created or ""))
     of_weights = [e for e in exact or chosen if e.weights_fingerprint == entry.weights_fingerprint]
     best, kept = _best_for(engine, of_weights)
-    entry = best or entry
-    known = entry.model_revision
-    calibrated_for = f"revision {known}" if known else "a revision that was not recorded"
+    entry, known = best or entry, (best or entry).model_revision
+    calibrated_for = f"revision {known}" if known else "an unrecorded revision"
     reason = f"{entry.recipe} for {calibrated_for} of {entry.model}"
     if revision and not exact:
         reason += f": there is none for {revision}, this is the newest"
@@ -135,22 +128,21 @@ def choose_entry(  # noqa: PLR0913 (what a pull may ask for)
 
 
 def _best_for(engine: str | None, entries: list[Entry]) -> tuple[Entry | None, str]:
-    """The entry that keeps most answers for an engine, and why; None unless several were measured
-    for it with the same questions."""
+    """The entry that keeps the most answers for an engine, and why; None unless several were
+    measured for it with the same questions."""
     fitting = [each for each in entries if each.measured and each.measured.engine == engine]
     ranked = comparable(fitting)
     if engine is None or len(ranked) < 2:
         return None, ""
     ranked.sort(key=lambda each: (each.decision and each.decision.kept) or 0.0, reverse=True)
     shares = [f"{each.recipe} {kept_words(each, ranked)}" for each in ranked]
-    return ranked[0], f" (which keeps most answers for {engine}: {', '.join(shares)})"
+    return ranked[0], f" (which keeps the most answers for {engine}: {', '.join(shares)})"
 
 
 def _of_scaling(
     entries: list[Entry], asked: str | None, model: str
 ) -> tuple[list[Entry], list[str]]:
-    """The entries for a scaling of RoPE, and the scalings of the others. By default, entries for a
-    scaled model are the last choice."""
+    """The entries for a scaling of RoPE, by default for none, and the scalings of the others."""
     scalings = list(dict.fromkeys(entry.rope_scaling for entry in entries if entry.rope_scaling))
     if asked is None:
         plain = [entry for entry in entries if entry.rope_scaling is None]
@@ -159,13 +151,11 @@ def _of_scaling(
         wanted = normalize(asked)
     except ValueError as error:
         raise UsageError(f"--rope-scaling {error}", hint="--rope-scaling yarn:4") from error
-    # One of them may leave the positions to the config.
-    fitting = [
-        each for each in scalings if same_scaling(wanted, each) or same_scaling(each, wanted)
-    ]
-    if not fitting:
+    # Either of the two may leave the number of positions to the config.
+    same = [each for each in scalings if same_scaling(wanted, each) or same_scaling(each, wanted)]
+    if not same:
         known = f"its rotations are for: {', '.join(scalings)}" if scalings else "leave it out"
         make = f"rotationzoo calibrate {model} --rope-scaling {wanted}"
         problem = f"there is no rotation for {model} with its RoPE scaled by {wanted}"
         raise RotationZooError(problem, f"{known}; or make one with: {make}")
-    return [entry for entry in entries if entry.rope_scaling in fitting], []
+    return [entry for entry in entries if entry.rope_scaling in same], []

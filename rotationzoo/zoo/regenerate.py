@@ -1,5 +1,5 @@
-"""Finding models that need new rotations (their weights, config or recipe have changed), and making
-these, which must not be worse than the published ones."""
+"""Finds models that need new rotations because their weights, config or recipe have changed, and
+makes rotations that are not worse than the published ones."""
 
 import math
 import os
@@ -20,7 +20,6 @@ from rotationzoo.linalg.paired import paired_difference, sign_flip
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import Recipe
 from rotationzoo.recipe import loading as recipes
-from rotationzoo.settings import RunSettings
 from rotationzoo.words import change, counted, percent
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
@@ -28,27 +27,26 @@ from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.ownership import listed_name
 from rotationzoo.zoo.pull import pull_first
 
-# Changes to other files, such as the README, or in folders do not affect the rotations.
+# Changes of other files, such as the README, and in folders do not affect the rotations.
 _SUFFIXES = (".safetensors", ".jinja", ".model", ".json")
+_WORSE = 1e-3  # the smallest relative increase of perplexity that matters
 
 
 @dataclass(frozen=True)
 class DueModel:
-    """A model that needs new rotations."""
+    """A model that needs new rotations. `was`: the revision of the published ones, if known.
+    `recipe`: the path of the recipe file."""
 
     model: str
     revision: str
     was: str | None
-    """The revision that the published rotations were made for, if known."""
     recipe: str
-    """Path of the recipe file."""
     reason: str
 
 
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, RotationZooError]]:
-    """The models on Hugging Face that are due, and model -> error for those that could not be
-    checked. `configs` is a folder of recipe files, or one file. Raises `RotationZooError` if no
-    model could be checked."""
+    """The models that are due, and model -> error for those that could not be checked. `configs`: a
+    folder of recipe files, or one file. Raises `RotationZooError` if no model could be checked."""
     loaded = {path: recipes.load(str(path)) for path in _recipe_files(configs)}
     of_models = {path: recipe for path, recipe in loaded.items() if recipe.model}
     hub, due, errors = HuggingFace(), list[DueModel](), dict[str, RotationZooError]()
@@ -63,12 +61,12 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Rot
 
 
 def find_recipe_file(configs: Path, model: str | None) -> Path:
-    """The recipe file of a model, or without a model the first. `configs`: as for `find_due`.
+    """The recipe file of a model, or the first one without a model. `configs`: as in `find_due`.
     Raises `RotationZooError` if there is no such file."""
     paths = _recipe_files(configs)
     if not paths:
-        hint = "name the folder of yours with --configs"
-        raise RotationZooError(f"there are no recipe files in {configs}", hint)
+        problem = f"there are no recipe files in {configs}"
+        raise RotationZooError(problem, "name your folder with --configs")
     for path in paths:
         named = recipes.load(str(path)).model
         if model is None or (named and os.path.realpath(named) == os.path.realpath(model)):
@@ -85,12 +83,11 @@ def _recipe_files(configs: Path) -> list[Path]:
 def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
     """The newest artifact in the index for a model with the recipe's scaling of RoPE, preferably of
     this recipe; None if there is none."""
-    meant = (model, recipe.rope_scaling, "rotationzoo")
-    artifacts = [
-        entry for entry in index.entries if (entry.model, entry.rope_scaling, entry.format) == meant
-    ]
-    of_name = [entry for entry in artifacts if entry.recipe == recipe.name]
-    return max(of_name or artifacts, key=lambda entry: entry.created or "", default=None)
+    artifacts = [each for each in index.entries if each.format == "rotationzoo"]
+    wanted = (model, recipe.rope_scaling)
+    found = [each for each in artifacts if (each.model, each.rope_scaling) == wanted]
+    of_name = [entry for entry in found if entry.recipe == recipe.name]
+    return max(of_name or found, key=lambda entry: entry.created or "", default=None)
 
 
 def _look_at(hub: HuggingFace, index: Index, path: Path, recipe: Recipe) -> DueModel | None:
@@ -99,41 +96,29 @@ def _look_at(hub: HuggingFace, index: Index, path: Path, recipe: Recipe) -> DueM
     published = find_newest(index, model, recipe)
     if published is None:
         return DueModel(model, revision, None, str(path), "nothing is published")
-    # The recipe in an artifact does not center keys that cannot be centered.
+    # An artifact's recipe does not center keys that cannot be centered.
     uncentered = recipe.model_copy(update={"center_keys": False})
-    reason: str | None = "the recipe has changed"
-    if published.recipe_sha256 in (recipe.hash, uncentered.hash):
-        reason = _find_change(hub, published, revision, hashes)
-    was = published.model_revision
-    return None if reason is None else DueModel(model, revision, was, str(path), reason)
-
-
-def _find_change(
-    hub: HuggingFace, published: Entry, revision: str, hashes: dict[str, str]
-) -> str | None:
-    """What of a model has changed, whose files at a revision have these `hashes`, or None."""
-    if published.model_revision == revision:
+    due = DueModel(model, revision, published.model_revision, str(path), "the recipe has changed")
+    if published.recipe_sha256 not in (recipe.hash, uncentered.hash):
+        return due
+    if due.was == revision:
         return None
     try:
-        _, before = hub.contents(published.model, published.model_revision)
+        _, before = hub.contents(model, due.was)
     except HubError as error:
         if not error.missing:
             raise
-        return "the published revision is gone"
+        return replace(due, reason="the published revision is gone")
     differing = {name for name, _ in before.items() ^ hashes.items()}
     changed = [name for name in sorted(differing) if "/" not in name and name.endswith(_SUFFIXES)]
-    return f"changed: {', '.join(changed[:3])}" if changed else None
-
-
-_WORSE = 1e-3  # the smallest relative increase of perplexity that matters
+    return replace(due, reason=f"changed: {', '.join(changed[:3])}") if changed else None
 
 
 def regenerate(
     job: Job, loaded: LoadedIndex, evaluation: Evaluation, progress: Progress, publishing: str
 ) -> dict[str, Any]:
-    """Calibrate, evaluate next to the published rotations, if any, and validate. The model and the
-    artifacts of `evaluation` are filled in here. Raises `RotationZooError`, with the command
-    `publishing` as a hint, if the new rotations are worse on the new revision."""
+    """Calibrate, evaluate side by side with any published rotations, and validate. Raises
+    `RotationZooError`, with the command `publishing` as a hint, if the new rotations are worse."""
     artifact = calibrate(job, progress)
     name, published = listed_name(artifact.manifest.model), None
     entry = find_newest(loaded.content, name, job.recipe)
@@ -141,9 +126,9 @@ def regenerate(
         place = pull_first(loaded, entry, entry.copies[:1], progress=progress).path
         published = Artifact.open(place)
     folders = [each.folder for each in (artifact, published) if each is not None]
-    # The published rotations were made for the weights of an earlier revision.
+    # `anyway`, because the published rotations were made for other weights.
     evaluation = replace(evaluation, artifacts=folders, save_to=folders[:1], anyway=True)
-    asked = replace(evaluation, model=job.model, **job.part(RunSettings))
+    asked = replace(evaluation, model=job.model, **job.run_options)
     report = evaluate(asked, progress)
     verdict: dict[str, Any] = {
         "artifact": str(artifact.folder),
@@ -155,8 +140,7 @@ def regenerate(
         verdict |= compare_rotations(report, identities, job.model, publishing)
     validated_on = None
     if job.torch_device == "cuda":
-        # Open the artifact again, because the evaluation has changed its manifest.
-        made = Artifact.open(artifact.folder)
+        made = Artifact.open(artifact.folder)  # again: the evaluation has changed its manifest
         validated_on = validate_kernel(made, progress=progress)["device"]
     return verdict | {"validated_on": validated_on}
 
@@ -164,18 +148,17 @@ def regenerate(
 def compare_rotations(
     report: Measured, identities: tuple[str, str], model: str, publishing: str
 ) -> dict[str, Any]:
-    """Compare the new and the published rotations, by `identities`: answers decide, or perplexity
-    if neither clearly answers better. Raises `RotationZooError` if the new ones are worse."""
+    """Compare the new and the published rotations, which have these `identities`. Answers decide,
+    or else perplexity. Raises `RotationZooError` if the new ones are worse."""
     arms, format = report.window.arms, report.format
     new, published = (served_arm(arms, identity, format) for identity in identities)
-    assert new is not None, "the new rotations were evaluated"
-    assert published is not None, "so were the published ones"
+    assert new is not None
+    assert published is not None
     answers, fault = _compare_answers(report, new, published), None
     difference, error = paired_difference(
         new.text_losses, published.text_losses, report.exact.text_tokens
     )
     outcome = answers["outcome"] if answers else "unclear"
-    # By more than two standard errors, if these are known.
     is_significant = error is None or difference > 2 * error
     if answers and outcome == "fewer":
         asked = counted(answers["questions"], "question")
@@ -195,7 +178,7 @@ def compare_rotations(
 def _compare_answers(
     report: Measured, new: MeasuredArm, published: MeasuredArm
 ) -> dict[str, Any] | None:
-    """How the new rotations answer compared with the published ones; None without questions.
+    """A comparison of the answers with new and published rotations; None without questions.
     Prompts are compared, because the questions of one prompt share its text."""
     if not new.tasks:
         return None

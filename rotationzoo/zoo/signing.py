@@ -1,10 +1,8 @@
-"""Signatures of artifacts and indexes: made with a key or with the identity of a CI job or a person
-(keyless), and checked to hold, to be for these very files, and to be by a signer whom the user
-accepts.
+"""Signatures of artifacts and indexes, with a key, or keyless with the identity of a CI job or a
+person. Checks: a signature is valid, for these files, and by an accepted signer.
 
 The format and the library (the extra `sign`) are those of OpenSSF Model Signing
-(https://github.com/ossf/model-signing-spec). The library must be told who signed, which is read
-here. An artifact's signature is `model.sig` in its folder, for the manifest and the files in it.
+(https://github.com/ossf/model-signing-spec). The library must be told who signed.
 """
 
 import base64
@@ -13,12 +11,12 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import AliasPath, Field
 
@@ -31,46 +29,84 @@ from rotationzoo.settings_base import as_tuple
 from rotationzoo.storage import files, strict_json
 from rotationzoo.storage.folders import link
 from rotationzoo.storage.strict_json import Sha256, Strict
-from rotationzoo.zoo.signer import Signer, describe_key, parse_signer, read_key
+from rotationzoo.zoo.index import GITHUB_ACTIONS, Signer, describe_key
 
-LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
+_LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
 INSTALL = "pip install 'model-signing>=1.1' 'pyopenssl>=25.3'"
 OWNERS_HINT = "do not use it; ask its owners what happened"
 _HINT = "fetch it again; if that does not help, tell the owners of the repository"
 _TRUST_SECONDS = 30.0  # for half a dozen small files from Sigstore's own repository
+# An artifact's signature does not cover itself, nor the card, which is rendered from the manifest.
 UNSIGNED = CARD, SIGNATURE
-"""Files that the signature of an artifact does not cover: itself, and the card, which is rendered
-from the manifest."""
-# The library's words for a certificate that is not valid yet, or no longer: it has one error type
-# for all that is wrong with certificates.
+# The library's messages for a certificate that was not valid then: it has no type for that error.
 _OUT_OF_TIME = re.compile("not valid at validation time|has expired|not yet valid")
-_ISSUER = "1.3.6.1.4.1.57264.1.1"  # of a certificate of Sigstore, as in Fulcio's oid-info.md
-# GitHub sets the second for jobs with `id-token: write` alone.
-_CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
+_KEY_BYTES = 10_000  # the largest allowed key, P-521, has 300 in PEM
+_ISSUER = "1.3.6.1.4.1.57264.1.1"  # in a certificate of Sigstore, from Fulcio's oid-info.md
+
+
+def parse_signer(text: str, issuer: str | None) -> Signer:
+    """The signer in `--signer`: the file of a public key, or an identity. Raises `UsageError` if
+    the identity needs an `issuer`, and as `read_key`."""
+    if text.endswith((".pem", ".pub")):
+        return read_key(Path(text).expanduser())
+    if issuer is None and text.startswith("https://github.com/"):  # the identity of a workflow
+        issuer = GITHUB_ACTIONS
+    if issuer is None:
+        hint = "add the issuer of that identity, such as: --issuer https://accounts.google.com"
+        raise UsageError(f"{text} is an identity without an issuer", hint)
+    return Signer(identity=text, issuer=issuer)
+
+
+def read_key(path: Path, private: bool = False) -> Signer:
+    """The signer with the key in a PEM file. Raises `RotationZooError` for other files."""
+    data = files.read(path.resolve(), _KEY_BYTES)
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    # The hint does not name this file: openssl would overwrite it, and it may be the other key.
+    kind, hint = "public", "make one of a private key: openssl ec -in key.pem -pubout -out new.pem"
+    if private:
+        kind = "private"
+        hint = "make one with: openssl ecparam -genkey -name prime256v1 -noout -out new.pem"
+    try:
+        if private:
+            key: Any = serialization.load_pem_private_key(data, None).public_key()
+        else:
+            key = serialization.load_pem_public_key(data)
+    except TypeError as error:
+        problem = f"{path} is encrypted, and encrypted keys are not supported"
+        hint = f"decrypt it into a new file: openssl ec -in {path} -out plain.pem"
+        raise RotationZooError(problem, hint) from error
+    except ValueError as error:
+        raise RotationZooError(f"{path} contains no {kind} key in PEM", hint) from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
+        raise RotationZooError(f"{path} is not a key of P-256, P-384 or P-521", hint)
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return Signer(public_key=key.public_bytes(serialization.Encoding.PEM, form).decode())
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The signatures that a user accepts or requires."""
+    """The signatures that a user accepts, or with `required` even demands of an index from a hub.
+    `trust_config`: a file of keys to trust instead of Sigstore's."""
 
     signers: tuple[Signer, ...] = ()
     required: bool = False
-    """Whether even an index that was read from a hub must be signed."""
     trust_config: Path | None = None
-    """A file of keys to trust in place of Sigstore's own."""
 
-    def expected(self, listed: Signer | None, vouched: bool, what: str) -> tuple[Signer, ...]:
-        """Who must have signed: the signers that the user named, or else those of an index that the
-        user named. Raises `RotationZooError` if a signature is required and no signer known."""
-        named = self.signers or ((listed,) if listed is not None and vouched else ())
-        if self.required and not named:
+    def naming(self, listed: Signer | None, what: str) -> "Demand":
+        """The same, but unless the user named signers, with the one `listed` in an index that they
+        named. Raises `RotationZooError` if a signature is required and no signer is known."""
+        signers = self.signers or (() if listed is None else (listed,))
+        if self.required and not signers:
             hint = "name the signer with --signer: an identity, or the file of a public key"
             raise RotationZooError(f"it is not known who should have signed {what}", hint)
-        return named
+        return replace(self, signers=signers)
 
 
 def make_demand(asked: Signatures) -> Demand:
-    """The demand of these options. Raises `UsageError` for options that contradict each other, and
+    """The demand from options. Raises `UsageError` for an issuer without an identity, and
     `RotationZooError` if the extra `sign` is needed and missing."""
     named = as_tuple(asked.signers)
     if asked.issuer is not None and not named:
@@ -87,29 +123,26 @@ def is_installed() -> bool:
 
 
 def check_installed(what: str, otherwise: str = "") -> None:
-    """Raise `RotationZooError` if the extra `sign`, which `what` needs, is missing. `otherwise`:
-    an alternative, for the end of the hint."""
+    """Raise `RotationZooError` if `what` needs the extra `sign` and it is missing. `otherwise`: an
+    alternative, for the end of the hint."""
     if not is_installed():
         raise RotationZooError(f"{what} needs the extra `sign`", hint=f"run: {INSTALL}{otherwise}")
 
 
 @dataclass(frozen=True)
 class Signed:
-    """Something that may be signed: an artifact's folder, or an index."""
+    """An artifact or an index that may be signed. `files`: name -> file or content; the signature
+    must cover all but `UNSIGNED`. `listed`: the signer in the index of a repository."""
 
     what: str
     files: Mapping[str, Path | bytes]
-    """Name -> file, or its content; the signature must cover all but `UNSIGNED`."""
     signature: bytes | None
     listed: Signer | None = None
-    """Who signed it, as an index says."""
-    vouched: bool = False
-    """Whether the user named that index."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of a signature that was not refused."""
+    """The result of a check that refused nothing."""
 
     state: Literal["unsigned", "unchecked", "signed"]
     note: str
@@ -121,29 +154,21 @@ class Finding:
         return {"state": self.state, "signer": signer}
 
 
-class _Maker(Strict):
-    """What a signature file says of its maker."""
+_CERTIFICATE = AliasPath("verificationMaterial", "certificate", "rawBytes")
+_KEY_HINT = AliasPath("verificationMaterial", "publicKey", "hint")
 
-    certificate: Annotated[
-        str | None,
-        Field(validation_alias=AliasPath("verificationMaterial", "certificate", "rawBytes")),
-    ] = None
-    """The signer's certificate, in DER and base64; None if it was made with a key."""
-    key_sha256: Annotated[
-        Sha256 | None,
-        Field(validation_alias=AliasPath("verificationMaterial", "publicKey", "hint")),
-    ] = None
-    """The sha256 of the signer's public key in PEM; None if there is a certificate."""
+
+class _Maker(Strict):
+    """A signer: a certificate, in DER and base64, or the sha256 of a public key in PEM."""
+
+    certificate: str | None = Field(None, validation_alias=_CERTIFICATE)
+    key_sha256: Sha256 | None = Field(None, validation_alias=_KEY_HINT)
 
 
 def claimed_signer(data: bytes, what: str) -> Signer | str:
-    """Who signed by a signature file, not verified yet: an identity with its issuer, or the sha256
-    of a key. Raises `RotationZooError`, naming `what` is signed, for a damaged file, and for a
-    certificate without exactly one identity and issuer."""
+    """The signer that a signature of `what` names, not verified yet; of a key, its sha256. Raises
+    `RotationZooError` for a damaged file, and for a certificate without exactly one identity."""
     origin = f"the signature of {what}"
-    if len(data) > LIMIT:
-        problem = f"{origin} has {len(data):,} bytes, and no signature has more than {LIMIT:,}"
-        raise RotationZooError(problem, _HINT)
     maker = strict_json.validate(_Maker, strict_json.parse(data, origin, _HINT), origin, _HINT)
     if maker.certificate is None and maker.key_sha256 is not None:
         return maker.key_sha256
@@ -160,18 +185,16 @@ def claimed_signer(data: bytes, what: str) -> Signer | str:
         issuer = extensions.get_extension_for_oid(x509.ObjectIdentifier(_ISSUER)).value
         (identity,) = identities
         return Signer(identity=identity, issuer=issuer.public_bytes().decode())
-    # A hostile certificate raises errors of many types.
-    except Exception as error:
-        raise RotationZooError(
-            f"{origin} has no certificate that names its signer", hint=OWNERS_HINT
-        ) from error
+    except Exception as error:  # a hostile certificate raises errors of many types
+        problem = f"{origin} has no certificate that names its signer"
+        raise RotationZooError(problem, OWNERS_HINT) from error
 
 
 def check_signature(signed: Signed, demand: Demand) -> Finding:
-    """Check a signature. Raises `RotationZooError` if it is wrong, and if one is required or its
-    signer named, also if it is missing or cannot be checked."""
+    """Check a signature. Raises `RotationZooError` if it is wrong. If a signature is required or a
+    signer named, that includes a signature that is missing or cannot be checked."""
     what, listed = signed.what, signed.listed
-    expected = demand.expected(listed, signed.vouched, what)
+    expected = demand.naming(None, what).signers
     candidates = expected or (() if listed is None else (listed,))
     if signed.signature is None:
         if candidates:
@@ -207,8 +230,8 @@ def _words(claimed: Signer | str) -> str:
 def _choose_signer(
     claimed: Signer | str, candidates: tuple[Signer, ...], what: str
 ) -> Signer | None:
-    """The candidate that the signature claims, or without candidates the claimed signer. None for
-    an unknown key."""
+    """The candidate that the signature names, or without candidates the signer that it names. None
+    for an unknown key. Raises `RotationZooError` for another signer."""
     if not candidates:
         return claimed if isinstance(claimed, Signer) else None
     for candidate in candidates:
@@ -220,13 +243,13 @@ def _choose_signer(
 
 
 def _verifier_of(signer: Signer, trust_config: Path | None) -> Any:
-    """The library's verifier for a signer. The keys that vouch for identities are those of a file,
-    or Sigstore's, which are fetched. Raises `RotationZooError`."""
+    """The library's verifier for a signer. The keys that vouch for identities are in a file, or are
+    Sigstore's, which are fetched. Raises `RotationZooError`."""
     from model_signing import verifying
 
     verifier, public_key = verifying.Config(), signer.public_key
     if public_key is not None:
-        with as_refusal("the listed key is none", OWNERS_HINT), NamedTemporaryFile() as file:
+        with as_refusal("the listed key is invalid", OWNERS_HINT), NamedTemporaryFile() as file:
             file.write(public_key.encode())
             file.flush()
             return verifier.use_elliptic_key_verifier(public_key=file.name)
@@ -241,7 +264,7 @@ def _verifier_of(signer: Signer, trust_config: Path | None) -> Any:
 
 
 def _verify(signed: Signed, signature: bytes, signer: Signer, verifier: Any) -> None:
-    """Raise `RotationZooError` unless the signature is this signer's, and for these very files."""
+    """Raise `RotationZooError` unless the signature is by this signer, and for these files."""
     from cryptography.exceptions import InvalidSignature
     from sigstore.errors import CertValidationError
 
@@ -260,16 +283,15 @@ def _verify(signed: Signed, signature: bytes, signer: Signer, verifier: Any) -> 
         if isinstance(error, InvalidSignature):
             reason = "it was not made with that key"
         if isinstance(error, CertValidationError):
-            reason = f"no authority that is trusted gave {signer} its certificate"
+            reason = f"no trusted authority issued the certificate of {signer}"
             if _OUT_OF_TIME.search(str(error)):
                 reason = f"the certificate of {signer} was not valid at the time of signing"
-        raise RotationZooError(f"{what} does not hold: {reason}", hint=OWNERS_HINT) from error
+        raise RotationZooError(f"{what} is invalid: {reason}", OWNERS_HINT) from error
 
 
 @contextmanager
 def gathered(named: Mapping[str, Path | bytes], name: str = "files") -> Iterator[Path]:
-    """Yield a folder called `name`, for the block alone, of these files (name -> file or content)
-    but for those that are not signed. Raises `OSError`."""
+    """Yield a temporary folder of the files (name -> file or content) that are signed."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, name)
         folder.mkdir()
@@ -284,26 +306,22 @@ def gathered(named: Mapping[str, Path | bytes], name: str = "files") -> Iterator
 
 
 def read_signature(folder: Path) -> bytes | None:
-    """The signature in an artifact's folder; None if it has none. Raises `RotationZooError`."""
+    """The signature in an artifact's folder, or None. Raises `RotationZooError`."""
     path = folder / SIGNATURE
-    return None if files.size_of(path) is None else files.read(path, LIMIT)
+    return None if files.size_of(path) is None else files.read(path, _LIMIT)
 
 
 def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
-    """Check the signature in the folder of an artifact, with no index. Raises as
-    `check_signature`."""
+    """Check the signature of an artifact without an index. Raises as `check_signature`."""
     folder = artifact.folder
     names = MANIFEST, *artifact.manifest.files
     listed = {name: files.regular_file(folder, name) for name in names}
     return check_signature(Signed(str(folder), listed, read_signature(folder)), demand)
 
 
-# ---- making a signature
-
-
 def can_sign_in_ci() -> bool:
-    """Whether this is a job of GitHub Actions that may ask for a token of its identity."""
-    return all(os.environ.get(name) for name in _CI_VARIABLES)
+    """Whether this is a job of GitHub Actions with `id-token: write`."""
+    return all(map(os.environ.get, ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")))
 
 
 class SigningTool:
@@ -314,25 +332,33 @@ class SigningTool:
         signature. Raises `RotationZooError` without the extra `sign` or such a key."""
         check_installed(why, "; or publish unsigned, with: --sign none")
         self.key, self.trust_config = key, trust_config
+        # None before the first keyless signature, whose certificate names the signer.
         self.signer = None if key is None else read_key(key, private=True)
-        """None before the first keyless signature, whose certificate names the signer."""
 
     @as_refusal(
         "it cannot be signed", "check the network and the identity, or sign with: --sign key.pem"
     )
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
-        """The signature of all but the `UNSIGNED` of these files (name -> file or content), which
-        its statement calls `name`, and its signer. Raises `RotationZooError`."""
+        """The signature of these files (name -> file or content) but the `UNSIGNED`, which its
+        statement calls `name`, and its signer. Raises `RotationZooError`."""
         from model_signing import hashing, signing
 
-        # They lie in the artifact's folder, so other tools must know to ignore them.
+        # Other tools must know which files in the artifact's folder to ignore.
         ignored = hashing.Config().set_ignored_paths(paths=[*UNSIGNED], ignore_git_paths=False)
         config = signing.Config().set_hashing_config(ignored)
         if self.key is not None:
             config.use_elliptic_key_signer(private_key=self.key)
         else:
-            # A new token for each signature: it expires within minutes.
-            config.use_sigstore_signer(identity_token=_find_token(), trust_config=self.trust_config)
+            from sigstore.oidc import detect_credential
+
+            # New for each signature: it expires within minutes. At a terminal, a person can log in.
+            token = detect_credential()
+            if token is None and not sys.stdin.isatty():
+                problem = "there is no identity to sign with: this is not a CI job that has one"
+                hint = "give the job `permissions: id-token: write`, or sign with: --sign key.pem"
+                raise RotationZooError(problem, hint)
+            token = check_token(token, "the identity of this job")  # so that it is redacted
+            config.use_sigstore_signer(identity_token=token, trust_config=self.trust_config)
         with gathered(files, name) as folder:
             target = folder.with_name(SIGNATURE)
             config.sign(folder, target)
@@ -341,16 +367,3 @@ class SigningTool:
             self.signer = claimed
         assert self.signer is not None
         return data, self.signer
-
-
-def _find_token() -> str | None:
-    """The token of this CI job's identity; None at a terminal, where a person can log in. Raises
-    `RotationZooError` otherwise."""
-    from sigstore.oidc import detect_credential
-
-    token = detect_credential()
-    if token is None and not sys.stdin.isatty():
-        problem = "there is no identity to sign with: this is not a CI job that has one"
-        hint = "give the job `permissions: id-token: write`, or sign with: --sign key.pem"
-        raise RotationZooError(problem, hint)
-    return check_token(token, "the identity of this job")  # so that it is redacted

@@ -1,22 +1,22 @@
-"""Random traffic in a real vLLM, and each of its requests again alone ("Traffic" in
+"""Random traffic in a real vLLM, after which each request is asked again alone ("Traffic" in
 docs/vllm.md).
 
     python scripts/bench/ask_traffic.py --model MODEL --rotations ROTATIONS
         [--arms bf16,vllm+priority,...] [--minutes 5 | --requests 500] [--seed 0]
 
-Run it with the Python that has vLLM; its CPU engine gets smaller sizes. Each arm is an engine in a
-process of its own. An arm is what is stored, `bf16` (vLLM's own cache), `vllm` or `segments` (our
-formats), and maybe `+priority`.
+Run it with the Python that has vLLM; its CPU engine gets smaller sizes. Each arm is an engine in
+a separate process. An arm names the cache: `bf16` (vLLM's own), `vllm` or `segments` (our formats),
+optionally with `+priority`.
 
 Traffic comes in rounds, drawn from the seed: bursts with shared prefixes, two to four samples of a
-prompt, follow-ups, aborts, in chunks of a drawn size, with many blocks or so few that requests
+prompt, follow-ups and aborts, in chunks of a random size, with many blocks or so few that requests
 preempt each other. After a round, every request is asked again, alone and in the same state
 (`traffic_alone.py` says how). The distance of two answers is that of the log probabilities of the
 first token of each stay, on average over the 20 likeliest tokens.
 
-The limit is what two right runs differ by: some requests are asked once more beside a stranger, in
-the same state, and the limit is twice the largest of these distances, or `FLOOR`. The last line is
-JSON, with what is off, and the exit code is 1 where anything of several arms is.
+The limit is the distance that correct runs may have: some requests are asked once more next to a
+stranger, in the same state, and the limit is twice the largest of these distances, or `FLOOR`. The
+last line is JSON with the failures, and the exit code is 1 if several arms have any.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from measuring import DEVICE, make_parser, run_arms, start_engine
 from traffic_alone import Alone, Likeliest, Stay, Watch, sampling
 
 FLOOR = {"float32": 0.003, "bfloat16": 0.03}
-"""Nats by which right answers may differ."""
+"""Nats by which correct answers may differ."""
 BESIDE = 0.2
-"""The part of requests that are asked beside a stranger, too."""
+"""The share of requests that are also asked next to a stranger."""
 SIZES = {
     "prefix": 20_000, "own": 4000, "answer": 40, "chunks": [512, 1024, 2048, 4096, 8192],
     "active": 16, "seqs": 256, "longest": 65_536, "stranger": 700,
@@ -55,7 +55,7 @@ class Question:
     prompt: list[int]
     samples: int
     answers: dict[int, Any] = field(default_factory=dict)
-    """vLLM's of each sample, as far as they are there."""
+    """vLLM's request of each sample, if it exists."""
     names: list[str] = field(default_factory=list)
     """Of the samples, in the engine."""
     done: bool = False
@@ -114,7 +114,7 @@ class Traffic:
             self.blocks = min(self.blocks, int(self.longest / size * draw.uniform(1, 1.5)) + 2)
 
     def run(self) -> None:
-        """Ask all, and answer all."""
+        """Ask and answer all requests."""
         watch, scheduler = self.watch, self.watch.scheduler
         scheduler.max_num_scheduled_tokens = self.chunk
         scheduler.scheduler_config.long_prefill_token_threshold = self.threshold
@@ -186,7 +186,7 @@ class Traffic:
         return draw.choice([*self.prefixes, self.prefixes[-1], []])
 
     def add(self, prompt: list[int], samples: int = 1) -> None:
-        """Hand a request to the engine, unless it is too long."""
+        """Add a request to the engine, unless it is too long."""
         draw, answer = self.draw, self.draw.randint(1, self.answer)
         if not prompt or len(prompt) + answer > self.longest:
             return
@@ -200,7 +200,7 @@ class Traffic:
 
 
 class Comparison:
-    """What an arm's traffic and its requests alone differ by."""
+    """The distances between an arm's traffic and its requests alone."""
 
     def __init__(self, watch: Watch, args: argparse.Namespace):
         self.watch, self.args = watch, args
@@ -232,7 +232,7 @@ class Comparison:
     def _ask(
         self, alone: Alone, stay: Stay, told: Likeliest | None, stranger: list[int], name: str
     ) -> None:
-        """Ask a stay again, and once more beside a stranger, if there is one."""
+        """Ask a stay again, and once more next to a stranger, if there is one."""
         if any(wrote.unknown for wrote, _ in stay.shared):
             stay.unknown = stay.unknown or "it found blocks of such requests"
         if self.watch.pool.get_num_free_blocks() < 3 * len(stay.tokens) // self.watch.size + 8:
@@ -251,7 +251,7 @@ class Comparison:
                 self.beside.append(measure(beside, seen))
 
     def result(self, dtype: str) -> dict[str, Any]:
-        """All numbers, and what is off."""
+        """All numbers and failures."""
         limit = max(FLOOR[dtype], 2 * max(self.beside, default=0.0))
         off = [f"{distance:.4f}: {where}" for distance, where in self.stays if distance > limit]
         largest = max((distance for distance, _ in self.stays), default=0.0)
@@ -276,7 +276,7 @@ def read_likeliest(stay: Stay, question: Question, index: int) -> Likeliest | No
 
 
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What an arm found, after so many minutes and requests."""
+    """The result of an arm, after so many minutes and requests."""
     watch = Watch(start(arm, args))
     comparison, ready, rounds = Comparison(watch, args), time.perf_counter(), 0
     while (

@@ -4,16 +4,16 @@
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
         [--format vllm] [--few 4] [--bits 2.5] [--fall 4]
 
-The classes of the backend run with metadata made by hand, without a server: a `Planner` plans a
-step of requests whose pages lie in no order, and a `LayerPages` stores new tokens and reads. Caches
-are cold, and medians are those of CUDA graph replays. In the same run:
+The classes of the backend run with synthetic metadata, without a server: a `Planner` plans a step
+of requests whose pages are in random order, and a `LayerPages` stores new tokens and reads. Caches
+are cold, and the medians are over CUDA graph replays. In the same run:
 
 * `pages, reading`: the decode kernel over the server's pages, windows in slots of the copies;
 * `pages, storing`: storing the new tokens, as nearest codes, or by transform coding with
   `--format segments`;
-* `pages, whole step`: both, as a server does it, at the same time;
-* `N tokens`: the same of N new tokens of each request, which the decode kernel reads;
-* `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
+* `pages, whole step`: both at the same time, as in a server;
+* `N tokens`: the same for N new tokens of each request, which the decode kernel reads;
+* `bf16`: torch's `scaled_dot_product_attention` over contiguous rows, with its fastest kernel.
 
 Prompts are measured in a whole vLLM, by serve_engine.py.
 """
@@ -55,7 +55,7 @@ COLD = 32
 what a launch reads can still be in it. Overwriting the L2 cache between launches instead would
 leave it full of lines that the next launch has to write back."""
 _SHORTEST = 2e-3  # seconds of a replay; shorter ones would be timed with the gaps between them
-_REPLAYS, _SECONDS = (9, 200), 0.15  # how many, in about how many seconds
+_REPLAYS, _SECONDS = (9, 200), 0.15  # their number, and about how many seconds they take
 PAGE = 64
 SINK, RECENT = 64, 256
 
@@ -84,7 +84,7 @@ class Shape:
 
 
 def bound_of(shape: Shape, settings: CacheSettings) -> int:
-    """Bytes of codes and of exact tokens, without what fills the last page: all that a step
+    """Bytes of codes and of exact tokens, without the padding of the last page: all that a step
     reads."""
     layouts = [settings.codec.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES]
     packed, exact = sum(sum(layout.row_bytes) for layout in layouts), SINK + RECENT
@@ -137,7 +137,7 @@ def settings_of(
 
 
 class Server:
-    """Requests of one length, whose pages lie in no order."""
+    """Requests of one length, with pages in random order."""
 
     def __init__(self, shape: Shape, settings: CacheSettings, copies: int, verified: int = 1):
         self.shape, self.settings = shape, settings
@@ -186,7 +186,7 @@ class Server:
 
 
 def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object]]:
-    """What is timed of a step with `new` tokens of each request."""
+    """The parts of a step with `new` tokens of each request that are timed."""
     shape, step, rows = server.shape, server.step(new, new), new * server.shape.batch
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     query, scores = draw(rows, shape.heads, shape.dim), Scores(shape.dim**-0.5)
@@ -215,7 +215,7 @@ def time_shape(
 
 
 def time_bfloat16(shape: Shape) -> float:
-    """Seconds of the fastest of torch's kernels over rows that lie together."""
+    """Seconds of the fastest of torch's kernels over contiguous rows."""
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     query, times = draw(shape.batch, shape.heads, 1, shape.dim), []
     caches = list(draw(copies_of(shape.bytes), 2, shape.bytes // 4))
@@ -256,10 +256,9 @@ def copies_of(size: int) -> int:
 
 
 def timed(read: Callable[[Any], object], caches: Sequence[Any]) -> float:
-    """The seconds of reading a cache: the median of replays in which the caches follow each other,
-    the first again after the last.
+    """The seconds of reading a cache: the median of replays that read one cache after another.
 
-    They are captured in one CUDA graph, so that what the CPU does for a launch does not count.
+    They are captured in one CUDA graph, so that the work of the CPU for a launch does not count.
     """
     launches: list[Launch] = [partial(read, cache) for cache in caches]
     for launch in (launches[0], launches[-1], launches[0]):

@@ -1,10 +1,10 @@
-"""How often each bound of what is kept misses the truth ("The bounds" in docs/tasks.md).
+"""How often each bound of the share that is kept misses the truth ("The bounds" in docs/tasks.md).
 
     python scripts/bench/coverage_of_intervals.py [REPORT ...] [--draws 4000]
 
-Answers are drawn prompt by prompt from a beta-binomial. Of a REPORT (`evaluate --json`), prompts
-are drawn with replacement; the truth is what an arm keeps of all. The last lines have how often an
-arm that keeps 89.99 % is served where 90 % are to be kept.
+Answers are drawn prompt by prompt from a beta-binomial distribution. Prompts of a REPORT
+(`evaluate --json`) are drawn with replacement; the truth is the share that an arm keeps of all. The
+last lines say how often an arm that keeps 89.99 % is served if it must keep 90 %.
 """
 
 import itertools
@@ -31,7 +31,7 @@ Drawn = list[tuple[np.ndarray, np.ndarray]]
 def draw(
     draws: int, sizes: Sequence[int], prompts: Sequence[int], share: float, c: float, able: float
 ) -> Drawn:
-    """Answers where the intraclass correlation is `c`, and the exact model has `able` right."""
+    """Answers with the intraclass correlation `c`, of which the exact model has `able` right."""
     drawn, odds = [], 1 / c - 1 if c else 0
     for size, count in zip(sizes, prompts, strict=True):
         right = GENERATOR.binomial(size, able, (draws, count))
@@ -58,7 +58,7 @@ def read_arms(path: Path) -> Iterator[tuple[str, Drawn]]:
 
 
 def bound(drawn: Drawn, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """The lower and the upper bound of each draw, as `evaluation.decision` has them."""
+    """The lower and the upper bound of each draw, as in `evaluation.decision`."""
     kept, right = (torch.tensor(np.concatenate(each, 1)) for each in zip(*drawn, strict=True))
     tasks = [each.shape[1] for each, _ in drawn]
     parts = zip(kept.split(250), right.split(250), strict=True)
@@ -78,7 +78,7 @@ def compare(drawn: Drawn, share: float) -> list[float]:
 
 
 def count_served(drawn: Drawn, floor: float) -> float:
-    """How often it is served after any of the looks, of which the last has all."""
+    """How often it is served after any look, of which the last has all questions."""
     served, refused = np.zeros((2, len(drawn[0][0])), bool)
     for look in LOOKS:
         shares = [kept.shape[1] * look // LOOKS[-1] for kept, _ in drawn]
@@ -91,7 +91,7 @@ def count_served(drawn: Drawn, floor: float) -> float:
 
 
 def show(title: str, cells: list[list[float]]) -> None:
-    """A row: the most that each bound misses in any cell."""
+    """A row: how often each bound misses in the worst cell."""
     lower, upper = np.array(cells).max(0)
     print(f"| {title} | {lower:.1f} | {upper:.1f} |", flush=True)
 

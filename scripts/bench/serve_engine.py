@@ -4,18 +4,18 @@
     python scripts/bench/serve_engine.py MODEL ROTATIONS [--arms bf16,fp8,segments,vllm]
         [--shapes 1x8192,1x100000,8x8192,8x32000] [--steps 64]
 
-Run it with the Python that has vLLM, on one GPU. Each arm is a process of its own, on the same
-card, with the same random prompts, chunks of 8,192 tokens, prefix caching and captured decoding
-steps. It prints one table: what the cache holds, and for each shape, of so many requests and tokens
-of each,
+Run it with the Python that has vLLM, on one GPU. Each arm is a separate process on the same GPU,
+with the same random prompts, chunks of 8,192 tokens, prefix caching and captured decode steps. It
+prints one table: the capacity of the cache, and for each shape, which gives the number of requests
+and the tokens of each,
 
-* the first tokens of all, once: the second time, prompts are cached;
-* a decoding step of all: the median of the second half of the steps, when all requests decode;
-* the first tokens of 200 tokens more after each prompt, which is cached: the median of seven.
+* the time to first token of all requests, once, because prompts are cached the second time;
+* a decode step of all: the median of the second half of the steps, when all requests decode;
+* the time to first token with 200 more tokens after each cached prompt: the median of seven.
 
 An arm `segments:2.75+3` stores the format `segments` with a budget of 2.75 bits, and verifies three
-drafts a step that are made up, so that nearly all are rejected. The model may have random weights.
-Each arm compiles its kernels before.
+random drafts per step, so that nearly all are rejected. The model may have random weights. Each arm
+compiles its kernels first.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Engine:
         return drawn
 
     def answer(self, prompts: list[list[int]], tokens: int = 1) -> list[float]:
-        """Seconds of each step until all prompts have answers of so many tokens."""
+        """The seconds of each step until all prompts have answers of so many tokens."""
         from vllm import SamplingParams
 
         engine, times = self.llm.llm_engine, []
@@ -89,7 +89,7 @@ class Engine:
 
 
 def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """What each row of the table says of an arm, in tokens or milliseconds."""
+    """The rows of the table for an arm, in tokens or milliseconds."""
     yield "tokens that fit", engine.capacity
     for _ in range(2):  # compiles
         engine.answer(engine.prompts(1, 2 * args.chunk + 100), 4)

@@ -5,12 +5,12 @@ docs/vllm.md, which this script prints).
         [--jobs 4] [--work FOLDER]
 
 Run it from a clone with the project's Python; engines run with `ROTATIONZOO_VLLM_PYTHON`, or that
-of `make vllm`. Models are small and random, but for the demo model.
+of `make vllm`. Models are small and random, except the demo model.
 
-A cell is an engine with these features, which answers rounds of requests at the same time; some of
-them share a prefix. Each answer is compared with that of an engine without the features, to the
-same request alone, whose prompt is cut into the same chunks: as long as both write the same tokens,
-their log probabilities are. A cell is `equal`, `refused` by this project or by vLLM, or `WRONG`.
+A cell is an engine with these features, which answers rounds of concurrent requests; some of them
+share a prefix. Each answer is compared with that of an engine without the features to the same
+request alone, whose prompt is cut into the same chunks: log probabilities are compared up to the
+first token that differs. A cell is `equal`, `refused` by this project or by vLLM, or `WRONG`.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 TOKENS, DRAFTS, CHUNK = 24, 3, 128
 CLOSE = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
-"""Nats, of a token on average, that two right answers differ by at most."""
+"""The most nats per token, on average, by which two correct answers differ."""
 ITSELF = "vLLM with its own cache, too"
 TIMES = 3
-"""Where answers of a request alone and beside a stranger differ by more, so many times as much."""
+"""This many times the distance between a request alone and next to a stranger, if that is more."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ PAIRED = {
 }
 ALONE = {
     "falcon": Feature("hybrid (Falcon-H1)", family="falcon_h1"),
-    # Its states want 16 bits on a CPU, and flashinfer or this on a GPU.
+    # Its states need 16 bits on a CPU, and flashinfer or this on a GPU.
     "next": Feature(
         "hybrid (Qwen3-Next)",
         {"gdn_prefill_backend": "triton", "dtype": "bfloat16"},
@@ -82,7 +82,7 @@ ALONE = {
     "gpt-oss": Feature("windows and sinks (gpt-oss)", family="windows and sinks"),
     "async": Feature("`--async-scheduling`", {"async_scheduling": True}),
     "offload": Feature("offloading", {"kv_offloading_size": 1, "enable_prefix_caching": True}),
-    # Kernels of a GPU take these in 16 bits alone.
+    # GPU kernels take these only in 16 bits.
     "fp8": Feature("FP8 weights", {"quantization": "fp8", "dtype": "bfloat16"}, counts=True),
     "lora": Feature(
         "LoRA", {"enable_lora": True, "max_lora_rank": 8, "dtype": "bfloat16"}, counts=True
@@ -106,7 +106,7 @@ class Cell:
 
     @property
     def impossible(self) -> str:
-        """Why no engine has all of this; empty where one may."""
+        """Why no engine has all of this; empty if one may."""
         families = [each.family for each in self.features if each.family]
         if sum("speculative_config" in each.engine for each in self.features) > 1:
             return "one at a time"
@@ -160,7 +160,7 @@ def save_models(work: Path, families: set[str]) -> None:
 
 
 def calibrate(work: Path, family: str, row: str) -> None:
-    """Make the rotations of a model, unless they are there."""
+    """Make the rotations of a model, unless they exist."""
     from rotationzoo.calibration.calibrate import calibrate as run
     from rotationzoo.calibration.plan import Job
     from rotationzoo.recipe import Data
@@ -207,8 +207,8 @@ def make_job(cell: Cell, work: Path, alone: bool, exact: bool = False) -> dict[s
 
 
 def run_worker(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[str, Any]]:
-    """What the engines of these jobs answer, one after another. A process ends with an engine that
-    fails, which counts if it was the first: later ones may fail by what is left of earlier ones."""
+    """The answers of the engines of these jobs, one after another. A process ends with an engine
+    that fails, which counts if it was the first: later ones may fail because of earlier ones."""
     done: list[dict[str, Any]] = []
     while len(done) < len(jobs):
         answers = run_process(jobs[len(done) :], work, f"{name}-{len(done)}")
@@ -217,7 +217,7 @@ def run_worker(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[s
 
 
 def run_process(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[str, Any]]:
-    """What the engines of these jobs answer until one fails."""
+    """The answers of the engines of these jobs until one fails."""
     from support.vllm import PYTHON, environment
 
     asked, answered = work / f"{name}.json", work / f"{name}.answers.json"
@@ -234,7 +234,7 @@ def run_process(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[
 
 
 def work_off(asked: Path, answered: Path) -> None:
-    """Run the jobs of a file with vLLM until one fails, and write what each answers, or why not."""
+    """Run the jobs of a file with vLLM until one fails, and write each answer, or the error."""
     from torch.distributed import is_initialized
 
     done: list[dict[str, Any]] = []
@@ -245,7 +245,7 @@ def work_off(asked: Path, answered: Path) -> None:
             traceback.print_exc()
             done.append({"error": f"{type(error).__name__}: {error}".strip()})
         answered.write_text(json.dumps(done))
-        if "error" in done[-1] and is_initialized():  # something of an engine is left
+        if "error" in done[-1] and is_initialized():  # an engine left something behind
             break
 
 
@@ -293,7 +293,7 @@ def run_engine(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def cut_prompt(scheduler: Any, cached: int, chunk: int) -> None:
-    """Cut the next prompt where a request begins that finds so many tokens."""
+    """Cut the next prompt as for a request that finds so many tokens in the cache."""
     own, config = type(scheduler).schedule, scheduler.scheduler_config
     first = iter([cached] if cached else [])
 
@@ -305,8 +305,8 @@ def cut_prompt(scheduler: Any, cached: int, chunk: int) -> None:
 
 
 def draw_rounds(unit: int) -> list[list[list[int]]]:
-    """Requests at the same time, whose prompts are three chunks and some tokens: one that repeats
-    itself, one of its own, three that share a prefix; then some of them again."""
+    """Concurrent requests, whose prompts are three chunks and some tokens: a repetitive one, a
+    separate one, three that share a prefix; then some of them again."""
     from transformers import AutoTokenizer
 
     from rotationzoo.model.source import DEMO
@@ -335,11 +335,11 @@ def describe(output: Any, chunk: int) -> dict[str, Any]:
     }
 
 
-# ---- what differs
+# ---- differences
 
 
 def distance(found: dict[str, Any], alone: dict[str, Any]) -> float:
-    """Nats of a token, on average over those that both wrote. Where they part, both tokens are as
+    """The mean nats per token over those that both wrote. Where they part, both tokens must be as
     likely, or the distance is infinite."""
     apart = []
     pairs = zip(found["answer"], alone["answer"], found["chances"], alone["chances"], strict=True)
@@ -356,7 +356,7 @@ def key_of(answer: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What a cell says."""
+    """The result of a cell."""
 
     word: str
     """`equal`, `WRONG`, `refused`, `FAILED` (to start or to answer) or `NOT COMPARED`."""
@@ -364,7 +364,7 @@ class Found:
 
 
 def measure(cells: list[Cell], work: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:
-    """How far the answers of cells are from those to the same requests alone, as soon as it is
+    """The distances of cells from the answers to the same requests alone, as soon as they are
     known."""
     asked = {cell: make_job(cell, work, alone=False) for cell in cells}
     served = dict(run_all(asked, work, jobs, "cell"))
@@ -405,13 +405,13 @@ def judge(
 
 
 def describe_error(result: dict[str, Any]) -> str:
-    """Its last line that says something."""
+    """Its last line with words."""
     lines = [line for line in result["error"].splitlines() if "further information" not in line]
     return str(lines[-1].strip()[-300:])
 
 
 def _word_of(result: dict[str, Any]) -> str:
-    """What an engine without answers did; empty for one that answered."""
+    """The failure of an engine; empty for one that answered."""
     if "error" not in result:
         return ""
     return "refused" if result["error"].startswith(("UnsupportedModel", ITSELF)) else "FAILED"
@@ -420,7 +420,7 @@ def _word_of(result: dict[str, Any]) -> str:
 def run_all(
     jobs: dict[Any, dict[str, Any]], work: Path, at_once: int, name: str
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The results of jobs, shared out among processes."""
+    """The results of jobs, distributed over processes."""
     keys = [*jobs]
     shares = [keys[at::at_once] for at in range(at_once) if keys[at::at_once]]
     with ThreadPoolExecutor(at_once) as pool:

@@ -1,10 +1,10 @@
-"""What a scheduler did with each request of a real vLLM, and the same request once more, alone.
+"""Records how the scheduler of a real vLLM treats each request, and asks the request again alone.
 
 A request's *stay* begins when it gets blocks, and ends when it is done, aborted or preempted. A
-stay is asked again with what decides its numbers: its tokens, the blocks of other stays that it
-found in the cache, which of these had exact copies, and where its prompt was cut into chunks. Its
-answer is given, token by token. So what it reads is the same as it was in traffic, and what is
-left are sums of another order, and mistakes.
+stay is asked again with all that determines its numbers: its tokens, the blocks of other stays that
+it found in the cache, which of these had exact copies, and where its prompt was cut into chunks.
+Its answer is forced, token by token. So it reads the same as in traffic, and differences can only
+come from the order of sums, or from bugs.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Likeliest = tuple[torch.Tensor, torch.Tensor]
 
 
 def sampling(tokens: int, **others: Any) -> Any:
-    """So many tokens, whatever they are."""
+    """Any tokens, so many."""
     from vllm import SamplingParams
 
     fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False}
@@ -27,37 +27,37 @@ def sampling(tokens: int, **others: Any) -> Any:
 
 @dataclass(eq=False)
 class Stay:
-    """One stay of a request among those that run."""
+    """One stay of a request in the engine."""
 
     request: Any
     """vLLM's own."""
     cached: int
-    """Tokens that were there."""
+    """Tokens that were in the cache."""
     given: int
-    """Tokens that it began with: the prompt, and what was answered before."""
+    """Tokens that it began with: the prompt, and earlier tokens of the answer."""
     shared: list[tuple["Stay", int]] = field(default_factory=list)
-    """Whose blocks it found, and which of these."""
+    """The stays whose blocks it found, and which blocks."""
     met: int = 0
     """Tokens that it found, and that the same step stored."""
     copied: dict[int, torch.Tensor] = field(default_factory=dict)
-    """For where each chunk begins, which of the pages before it had exact copies."""
+    """For the start of each chunk, which of the pages before it had exact copies."""
     ends: list[int] = field(default_factory=list)
     """Where its chunks end."""
     tokens: list[int] = field(default_factory=list)
-    """All that it had at its end."""
+    """All its tokens at the end."""
     unknown: str = ""
-    """Why its state cannot be made again."""
+    """Why its state cannot be restored."""
     blocks: list[Any] = field(default_factory=list)
     """Of the stay alone."""
 
     @property
     def stored(self) -> int:
-        """So many tokens of what it began with were stored."""
+        """So many of the tokens that it began with were stored."""
         return min(self.ends[-1], self.given)
 
 
 class Watch:
-    """Stands between a vLLM in this process and its scheduler."""
+    """Watches the scheduler of a vLLM in this process."""
 
     def __init__(self, llm: Any):
         self.engine = llm.llm_engine
@@ -86,8 +86,8 @@ class Watch:
         setattr(owner, name, lambda *given, **named: mine(own, *given, **named))
 
     def begin(self) -> None:
-        """Forget all that was cached and copied."""
-        steps = 0  # of what was scheduled before the last answer was known
+        """Drop all cached blocks and copies."""
+        steps = 0  # of tokens that were scheduled before the last answer was known
         while not self.engine.reset_prefix_cache():
             self.engine.step()
             steps += 1
@@ -118,13 +118,13 @@ class Watch:
 
     @torch.inference_mode()  # as a worker makes these tensors
     def forget(self, pages: torch.Tensor) -> None:
-        """Let these pages have no copies."""
+        """Drop the copies of these pages."""
         for builder in self.builders:
             builder.planner.forget(pages.to(builder.planner.slot_of.device))
 
     @torch.inference_mode()  # as a worker makes these tensors
     def restore(self, blocks: list[int], start: int, copied: torch.Tensor) -> bool:
-        """Forget the copies that were not there in traffic; whether all others are."""
+        """Drop the copies that did not exist in traffic; returns whether all others exist."""
         here = self.copies(blocks, start)
         self.forget(self._windows(blocks, start)[~copied.cpu()])
         return not bool((copied & ~here).any())
@@ -140,8 +140,8 @@ class Watch:
         return output
 
     def _note(self, output: Any) -> None:
-        """Note the stays that begin, and all blocks that this step writes, which is before any of
-        its requests reads."""
+        """Record the stays that begin, and all blocks that this step writes, before any request
+        reads them."""
         self._stored.clear()
         begins = {each.req_id for each in output.scheduled_new_reqs}
         begins |= {*output.scheduled_cached_reqs.resumed_req_ids}
@@ -170,12 +170,12 @@ class Watch:
                 self._planned.append((stay, start, blocks[name]))
 
     def close(self, name: str, tokens: int) -> None:
-        """Note what a stay has at its end, if one is open."""
+        """Record the end of a stay, if one is open."""
         if stay := self._open.pop(name, None):
             stay.tokens = list(stay.request.all_token_ids)[:tokens]
 
     def close_all(self) -> None:
-        """Note what all stays have at their ends."""
+        """Record the end of all stays."""
         for name, stay in [*self._open.items()]:
             self.close(name, stay.request.num_tokens)
 
@@ -193,7 +193,7 @@ class Watch:
                 stay.met += (number + 1) * self.size - start
 
     def _build(self, own: Any, *given: Any, **named: Any) -> Any:
-        """Note the copies of a step once it is planned: its own pages have theirs then."""
+        """Record the copies of a step once it is planned, when its own pages have theirs."""
         metadata = own(*given, **named)
         for stay, start, blocks in self._planned:
             stay.copied[start] = self.copies(blocks, start)
@@ -235,11 +235,11 @@ class Alone:
         With a stranger, a request that shares nothing, there are R rows, of which one is the
         stay's.
 
-        A stay is unknown where a copy is missing that was there in traffic.
+        A stay is unknown if a copy is missing that existed in traffic.
         """
         answered = len(stay.tokens) - stay.given if stay.stored == stay.given else 0
         ends = [end for end in stay.ends if end < stay.stored]
-        # One more is asked for: so the last token of the answer is stored.
+        # One more token is requested, so that the last token of the answer is stored.
         self._places = iter([*ends, *range(stay.stored, stay.stored + answered + 2)])
         self._wanted, self._seen = wanted, None
         self._found = [wrote.blocks[at] for wrote, at in stay.shared]
@@ -252,7 +252,7 @@ class Alone:
         return None if self._seen is None else self._seen.cpu()
 
     def release(self) -> None:
-        """Give all blocks back."""
+        """Return all blocks."""
         self.watch.pool.free_blocks(self._kept)
 
     def _add(self, tokens: list[int], answer: int) -> str:
@@ -262,23 +262,23 @@ class Alone:
         return added
 
     def _finish(self, stranger: str) -> None:
-        """Let the stay answer; the stranger is sent away then."""
+        """Let the stay answer; then the stranger is aborted."""
         engine = self.watch.engine
         self.watch.alone = self
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     engine.abort_request([stranger], internal=True)
-        for _ in range(2):  # of what was scheduled before the last answer was known
+        for _ in range(2):  # of tokens that were scheduled before the last answer was known
             engine.step()
         self.watch.alone = None
 
     def find(self, name: str) -> list[Any]:
-        """The blocks that a request is to find."""
+        """The blocks that a request must find."""
         return self._found if name == self._name else []
 
     def limit(self) -> None:
-        """Let the next step have the stay's next chunk."""
+        """Schedule the stay's next chunk in the next step."""
         scheduler, stay = self.watch.scheduler, self._stay
         request = scheduler.requests.get(self._name)
         config = scheduler.scheduler_config
@@ -293,8 +293,8 @@ class Alone:
             config.long_prefill_token_threshold = chunk
 
     def keep(self, output: Any) -> None:
-        """Let a step have the copies that it had in traffic, and keep the blocks of a stay: others
-        will find them."""
+        """Give a step the copies that it had in traffic, and keep the blocks of a stay for others
+        to find."""
         stay, count = self._stay, output.num_scheduled_tokens.get(self._name)
         if stay is None or not count:
             return
@@ -312,7 +312,7 @@ class Alone:
         self._blocks += new
 
     def see(self, logits: torch.Tensor) -> None:
-        """Note what is wanted of these logits, and give the token that follows."""
+        """Record the wanted log probabilities of these logits, and return the forced next token."""
         place = next(self._places, None)
         stay = self._stay
         if place is None or stay is None:

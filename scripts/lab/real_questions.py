@@ -1,13 +1,13 @@
-"""DEV and TEST for real models: what is chosen is measured on DEV, and judged once on TEST
-("Real models" in docs/history.md and "Judged" in docs/results.md).
+"""DEV and TEST for real models: choices are made on DEV, and judged once on TEST ("Real models" in
+docs/history.md and "Two real models" in docs/results.md).
 
-* Text: the documents of the bundled evaluation text take turns. DEV has the first, the third and so
-  on; TEST has the others. Calibration reads the other bundled text, which is in neither.
+* Text: documents of the bundled evaluation text. DEV has the first, the third and so on; TEST has
+  the others. Calibration reads the other bundled text, which is in neither.
 * Questions: DEV asks for words of the pool `choose` and TEST for those of `judge`, so that no key
-  is in both; their seeds differ, too. Quotes are of each half's own text.
+  is in both; their seeds differ too. Quotes are of each half's own text.
 * Tasks and lengths: `TASKS` at `LENGTHS`. A task with more questions begins with the same ones.
 
-This file is the only place that says so. Take a `Split` from `SPLITS`; nothing else is needed.
+This file alone defines the splits: take a `Split` from `SPLITS`.
 """
 
 import json
@@ -36,7 +36,7 @@ class Split:
 
     name: str
     turn: int
-    """Its place among the two halves, to which documents are handed out in turn."""
+    """Its place among the two halves, which get documents in turn."""
     pool: str
     """The words of its keys: a key of `questions.POOLS`."""
 
@@ -66,8 +66,8 @@ class Split:
         questions: range,
         cache: CacheLayout,
     ) -> list[Prompt]:
-        """The prompts of a task that hold these of its questions, and with them all questions of
-        these prompts. Everything that is asked for lies outside the cache's exact windows."""
+        """The prompts of a task that have these questions, with all questions of these prompts.
+        All answers lie outside the cache's exact windows."""
         each = min(recall.TASKS[task], len(questions))
         first, last = questions.start // each, -(-questions.stop // each)
         seed = (1 + self.turn) * _SEEDS + length

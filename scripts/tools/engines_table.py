@@ -2,7 +2,7 @@
 
     python scripts/tools/engines_table.py
 
-Rewrites the table. `tests/engines/test_engine_rows.py` fails where the page is old.
+Rewrites the table. `tests/engines/test_engine_rows.py` fails if the page is outdated.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ def table() -> str:
 
 
 def current_table(page: str) -> str:
-    """The table that the page has: from its header to the first line that is no row."""
+    """The page's table: from its header to the first line that is not a row."""
     begin = page.index(f"| {COLUMNS[0]} | {COLUMNS[1]} |")
     return page[begin : page.index("\n\n", begin) + 1]
 

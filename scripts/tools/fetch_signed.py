@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def fetch_signed(repo: str, out: Path, signer: str, trust_config: Path | None) -> None:
-    """Pull each artifact of the repository's own index to a folder of its own.
+    """Pull each artifact of the repository's own index to a separate folder.
 
     Raises `RotationZooError` for the first that is not sound or not signed by `signer`.
     """

@@ -5,8 +5,8 @@ of models that are due, and whether there are any.
         [-- MODEL]
 
 `--runners` names the labels of GPU runners with their memory, as `rotationzoo plan --gpu` takes it,
-smallest first. Each row then has a `runner`: the first that holds the model's weights and what a
-calibration needs beside them. The last one takes whatever is larger.
+smallest first. Each row then has a `runner`: the first that holds the model's weights and the rest
+that a calibration needs. The last one takes all larger models.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("only", nargs="?", default="", metavar="MODEL")
     parser.add_argument("--runners", default="")
     args, unknown = parser.parse_known_args()
-    # Whoever starts the workflow types the model: it is one, or is refused by name.
+    # A person types the model that starts the workflow, so it is checked.
     for word in (args.only, *unknown):
         if word and not re.fullmatch(_MODEL, word):
             raise SystemExit(f"Error: {word[:80]!r} is no model of the hub: write it as owner/name")

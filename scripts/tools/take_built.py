@@ -1,12 +1,12 @@
-"""Take what the builders of a workflow made, a folder a row of the matrix, for the publisher to
+"""Take the artifacts that a workflow built, a folder per row of the matrix, for the publisher to
 sign.
 
     python scripts/tools/take_built.py MATRIX BUILT OUT
 
-Builders parse what strangers published, and each may have written anything into the folder of its
-row, and beside it. So a folder is taken only if it is a whole artifact with nothing else in it, and
-was made for the model and the revision of its row; one of no row, or one that is wrong, stops all.
-A row whose build failed has no folder.
+Builders parse files that strangers published, and each may have written anything into the folder of
+its row, and elsewhere. So a folder is taken only if it is a whole artifact with nothing else in it,
+made for the model and the revision of its row. A folder without a row, or a wrong one, stops all. A
+row whose build failed has no folder.
 """
 
 import json

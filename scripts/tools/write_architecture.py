@@ -2,8 +2,8 @@
 
 python scripts/tools/write_architecture.py
 
-The order is `ORDER` of tests/test_style.py and the words are the first sentences of docstrings, so
-that neither can differ from the code; tests/test_architecture.py fails where the page is old.
+The order is `ORDER` of tests/test_style.py, and the words are the first sentences of docstrings.
+tests/test_architecture.py fails if the page is outdated.
 """
 
 import ast
@@ -25,7 +25,7 @@ def order() -> list[str]:
 
 
 def first_sentence(path: Path) -> str:
-    """Of a module's docstring; empty where it has none."""
+    """Of a module's docstring; empty if it has none."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     return re.split(r"(?<=[.?!])\s", paragraph)[0].removesuffix(".")
@@ -53,7 +53,7 @@ def listing() -> str:
 
 
 def page(text: str) -> str:
-    """The page with the list of today."""
+    """The page with the current list."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{listing()}\n{END}{after}"

@@ -3,9 +3,8 @@ docs/reference/cli.md.
 
     python scripts/tools/write_cli_reference.py
 
-The words are those of `--help`: docstrings and options of the functions in `cli`, which are read
-through their signatures and not through Typer's internals. `tests/test_site.py` fails where the
-page is old.
+The words are those of `--help`: docstrings and options of the functions in `cli`, read from their
+signatures and not from Typer's internals. `tests/test_site.py` fails if the page is outdated.
 """
 
 import inspect
@@ -24,12 +23,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 BEGIN = "<!-- written by scripts/tools/write_cli_reference.py -->\n"
 END = "<!-- end of the commands -->\n"
 SHARED = 2
-"""From this number of commands on, an option is described once for all of them."""
+"""An option that this many commands share is described once."""
 TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", datetime: "DAY"}
 
 
 def listing() -> str:
-    """Markdown: what several commands share, and a section for each command."""
+    """Markdown: the shared options, and a section for each command."""
     every = {name: parameters(command) for name, command in COMMANDS.items()}
     counted = Counter(each.item for found in every.values() for each in found)
     shared = {item: None for item, count in counted.items() if count >= SHARED}
@@ -49,8 +48,8 @@ def section(
     own: list["Parameter"],
     shared: list["Parameter"],
 ) -> str:
-    """A command: what it does, how it is called, examples, its own parameters, and the names of
-    those that it shares with other commands."""
+    """A command: its description, usage, examples and own parameters, and the names of those that
+    it shares with other commands."""
     arguments = [each for each in parameters(command) if each.is_argument]
     usage = " ".join(["rotationzoo", name, *(each.usage for each in arguments), "[OPTIONS]"])
     told = paragraphs(command)
@@ -68,7 +67,7 @@ def section(
 
 
 def paragraphs(command: Callable[..., None]) -> list[str]:
-    """Those of a command's docstring, each in one line."""
+    """The examples of a command's docstring, each in one line."""
     told = inspect.getdoc(command) or ""
     return [" ".join(paragraph.split()) for paragraph in told.split("\n\n")]
 
@@ -87,7 +86,7 @@ class Parameter:
 
     @property
     def shortest(self) -> str:
-        """The name alone, without what follows it."""
+        """The name alone, without a value."""
         return self.item.split("`")[1].split(" ")[0]
 
     @property
@@ -109,7 +108,7 @@ class Parameter:
 
     @property
     def spellings(self) -> list[str]:
-        """The option as it is typed; a short form comes last, and then what follows all of them."""
+        """The option as it is typed; a short form comes last, and then the value."""
         words = list(self.info.param_decls or [])
         if not any(word.startswith("--") for word in words):
             words.insert(0, f"--{self.name.replace('_', '-')}")
@@ -119,7 +118,7 @@ class Parameter:
 
     @property
     def value(self) -> str:
-        """What follows the option; nothing for a flag."""
+        """The value of the option; nothing for a flag."""
         kind = _without_none(self.type)
         if kind is bool:
             return ""
@@ -137,7 +136,7 @@ class Parameter:
 
     @property
     def default_sentence(self) -> list[str]:
-        """The signature's default; nothing where the command decides, or for a flag."""
+        """The signature's default; nothing if the command decides, or for a flag."""
         if self.required:
             return ["Required."] if not self.is_argument else []
         is_silent = self.default is None or self.default is False or self.default == []
@@ -145,7 +144,7 @@ class Parameter:
 
 
 def parameters(command: Callable[..., None]) -> list[Parameter]:
-    """Those that the command line offers, in the order of the signature."""
+    """The parameters that the command line offers, in the order of the signature."""
     signature = inspect.signature(command, eval_str=True)
     made = [Parameter(parameter) for parameter in signature.parameters.values()]
     return [parameter for parameter in made if not getattr(parameter.info, "hidden", False)]
@@ -159,7 +158,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def page(text: str) -> str:
-    """The page with the commands of today."""
+    """The page with the current commands."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{listing()}\n{END}{after}"

@@ -1,5 +1,5 @@
-"""Writers that are killed at any step, or that meet: nothing is lost, and nobody finds half of one
-and half of another."""
+"""Writers that are killed at any step, or that run at once: nothing is lost, and no reader finds a
+mixture of two states."""
 
 import fcntl
 import multiprocessing
@@ -33,15 +33,12 @@ def another(small: Path, folder: Path, name: str) -> Path:
     return calibrate(Job(str(small.parent / "tiny"), changed, folder, device="cpu")).folder
 
 
-# ---- kills
-
-# Every call of `os` by which a writer changes what is on the disk.
+# The calls of `os` by which a writer changes the disk.
 STEPS = ("open", "link", "unlink", "mkdir", "rmdir", "rename", "replace", "chmod")
 
 
 def killed_at(number: int, work) -> bool:
-    """Do the work in a process that is gone, without a word, at the given call; whether the work
-    was done before that."""
+    """Do the work in a process that is killed at the given call. Whether it was done before."""
     if (child := os.fork()) == 0:
         calls = 0
 
@@ -69,7 +66,7 @@ def killed_at(number: int, work) -> bool:
 
 
 def at_every_step(work, check) -> int:
-    """How many steps there are; `check` is asked after a kill at each of them."""
+    """The number of steps. `check` is called after a kill at each of them."""
     for number in range(1, 500):
         done = killed_at(number, work)
         check(done)
@@ -114,7 +111,7 @@ def test_an_artifact_is_old_or_new_after_a_kill_at_any_step(small, folder, tmp_p
 @pytest.mark.hostile("crash")
 @pytest.mark.parametrize("engine", quick_first(["sglang", "vllm-oscar"]))
 def test_an_export_is_old_or_new_after_a_kill_at_any_step(small, tmp_path, monkeypatch, engine):
-    """An engine that finds new keys beside old values serves garbage, and none of them can tell."""
+    """An engine with new keys and old values serves garbage, and none of them detects it."""
     monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))
     target = tmp_path / "export"
     request = Request(engine, target)
@@ -123,7 +120,7 @@ def test_an_export_is_old_or_new_after_a_kill_at_any_step(small, tmp_path, monke
     )
     wanted = [set(export(artifact, request).files.items()) for artifact in (other, first)]
     assert all(name.endswith(".json") for name, _ in wanted[0] & wanted[1])
-    # Not in a forked process, where LAPACK waits for threads that are not there.
+    # Not in a forked process, where LAPACK waits for missing threads.
     sound = Verification([], None, [])
     monkeypatch.setattr("rotationzoo.engines.export.verify", lambda _: sound)
 
@@ -149,9 +146,6 @@ def test_what_was_set_aside_is_put_back_by_whoever_reads(inside, folder):
     assert {path.name for path in folder.parent.iterdir()} == {"out", "work"}
 
 
-# ---- writers that meet
-
-
 def add_one(folder: str, name: str, metric: str, ready, go) -> None:
     artifact = Artifact.open(Path(folder))
     ready.release()
@@ -161,15 +155,12 @@ def add_one(folder: str, name: str, metric: str, ready, go) -> None:
 
 @pytest.mark.hostile("crash")
 def test_what_two_add_at_once_is_all_there(folder):
-    """Each opened the artifact before the other had added anything: as `evaluate --save` beside
-    `report`."""
+    """Each opened the artifact before the others added anything."""
     context = multiprocessing.get_context("fork")
     ready, go = context.Semaphore(0), context.Event()
     added = {"report.html": "one", "answers.png": "two", "int2.cu": "three"}
-    writers = [
-        context.Process(target=add_one, args=(str(folder), *pair, ready, go))
-        for pair in added.items()
-    ]
+    arguments = [(str(folder), *pair, ready, go) for pair in added.items()]
+    writers = [context.Process(target=add_one, args=each) for each in arguments]
     for writer in writers:
         writer.start()
     for _ in writers:
@@ -198,7 +189,7 @@ def test_nothing_is_added_to_other_rotations(small, folder):
 @pytest.mark.hostile("crash")
 @pytest.mark.parametrize("name", ["manifest.json", "rotations.safetensors"])
 def test_a_reader_that_meets_a_replacement_reads_again(folder, monkeypatch, name):
-    """Between the two renames no file has its name."""
+    """Between the two renames there is no such file."""
     real, met = files.size_of, []
     monkeypatch.setattr(files, "size_of", lambda path: meet(path) if not met else real(path))
 
@@ -216,9 +207,6 @@ def test_a_reader_that_meets_a_replacement_reads_again(folder, monkeypatch, name
 
     assert Artifact.open(folder).rotations
     assert met
-
-
-# ---- locks
 
 
 @pytest.mark.hostile("crash")
@@ -246,8 +234,8 @@ def test_who_waits_says_for_what_and_gives_up(inside, small, folder, monkeypatch
 
 
 def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path):
-    """A killed process leaves the file and no lock; who let it go removes it; who came in between
-    has the file of nobody."""
+    """A killed process leaves an unlocked file. The last holder removes the file, which another
+    process may have opened before."""
     lock = tmp_path / "lock"
     lock.write_text("of a killed process")
     order = []
@@ -269,12 +257,11 @@ def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path):
 
 
 def test_the_folder_that_one_is_in_is_not_replaced(folder, monkeypatch):
-    """The shell would be left in a folder that is gone."""
     monkeypatch.chdir(folder)
     for path in (folder, folder.parent):
-        with pytest.raises(UsageError, match="holds the current folder"):
+        with pytest.raises(UsageError, match="contains the current folder"):
             folders.check_name(path)
-    with pytest.raises(UsageError, match="holds the current folder"):
+    with pytest.raises(UsageError, match="contains the current folder"):
         check_writable(Artifact.open(Path(".")))
 
 
@@ -294,7 +281,7 @@ def test_what_else_is_in_a_folder_stays(folder):
 
 @pytest.mark.parametrize("what", ["the folder", "the folder above"])
 def test_somebody_who_may_not_write_changes_nothing(small, what):
-    """In a process of a user who is not root: read-only folders are no obstacle to root."""
+    """Not as root, for whom read-only folders are no obstacle."""
     with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to other users
         os.chmod(place, 0o777 if what == "the folder" else 0o755)
         folder = Path(shutil.copytree(small, Path(place) / "out"))

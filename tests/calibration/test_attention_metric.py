@@ -1,4 +1,4 @@
-"""The metric of errors without gradients: errors of attention, weighed by measured losses."""
+"""The metric of errors without gradients: errors of attention, scaled to measured losses."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ import torch
 from support.architectures import CALIBRATED, SPARSE, build, families
 from support.caches import with_transforms
 from support.jobs import SMALL, job
-from support.models import edited_weights, load_saved, load_tokenizer, save_tiny
+from support.models import demo_tokenizer, edited_weights, load_saved, load_tokenizer, save_tiny
 
 from rotationzoo.artifact.fit import fit
 from rotationzoo.artifact.store import Artifact
@@ -38,7 +38,7 @@ from rotationzoo.text.rows import read_corpus
 RECIPE = PRESETS["attention"].model_copy(update={"data": SMALL})
 FEW_TOKENS = Recipe(sink=4, recent=4)
 ROWS = [torch.arange(48) % 59, torch.arange(40) % 7]
-FEW_TEXTS = sensitivity.write_texts(ROWS, FEW_TOKENS, None)
+FEW_TEXTS = sensitivity.write_texts(ROWS, FEW_TOKENS, demo_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def made(folder, tmp_path_factory) -> Artifact:
     return calibrate(job(folder, tmp_path_factory.mktemp("attention"), RECIPE))
 
 
-def test_layers_that_lose_more_get_more_bits(made):
+def test_layers_with_larger_losses_get_more_bits(made):
     assert verify(made).problems == []
     for side in ("key", "value"):
         first, second = (made.rotations[layer][side] for layer in (0, 1))
@@ -82,9 +82,8 @@ def test_errors_cost_what_they_change_of_attention(made):
 def test_costs_predict_the_losses_that_were_measured(model, made, monkeypatch):
     losses = {}
     measure = sensitivity.measure_losses
-    monkeypatch.setattr(
-        sensitivity, "measure_losses", lambda *given: losses.update(measure(*given)) or losses
-    )
+    note = lambda *given: losses.update(measure(*given)) or losses  # noqa: E731
+    monkeypatch.setattr(sensitivity, "measure_losses", note)
     recipe = RECIPE.model_copy(update={"sink": 4, "recent": 4})
     statistics = collect(model, made.geometry, [row[None] for row in ROWS], recipe)
     sensitivity.add_attention_metric(statistics, model, made.geometry, FEW_TEXTS, recipe, silent)
@@ -97,23 +96,20 @@ def test_costs_predict_the_losses_that_were_measured(model, made, monkeypatch):
 
 
 def measured(model, made, texts):
-    return [
-        *sensitivity.measure_losses(model, made.geometry, made.rotations, texts, silent).values()
-    ]
+    given = model, made.geometry, made.rotations, texts, silent
+    return [*sensitivity.measure_losses(*given).values()]
 
 
 def test_noise_is_subtracted_and_texts_are_clamped_before_their_mean(model, made, monkeypatch):
-    """What texts lose at each place, beyond a noise of 5: 1 and 3, -3 and 1, 4 and -2, 0 and 0."""
-    losses = iter([5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
-    monkeypatch.setattr(
-        sensitivity.prediction, "divergence_of", lambda *_: torch.tensor(next(losses))
-    )
+    """Losses of two texts at each place, minus a noise of 5: 1, 3; -3, 1; 4, -2; 0, 0."""
+    losses = map(torch.tensor, [5, 6, 2, 9, 5, 5, 8, 6, 3, 5])
+    monkeypatch.setattr(sensitivity.prediction, "divergence_of", lambda *_: next(losses))
     assert measured(model, made, FEW_TEXTS) == [2, 0.5, 2, 0]
 
 
 def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
     monkeypatch.setattr(sensitivity.prediction, "divergence_of", lambda *_: torch.tensor(torch.nan))
-    with pytest.raises(RotationZooError, match="keys of layer 0 lose is not finite"):
+    with pytest.raises(RotationZooError, match="loss of keys in layer 0 is not finite"):
         measured(model, made, FEW_TEXTS)
 
 
@@ -121,7 +117,7 @@ def test_losses_that_are_not_finite_are_refused(model, made, monkeypatch):
 
 
 def test_answers_to_recall_questions_are_compared(folder):
-    """Statements stand in what is stored, in words that no evaluation asks for."""
+    """The statements are in the stored tokens, in words that no evaluation uses."""
     tokenizer = load_tokenizer(folder)
     rows = read_corpus(Data(tokens=8192, length=1024), tokenizer).rows
     texts = sensitivity.write_texts(rows, Recipe(), tokenizer)
@@ -149,7 +145,7 @@ def test_rows_too_short_for_questions_are_compared_at_their_last_tokens(folder):
         assert text.stored == slice(64, length - 64 - length // 4)
 
 
-# ---- a text is read once, and only what follows it is read for every layer and side
+# ---- a text is read once, and only the tokens after it for every layer and side
 
 
 def fitted(model):
@@ -186,9 +182,8 @@ def losses_of_whole_rows(model):
     for owner, side, _ in rotations.each():
         readers, parts = {layer.index for layer in geometry if layer.owner == owner}, []
         for text in FEW_TEXTS:
-            cache = CacheLayout(
-                SEGMENTS, 4, 4, prefill_chunk=text.positions[0], prefill_layout="window"
-            )
+            chunk = {"prefill_chunk": text.positions[0], "prefill_layout": "window"}
+            cache = CacheLayout(SEGMENTS, 4, 4, **chunk)
             exact = model(input_ids=text.ids[None], use_cache=False).logits
             one = OneSide(rotations, rounding="transform", side=side)
             with Simulation(one, cache, geometry, readers).running(model):
@@ -198,7 +193,7 @@ def losses_of_whole_rows(model):
     return found
 
 
-# Sparse attention chooses other tokens than in whole rows, and MiniMax is refused.
+# Sparse attention chooses other tokens in whole rows, and MiniMax is refused.
 @families([name for name in CALIBRATED if name not in {"minimax", *SPARSE}])
 def test_losses_are_those_of_whole_rows(name):
     model = build(name)

@@ -51,15 +51,13 @@ def test_layers_that_share_a_cache_count_for_its_owner():
     statistics = collect(model, geometry, BATCHES, Recipe(sink=4))
     assert set(statistics) == {0, 1}
     tokens = sum(batch.numel() for batch in BATCHES)
-    for kinds in statistics.values():
-        assert (
-            kinds["query"].weight.tolist() == [2 * 2 * tokens] * 2
-        )  # two layers, two query heads a KV head
+    for kinds in statistics.values():  # two layers, two query heads per KV head
+        assert kinds["query"].weight.tolist() == [2 * 2 * tokens] * 2
         assert kinds["key"].weight.tolist() == [tokens * 28 / 32] * 2
 
 
 def test_sums_that_are_not_finite_are_an_error_where_the_output_is(monkeypatch):
-    """A key of minus infinity may have no weight in what the model returns."""
+    """A key of minus infinity may not show in the output of the model."""
     model = architectures.build("qwen3")
     model.model.layers[2].self_attn.v_proj.weight.data[3, 5] = float("nan")
     monkeypatch.setattr(prediction, "check_finite", lambda *_: None)
@@ -83,8 +81,7 @@ def test_rows_within_the_sink_are_refused():
         collect(model, geometry_of(model), BATCHES, Recipe(sink=32))
 
 
-# ---- the published recipe, from its formulas: V1 files are pooled over KV heads, with value
-# weights from key energy
+# ---- the published recipe: V1 files are pooled over KV heads, with value weights from key energy
 
 
 def published(queries, keys, values):
@@ -109,10 +106,8 @@ def test_oscar_v1_reproduces_the_published_formulas(kv_heads):
     statistics = collect(model, geometry, BATCHES, recipe)
     rotations = fit(statistics, recipe, geometry)
     for layer, calls in attention_calls(model, BATCHES).items():
-        queries, keys, values, _ = (
-            torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in batches])
-            for batches in zip(*calls, strict=True)
-        )
+        rows = [torch.cat(parts, dim=0) for parts in zip(*calls, strict=True)]
+        queries, keys, values, _ = (each.transpose(1, 2).flatten(0, 1) for each in rows)
         expected = published(queries, keys, values)
         for side, sigma in zip(("key", "value"), expected, strict=True):
             found = target_moment(statistics[layer], recipe, side)[0]
@@ -125,7 +120,7 @@ def test_oscar_v1_reproduces_the_published_formulas(kv_heads):
             assert (basis - reference * signs).abs().max() < 1e-5  # float32 storage; measured 2e-8
 
 
-# ---- sums under way: added as on a GPU, stopped in the middle of a batch, saved now and then
+# ---- running sums: added as on a GPU, stopped in the middle of a batch, saved now and then
 
 
 WINDOWED = Recipe(sink=4, recent=6)
@@ -156,33 +151,20 @@ def test_runs_of_whole_batches_give_the_definition(name, recipe, monkeypatch):
     assert 0 < largest < 1e-6  # measured 2e-7
 
 
-def interrupt_in(model, calls):
-    """Raise Ctrl-C in the given call of the model's third layer."""
-    counted = []
-
-    def count(*_):
-        counted.append(None)
-        if len(counted) == calls:
-            raise KeyboardInterrupt
-
-    return model.model.layers[2].register_forward_hook(count)
-
-
 def test_ctrl_c_in_the_middle_of_a_batch_saves_the_batches_before(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_SPEED", 1.0)  # so that nothing is saved in between
     model = architectures.build("qwen3")
     geometry = geometry_of(model)
     expected = collect(model, geometry, BATCHES, WINDOWED)
-    path = tmp_path / "sums.safetensors"
-    hook = interrupt_in(model, calls=3)
-    with pytest.raises(KeyboardInterrupt):
+    path, left, steps = tmp_path / "sums.safetensors", iter(range(2, -1, -1)), []
+
+    def stop(*_):
+        if next(left) == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), model.model.layers[2].register_forward_hook(stop):
         collect(model, geometry, BATCHES, WINDOWED, Checkpoint(path, {}))
-    hook.remove()
-    steps = []
-
-    def note(stage, done, total):
-        steps.append(done)
-
+    note = lambda stage, done, total: steps.append(done)  # noqa: E731
     statistics = collect(model, geometry, BATCHES, WINDOWED, Checkpoint(path, {}), note)
     # Tokens: two batches were saved, and each of four layers is a step of the third.
     assert steps == [128, 144, 160, 176, 192, 192]

@@ -1,4 +1,4 @@
-"""The Fisher information of stored rows says what an error of them costs."""
+"""The Fisher information of stored rows predicts the cost of their errors."""
 
 import copy
 from dataclasses import dataclass
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.cases import quick_first
-from support.models import add_tokenizer, load_saved, save_family, save_tiny
+from support.jobs import job
+from support.models import load_saved, save_family, save_tiny
 
 from rotationzoo.calibration import calibrate as calibration
 from rotationzoo.calibration import fisher
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.fisher import Scored, check_backward, collect_fisher, mix
-from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.fisher import check_backward, collect_fisher, mix
+from rotationzoo.calibration.sensitivity import Text
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
@@ -60,7 +61,7 @@ def model(request, tmp_path_factory):
 def test_it_predicts_what_noise_costs(model):
     torch.manual_seed(0)
     positions = list(range(CACHE.first_quantized, len(IDS)))
-    geometry, texts = geometry_of(model), [Scored(IDS, positions)]
+    geometry, texts = geometry_of(model), [Text(IDS, positions)]
     layers, exact = {layer.index for layer in geometry}, model(input_ids=IDS[None]).logits
 
     def divergence(codec) -> float:
@@ -83,7 +84,7 @@ def test_it_predicts_what_noise_costs(model):
 def test_only_rows_that_are_stored_count(model):
     """No query reads a row of the windows from codes."""
     geometry = geometry_of(model)
-    exact = collect_fisher(model, geometry, [Scored(IDS, [10])], CACHE, 1)
+    exact = collect_fisher(model, geometry, [Text(IDS, [10])], CACHE, 1)
     assert all(not metric.any() for metric in exact.values())
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -100,19 +101,12 @@ def test_rows_that_are_too_long_for_a_device_are_named(tmp_path, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    folder, recipe = save_tiny(tmp_path / "tiny"), PRESETS["transform"]
+    recipe = override(PRESETS["transform"], tokens=512, length=128)
     monkeypatch.setattr(fisher, "_add_draws", fail)
     monkeypatch.setattr(calibration, "check_backward", print)
-    job = Job(
-        add_tokenizer(folder),
-        override(recipe, tokens=512, length=128),
-        tmp_path / "made",
-        device="cpu",
-    )
-    with pytest.raises(
-        RotationZooError, match="the activations of 128 tokens do not fit"
-    ) as raised:
-        calibrate(job)
+    says = "the activations of 128 tokens do not fit"
+    with pytest.raises(RotationZooError, match=says) as raised:
+        calibrate(job(save_tiny(tmp_path / "tiny"), tmp_path, recipe))
     assert raised.value.hint == "add: --length 64, or --recipe attention"
 
 
@@ -123,7 +117,7 @@ def test_weights_on_a_disk_are_refused(model):
 
 
 def test_layers_without_gradients_are_refused(model):
-    """As kernels of quantized weights are."""
+    """For example kernels of quantized weights."""
     check_backward(model, geometry_of(model), IDS, PRESETS["transform"])
     ending = copy.deepcopy(model)
     ending.get_decoder().norm.register_forward_hook(lambda *passed: passed[-1].detach())

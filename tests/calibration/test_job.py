@@ -2,6 +2,7 @@
 it goes on where it was stopped."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -18,10 +19,10 @@ from support.tensors import stored_rotations, stored_statistics
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.inspect import summarize
 from rotationzoo.errors import RotationZooError
+from rotationzoo.progress import silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.recipe.loading import PRESETS
 from rotationzoo.text import chats
@@ -32,9 +33,8 @@ def test_the_files_keep_their_contract(calibrated):
     assert {p.name for p in calibrated.folder.iterdir()} == {
         "rotations.safetensors", "statistics.safetensors", "manifest.json", "README.md"
     }  # fmt: skip
-    assert {p.name for p in calibrated.folder.parent.iterdir()} == {"out"}, (
-        "no checkpoint or temporary folder is left"
-    )
+    left = [path.name for path in calibrated.folder.parent.iterdir()]
+    assert left == ["out"], "no checkpoint or temporary folder"
     rotations, statistics = stored_rotations(calibrated), stored_statistics(calibrated)
     manifest = calibrated.content
     assert manifest["schema"] == 1
@@ -71,42 +71,34 @@ def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("base", ["oscar", "hadamard"])
 def test_a_recipe_that_centers_keeps_the_mean(base, side, tiny, tmp_path):
-    recipe = PRESETS[base].model_copy(
-        update={f"center_{side}s": True, "data": Data(tokens=512, length=256)}
-    )
-    artifact = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
+    data = Data(tokens=512, length=256)
+    recipe = PRESETS[base].model_copy(update={f"center_{side}s": True, "data": data})
+    artifact = calibrate(job(tiny, tmp_path, recipe))
     assert verify(artifact).ok, verify(artifact).problems
     rotations, statistics = stored_rotations(artifact), stored_statistics(artifact)
-    for layer in (0, 1):
-        assert torch.equal(
-            rotations[f"layers.{layer}.{side}.mean"],
-            statistics[f"layers.{layer}.{side}.mean"].float(),
-        )
+    for name in (f"layers.{layer}.{side}.mean" for layer in (0, 1)):
+        assert torch.equal(rotations[name], statistics[name].float())
     assert f"({side[0]} - mean) R_{side[0].upper()}" in (artifact.folder / "README.md").read_text()
     rotations[f"layers.1.{side}.mean"] += 1
-    changed = write_artifact(
-        artifact.folder,
-        rotations_from(rotations),
-        statistics_from(statistics),
-        dict(artifact.content),
-    )
+    tensors = rotations_from(rotations), statistics_from(statistics)
+    changed = write_artifact(artifact.folder, *tensors, dict(artifact.content))
     assert verify(changed).problems == [f"{side} mean not that of the statistics: layer 1"]
 
 
 def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):
     recipe = QUICK.model_copy(update={"composition": "given"})
     with pytest.raises(RotationZooError, match="stands for imported matrices"):
-        calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
+        calibrate(job(tiny, tmp_path, recipe))
 
 
-# ---- stopping a job and going on with it: what makes two jobs the same, and what is kept
+# ---- stopping and resuming a job: what makes two jobs the same, and what is kept
 
 
 @pytest.mark.parametrize(
     ("name", "stop"),
     quick_first([("oscar", 1), ("oscar-v1", 2), ("oscar-v1", 1), ("oscar-v1", 3)], 2),
 )
-def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path):
+def test_an_interrupted_job_resumes_to_the_same_bytes(name, stop, tiny, tmp_path):
     recipe = PRESETS[name].model_copy(update={"data": SMALL})
     batch = 4 if name == "oscar-v1" else 2  # four steps either way: v1 makes two passes
     whole = calibrate(job(tiny, tmp_path / "whole", recipe, batch=batch))
@@ -119,14 +111,13 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path
     first = next(done for stage, done in steps if stage == "calibrating")
     assert first == stop * batch * SMALL.length, "the checkpoint was not used"
     assert rotation_bytes(resumed) == rotation_bytes(whole)
-    assert (resumed.folder / "statistics.safetensors").read_bytes() == (
-        whole.folder / "statistics.safetensors"
-    ).read_bytes()
+    sums = [(made.folder / "statistics.safetensors").read_bytes() for made in (resumed, whole)]
+    assert sums[0] == sums[1]
     assert [p.name for p in stopped.output.parent.iterdir()] == ["out"]
 
 
-def test_a_job_goes_on_and_is_known_on_another_day(copied_tiny, tmp_path, monkeypatch):
-    """Where the chat template writes the date, that of the first run is used again."""
+def test_a_job_resumes_on_another_day(copied_tiny, tmp_path, monkeypatch):
+    """If the chat template writes the date, a resumed run uses the date of the first run."""
     template = "Today: {{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m.content }}"
     edit_config(copied_tiny, "tokenizer_config.json", chat_template=template + "{% endfor %}")
     chat = {"messages": [{"role": "user", "content": "some words " * 100}]}
@@ -150,7 +141,7 @@ def test_a_job_goes_on_and_is_known_on_another_day(copied_tiny, tmp_path, monkey
     assert rotation_bytes(again) != rotations
 
 
-def test_an_interrupted_restart_goes_on(tiny, tmp_path):
+def test_an_interrupted_restart_resumes(tiny, tmp_path):
     """The old artifact stays until the new one is whole, and the printed command goes on with the
     new one."""
     first = calibrate(job(tiny, tmp_path, batch=2))
@@ -160,10 +151,7 @@ def test_an_interrupted_restart_goes_on(tiny, tmp_path):
         calibrate(job(tiny, tmp_path, other, batch=2, restart=True), interrupt_after(2))
     assert verify(first).ok
     progress = []
-    resumed = calibrate(
-        job(tiny, tmp_path, other, batch=2),
-        lambda stage, done, total: progress.append((stage, done, total)),
-    )
+    resumed = calibrate(job(tiny, tmp_path, other, batch=2), lambda *step: progress.append(step))
     counted = [(done, total) for stage, done, total in progress if stage == "calibrating"]
     tokens = 2 * SMALL.tokens
     assert counted[0][0] > 0, "the first batch was not read again"
@@ -173,19 +161,13 @@ def test_an_interrupted_restart_goes_on(tiny, tmp_path):
 
 
 def test_the_config_is_part_of_the_job(copied_tiny, tmp_path):
-    """The same weights with other RoPE scaling are another model."""
+    """The same weights with another RoPE scaling are another model."""
     first = calibrate(job(copied_tiny, tmp_path))
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     edit_config(copied_tiny, rope_parameters=rope)
     with pytest.raises(RotationZooError, match="another job: config differ"):
         calibrate(job(copied_tiny, tmp_path))
     assert "another model or config" in verify(first, str(copied_tiny)).problems[0]
-
-
-def stopped_after_one_batch(job: Job) -> Job:
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(job, interrupt_after(1))
-    return job
 
 
 @pytest.mark.parametrize("finished", quick_first([True, False]), ids=["artifact", "checkpoint"])
@@ -198,16 +180,16 @@ def stopped_after_one_batch(job: Job) -> Job:
         ({"batch": 1}, "batch"),
     ],
 )
-def test_another_job_is_told_by_what_differs(change, named, finished, tiny, tmp_path):
+def test_another_job_is_refused_with_what_differs(change, named, finished, tiny, tmp_path):
     options = {"dtype": "float32", "batch": 2}
-    first = job(tiny, tmp_path, **options)
-    calibrate(first) if finished else stopped_after_one_batch(first)
+    with nullcontext() if finished else pytest.raises(KeyboardInterrupt):
+        calibrate(job(tiny, tmp_path, **options), silent if finished else interrupt_after(1))
     what = "holds the work of another job" if finished else "is of another job"
     with pytest.raises(RotationZooError, match=f"{what}: {named} differ"):
         calibrate(job(tiny, tmp_path, **{**options, **change}))
 
 
-def test_threads_are_those_that_torch_computes_with(tiny, tmp_path, set_threads):
+def test_the_number_of_threads_is_part_of_the_job(tiny, tmp_path, set_threads):
     """Sums depend on how many threads they are split between, and not on how many cores there
     are."""
     set_threads(3)
@@ -233,5 +215,5 @@ def test_an_artifact_that_cannot_be_replaced_is_put_back(calibrated, tmp_path, m
         write_artifact(folder, calibrated.rotations, None, calibrated.content)
     monkeypatch.undo()
     assert verify(Artifact.open(folder)).ok
-    folder.rename(tmp_path / ".out.old")  # as a kill between the two renames leaves it
+    folder.rename(tmp_path / ".out.old")  # as if killed between the two renames
     assert verify(Artifact.open(folder)).ok

@@ -3,6 +3,7 @@ before weights are read."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from support import media
@@ -18,7 +19,7 @@ pytestmark = media.needs_pillow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny Gemma 3 with its processor, and `rows.jsonl` beside it."""
+    """A folder with a tiny Gemma 3, its processor, and `rows.jsonl`."""
     folder = tmp_path_factory.mktemp("media")
     model, processor = media.build("gemma3")
     model.float().save_pretrained(folder / "model")
@@ -37,8 +38,9 @@ def run(inside, folder):
     return run
 
 
-def test_the_artifact_says_what_entered(run):
-    done = run("--output", "out", "--recipe", recipe_without_a_sink(), "--length", 512)
+def test_the_artifact_counts_media_tokens(run):
+    Path("recipe.yaml").write_text("exclude_sink: false\nname: seeing\n")
+    done = run("--output", "out", "--recipe", "recipe.yaml", "--length", 512)
     assert done.returncode == 0, done.stderr
     artifact = Artifact.open("out")
     told = artifact.manifest.calibration
@@ -53,13 +55,7 @@ def test_the_artifact_says_what_entered(run):
     assert words in make_report(artifact).html()
 
 
-def recipe_without_a_sink():
-    with open("recipe.yaml", "w") as file:
-        file.write("exclude_sink: false\nname: seeing\n")
-    return "recipe.yaml"
-
-
-def test_a_finished_run_is_one_of_the_same_images(run, folder):
+def test_a_finished_run_is_bound_to_its_images(run, folder):
     assert run("--output", "out", "--quick").returncode == 0
     assert "already done" in run("--output", "out", "--quick").stderr
     assert "another recipe or text" in refused(run("--output", "out", "--quick", images=None))
@@ -77,9 +73,8 @@ def test_a_recipe_of_text_keeps_its_hash():
 @pytest.fixture
 def no_weights(monkeypatch):
     """Reading weights is an error."""
-    from rotationzoo.model import loading
-
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("read the weights"))
+    fail = lambda *_, **__: pytest.fail("read the weights")  # noqa: E731
+    monkeypatch.setattr("rotationzoo.model.loading.load", fail)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -1,4 +1,4 @@
-"""What a dry run says of memory, held against what is allocated, and the rows that fit a pass."""
+"""The memory estimate of a dry run, compared with allocations, and the rows that fit a pass."""
 
 import json
 import os
@@ -23,14 +23,13 @@ from rotationzoo.recipe import Data, Recipe
 
 @pytest.mark.thorough
 def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
-    """The peak of the process itself, libraries and the allocator's holes included."""
+    """The peak of the whole process, with libraries and fragmentation."""
     model = save_tiny(
         tmp_path / "model", hidden_size=256, intermediate_size=512, num_attention_heads=8,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, num_hidden_layers=1,
     )  # fmt: skip
-    (command.folder / "mine.yaml").write_text(
-        "sink: 16\nrecent: 64\ndata: {tokens: 8192, length: 2048}\n"
-    )
+    recipe = "sink: 16\nrecent: 64\ndata: {tokens: 8192, length: 2048}\n"
+    (command.folder / "mine.yaml").write_text(recipe)
     words = ["calibrate", model, "--recipe", "mine.yaml", "--device", "cpu", "--json"]
     planned = json.loads(command(*words, "--dry-run").stdout)["peak_memory_bytes"]
     made = command(*words, alone=True)
@@ -38,29 +37,27 @@ def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
     assert 0.8 < planned / json.loads(made.stdout)["peak_memory_bytes"] < 1.6  # 0.91 to 1.01
 
 
-def test_where_the_system_does_not_tell_the_peak_it_is_asked_otherwise(monkeypatch, tmp_path):
+def test_peak_memory_without_proc_status(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
     assert memory.peak_memory() > 1e8
     (tmp_path / "status").write_text("VmPeak:\t 2000 kB\nVmHWM:\t    1000 kB\n")
     assert memory.peak_memory() == 1_024_000
 
 
-# ---- what a dry run says beside it
+# ---- the available memory in a dry run
 
 
-def test_a_dry_run_names_the_memory_that_is_there(inside, monkeypatch):
-    shown = json.loads(inside("calibrate", "demo", "--dry-run", "--json", "--device", "cpu").stdout)
+def test_a_dry_run_shows_the_available_memory(inside, monkeypatch):
+    words = "calibrate", "demo", "--dry-run", "--device", "cpu"
+    shown = json.loads(inside(*words, "--json").stdout)
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < shown["memory_bytes"] <= installed
-    said = inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
+    said = inside(*words).stdout
     assert "GB here\n" in said
     assert "not enough" not in said
     group = control_groups(inside.folder, monkeypatch)
     write_limit(group, "1000000", "0")
-    assert (
-        "of the 1.0 MB here, which is not enough"
-        in inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
-    )
+    assert "of the 1.0 MB here, which is not enough" in inside(*words).stdout
     write_limit(group, "max", "0")
     assert memory.total_memory(on_cpu=True, spread=False) == installed
 
@@ -73,14 +70,11 @@ def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes[device])
     main = memory.total_memory(on_cpu=True, spread=False)
     assert memory.total_memory(on_cpu=False, spread=False) == 20
-    assert (
-        memory.total_memory(on_cpu=False, spread=True)
-        == memory.total_memory(on_cpu=True, spread=True)
-        == main + 30
-    )
+    spread = [memory.total_memory(on_cpu=on_cpu, spread=True) for on_cpu in (False, True)]
+    assert spread == [main + 30] * 2
 
 
-# ---- the rows of a pass where weights are spread over devices
+# ---- the rows of a pass if weights are spread over devices
 
 
 GB = 10**9
@@ -89,41 +83,35 @@ GB = 10**9
 @pytest.fixture
 def needs():
     """Rows of 2,048 tokens of a model with the widths of Qwen3-8B."""
-    model = architectures.config(
-        "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36
-    )
+    widths = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
     recipe = Recipe(data=Data(tokens=16 * 2048, length=2048))
-    return Footprint(recipe, [], model, batch=1, item=2, on_cpu=True)
+    return Footprint(recipe, [], architectures.config("qwen3", **widths), item=2, on_cpu=True)
 
 
-def machine(monkeypatch, free: int) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda device: free)
-
-
-def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatch):
-    limits = {"cpu": 4 * GB}
+def test_rows_are_split_evenly_over_as_few_passes_as_possible(needs, monkeypatch):
     expected = {16: 16, 15: 8, 8: 8, 7: 6, 5: 4, 1: 1}
     for fitting, batch in expected.items():
-        machine(monkeypatch, int((4 * GB + needs.pass_bytes(fitting)) / USABLE) + 2)
-        assert choose_batch(needs, 100 * GB, limits) == batch
-    machine(monkeypatch, 0)
-    assert choose_batch(needs, 100 * GB, limits) == 1, "and the pass says that it does not fit"
+        room = int((4 * GB + needs.pass_bytes(fitting)) / USABLE) + 2
+        monkeypatch.setattr(placement, "free_memory", lambda device, room=room: room)
+        assert choose_batch(needs, 100 * GB, {"cpu": 4 * GB}) == batch
+    monkeypatch.setattr(placement, "free_memory", lambda device: 0)
+    assert choose_batch(needs, 100 * GB, {"cpu": 4 * GB}) == 1, "the pass says that it does not fit"
 
 
 def test_reserved_memory_gets_no_weights(monkeypatch):
     monkeypatch.setattr(placement, "free_memory", lambda device: 10 * GB)
     with place_weights("auto", None, reserved=2 * GB) as placed:
-        assert placed.max_memory == {"cpu": 7 * GB}
+        assert placed["max_memory"] == {"cpu": 7 * GB}
     with place_weights("auto", "cpu=3GB", reserved=2 * GB) as placed:
-        assert placed.max_memory == {"cpu": 3 * GB}
+        assert placed["max_memory"] == {"cpu": 3 * GB}
     monkeypatch.setattr(placement.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(placement.torch.cuda, "device_count", lambda: 2)
     with place_weights("auto", None, reserved=2 * GB) as placed:
-        assert placed.max_memory == {0: 7 * GB, 1: 7 * GB, "cpu": 9 * GB}
+        assert placed["max_memory"] == {0: 7 * GB, 1: 7 * GB, "cpu": 9 * GB}
 
 
 def control_groups(folder: Path, monkeypatch, path="/") -> Path:
-    """Let Linux say that this process is in the group of a path, in a tree in the folder."""
+    """Put this process into the control group of a path, in a fake tree in the folder."""
     (folder / "cgroup").write_text(f"7:cpuset:/elsewhere\n0::{path}\n")
     monkeypatch.setattr(placement, "_GROUPS", folder / "cgroup")
     monkeypatch.setattr(placement, "_CONTAINER", folder / "groups")
@@ -137,28 +125,23 @@ def write_limit(group: Path, limit: str, used: str, stat: str = "") -> None:
         (group / name).write_text(f"{content}\n")
 
 
-def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
-    group = control_groups(tmp_path, monkeypatch)
-    whole = placement.free_memory("cpu")
-    assert whole > GB / 10
-    write_limit(group, "5000000", "2000000")
+def test_control_groups_limit_memory(tmp_path, monkeypatch):
+    """The group of the process, such as a systemd unit, and its slice, but no other group."""
+    top = control_groups(tmp_path, monkeypatch, "/user.slice/job.scope")
+    own = top / "user.slice" / "job.scope"
+    assert placement.free_memory("cpu") > GB / 10
+    write_limit(top / "other.slice", "1000", "0")
+    write_limit(own, "5000000", "2000000")
     assert placement.free_memory("cpu") == 3_000_000
     stat = "anon 1200000\nfile 800000\ninactive_file 500000\nactive_file 200000\nshmem 100000"
-    write_limit(group, "5000000", "2000000", stat)
-    assert placement.free_memory("cpu") == 3_700_000, "files that are only cached take no room"
-    write_limit(group, "max", "2000000")
+    write_limit(own, "5000000", "2000000", stat)
+    assert placement.free_memory("cpu") == 3_700_000, "cached files take no room"
+    write_limit(own, "max", "500000")
     assert placement.free_memory("cpu") > GB / 10
-
-
-def test_groups_around_that_of_the_process_limit_it(tmp_path, monkeypatch):
-    """A unit of systemd, whose slice has a limit, too; and no group beside it."""
-    top = control_groups(tmp_path, monkeypatch, "/user.slice/job.scope")
     write_limit(top / "user.slice", "7000000", "1000000")
-    write_limit(top / "user.slice" / "job.scope", "max", "500000")
-    write_limit(top / "other.slice", "1000", "0")
     assert placement.free_memory("cpu") == 6_000_000
     assert memory.total_memory(on_cpu=True, spread=False) == 7_000_000
-    write_limit(top / "user.slice" / "job.scope", "4000000", "500000")
+    write_limit(own, "4000000", "500000")
     assert placement.free_memory("cpu") == 3_500_000
     assert memory.total_memory(on_cpu=True, spread=False) == 4_000_000
 
@@ -167,28 +150,28 @@ def test_amounts_are_read_as_accelerate_reads_them():
     assert memory_limits("auto", "0=4GiB,cpu=1.5GB,") == {0: 4 << 30, "cpu": 1_500_000_000}
 
 
-def test_devices_that_are_unknown_or_named_twice_or_not_here_are_refused():
-    with pytest.raises(UsageError, match="knows no device 'gpu'"):
-        memory_limits("auto", "gpu=4GiB")
-    with pytest.raises(UsageError, match="names cpu twice"):
-        memory_limits("auto", "cpu=4GiB,cpu=1GB")
-    with (
-        pytest.raises(UsageError, match="names GPU 99, and this machine has"),
-        place_weights("auto", "99=4GiB,cpu=1GB"),
-    ):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("gpu=4GiB", "unknown device 'gpu'"),
+        ("cpu=4GiB,cpu=1GB", "names cpu twice"),
+        ("99=4GiB,cpu=1GB", "names GPU 99, and this machine has"),
+    ],
+)
+def test_wrong_devices_are_refused(given, says):
+    with pytest.raises(UsageError, match=says), place_weights("auto", given):
         pass
 
 
-def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
-    """What is free changes from run to run, and a checkpoint counts batches."""
+def test_a_stopped_run_resumes_with_its_batch(tmp_path, monkeypatch):
+    """Free memory changes between runs, but a checkpoint counts batches."""
     model = save_tiny(tmp_path / "model", num_hidden_layers=4)
-    spread = job(
-        model, tmp_path, batch=SIZED, dtype="float32", device_map="auto", max_memory="cpu=150KB"
-    )
+    where = {"device_map": "auto", "max_memory": "cpu=150KB"}
+    spread = job(model, tmp_path, batch=SIZED, dtype="float32", **where)
     expected = calibrate(replace(spread, output=tmp_path / "expected", batch=3))
     monkeypatch.setattr(Footprint, "pass_bytes", lambda needs, batch: batch * 100)
     room = [int((150_000 + 300) / USABLE) + 2]
-    monkeypatch.setattr(memory, "free_memory", lambda device: room[0])
+    monkeypatch.setattr(placement, "free_memory", lambda device: room[0])
     assert SMALL.tokens // SMALL.length == 8
     assert plan(spread).job.batch == 3
     with pytest.raises(KeyboardInterrupt):
@@ -199,6 +182,6 @@ def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
     artifact = calibrate(spread)
     assert rotation_bytes(artifact) == rotation_bytes(expected)
     assert artifact.content["run"]["batch"] == 3
-    # The finished artifact is that of this job, whatever is free now.
+    # The finished artifact belongs to this job, whatever memory is free now.
     before = (artifact.folder / "manifest.json").stat().st_mtime_ns
     assert calibrate(spread).folder.joinpath("manifest.json").stat().st_mtime_ns == before

@@ -75,7 +75,7 @@ def test_other_families_from_disk_to_a_sound_artifact(name, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", quick_first(["oscar", "hadamard"]))
-def test_a_model_that_cannot_run_on_meta_is_looked_at_on_its_weights(
+def test_a_model_that_cannot_run_on_meta_is_inspected_with_its_weights(
     recipe, tiny, tmp_path, monkeypatch
 ):
     recipe = PRESETS[recipe].model_copy(update={"data": SMALL})
@@ -88,8 +88,8 @@ def test_a_model_that_cannot_run_on_meta_is_looked_at_on_its_weights(
     assert rotation_bytes(artifact) == rotation_bytes(expected)
 
 
-def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(tiny, copied_tiny, tmp_path):
-    """A head that is not in the weights would be random, and so would its predictions."""
+def test_a_checkpoint_without_a_head_gives_statistics_only(tiny, copied_tiny, tmp_path):
+    """A missing head would be random, and so would its predictions."""
     with edited_weights(copied_tiny) as weights:
         del weights["lm_head.weight"]
     expected = calibrate(job(tiny, tmp_path / "expected"))
@@ -108,10 +108,7 @@ def drop_one(file: Path) -> None:
     [
         (drop_one, "model.layers.1.self_attn.q_proj.weight is missing"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1000]), "it was cut off"),
-        (
-            lambda file: file.write_text("version https://git-lfs.github.com"),
-            "not a safetensors file",
-        ),
+        (lambda file: file.write_text("version https://git-lfs"), "not a safetensors file"),
         (lambda file: file.write_bytes(b""), "not a safetensors file"),
         (Path.unlink, "no complete safetensors weights"),
     ],
@@ -137,7 +134,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(
 
 
 def test_code_of_a_model_is_never_run(copied_tiny, tmp_path, monkeypatch):
-    """Nor asked about: the question could be answered by whatever stands on stdin."""
+    """And transformers does not ask, because anything on stdin could be the answer."""
     model = copied_tiny
     (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
     for name, classes in {
@@ -157,7 +154,7 @@ def test_code_of_a_model_is_never_run(copied_tiny, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3-vlm"])
 def plain(request, tmp_path_factory) -> SimpleNamespace:
-    """A saved model whose config names no implementation, and the artifact that is made of it."""
+    """A saved model whose config names no implementation, and its artifact."""
     name = request.param
     folder = save_family(name, tmp_path_factory.mktemp("plain") / "model")
     made = calibrate(job(folder, tmp_path_factory.mktemp("expected")))
@@ -176,20 +173,16 @@ def plain(request, tmp_path_factory) -> SimpleNamespace:
     ),
 )
 def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, monkeypatch):
-    """Not of kernels on the hub, for the model nor for its text part."""
-    for place in (
-        "modeling_utils.lazy_import_flash_attention",
-        "integrations.hub_kernels.load_and_register_attn_kernel",
-    ):
-        monkeypatch.setattr(f"transformers.{place}", lambda *_, **__: pytest.fail("asked"))
+    """Kernels on the hub are not fetched, for the model or its text part."""
+    fail = lambda *_, **__: pytest.fail("asked")  # noqa: E731
+    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", fail)
+    kernels = "transformers.integrations.hub_kernels.load_and_register_attn_kernel"
+    monkeypatch.setattr(kernels, fail)
     folder = Path(shutil.copytree(plain.folder, tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    nested = {
-        part: {**config[part], key: implementation}
-        for part in ("text_config", "vision_config")
-        if part in config
-    }
-    edit_config(folder, **nested, **{key: implementation})
+    config, changes = json.loads((folder / "config.json").read_text()), {key: implementation}
+    for part in config.keys() & {"text_config", "vision_config"}:
+        changes[part] = {**config[part], key: implementation}
+    edit_config(folder, **changes)
     config = loading.load_config(find(str(folder)))
     for model in (loading.on_meta(config, plain.name), load_saved(folder)):
         configs = [module.config for module in model.modules() if hasattr(module, "config")]
@@ -198,7 +191,7 @@ def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, m
 
 
 def test_a_soft_cap_is_never_dropped(tmp_path):
-    """sdpa, which transformers 5.17 chooses for Gemma 2, would ignore it without a word."""
+    """sdpa, which transformers 5.17 chooses for Gemma 2, would silently ignore it."""
     architectures.build("gemma2", attn_implementation=None).save_pretrained(tmp_path)
     config = loading.load_config(find(str(tmp_path)))
     for model in (loading.on_meta(config, "gemma2"), load_saved(tmp_path)):

@@ -1,4 +1,4 @@
-"""What a manifest claims, and that nothing is written which would not pass verify."""
+"""The claims of a manifest, and that no artifact is written that would not pass verify."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from support import architectures
+from support.jobs import job
 from support.models import edited_weights, save_tiny
 from support.tensors import stored_rotations
 
@@ -14,8 +15,7 @@ from rotationzoo.artifact.layout import rotations_from, sentences
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.calibrate import calibrate
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.plan import Job
-from rotationzoo.calibration.soundness import Claim, write_sound_artifact
+from rotationzoo.calibration.soundness import Claim, check, write_sound_artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.linalg.moments import average
@@ -28,7 +28,7 @@ BATCHES = [torch.randint(3, 59, (4, 32), generator=torch.Generator().manual_seed
 
 @pytest.fixture(scope="module")
 def sound():
-    """A claim, with rotations and statistics of which it holds."""
+    """A claim, with rotations and statistics for which it is true."""
     model = architectures.build("qwen3")
     recipe = Recipe(sink=4, center_values=True)
     geometry = geometry_of(model)
@@ -38,12 +38,12 @@ def sound():
 
 
 def change_one(rotations: Rotations, layer: int, side: str, **changes) -> Rotations:
-    """With other fields in one rotation."""
-    return rotations.replace(
-        lambda index, of, rotation: (
-            replace(rotation, **changes) if (index, of) == (layer, side) else rotation
-        )
-    )
+    """The rotations, with other fields in one of them."""
+
+    def change(*given):
+        return replace(given[2], **changes) if given[:2] == (layer, side) else given[2]
+
+    return rotations.replace(change)
 
 
 def test_imported_matrices_may_be_less_orthogonal(sound):
@@ -55,7 +55,7 @@ def test_imported_matrices_may_be_less_orthogonal(sound):
     assert sentences(claim.side_problems(nothing, {})) == ["value rotation not orthogonal: layer 3"]
 
 
-def test_what_no_formula_makes_again_is_not_held_against_one(sound):
+def test_imported_matrices_are_not_compared_with_a_formula(sound):
     claim, rotations, averages = sound
     key = rotations[1].key
     moved = change_one(rotations, 0, "key", matrix=key.matrix, eigenvalues=key.eigenvalues)
@@ -63,13 +63,15 @@ def test_what_no_formula_makes_again_is_not_held_against_one(sound):
     assert not list(replace(claim, recipe=recipe).origin_problems(moved, averages))
 
 
-def test_a_damaged_geometry_claims_nothing(sound):
-    content = {"recipe": sound[0].recipe.published(), "geometry": [{"depth": 3}]}
+def test_a_damaged_geometry_is_refused(sound):
+    claim, *tensors = sound
+    content = {"recipe": claim.recipe.published(), "geometry": [{"depth": 3}]}
     with pytest.raises(RotationZooError, match="geometry in the manifest is damaged"):
-        Claim.from_manifest(content)
+        check(*tensors, content)
 
 
 SMALL = Recipe(data=Data(tokens=512, length=128))
+UNSOUND = "not written, since it would not pass verify"
 
 
 @pytest.mark.hostile("values")
@@ -87,17 +89,13 @@ def test_weights_too_large_for_float32_statistics(side, recipe, inside, tmp_path
     name = "q_norm" if side == "key" else "v_proj"
     with edited_weights(model) as weights:
         weights[f"model.layers.1.self_attn.{name}.weight"] *= 1e30
-    (inside.folder / "mine.yaml").write_text(
-        yaml.safe_dump(recipe.model_dump() | {"transform": False})
-    )
+    content = yaml.safe_dump(recipe.model_dump() | {"transform": False})
+    (inside.folder / "mine.yaml").write_text(content)
     words = ["calibrate", model, "--recipe", "mine.yaml", "--output", "made/out", "--device", "cpu"]
     done = inside(*words)
     assert done.returncode == 1
     first, second = done.stderr.splitlines()
-    assert first == (
-        "Error: not written, since it would not pass verify: "
-        f"{side} eigenvalues not finite: layer 1"
-    )
+    assert first == f"Error: {UNSOUND}: {side} eigenvalues not finite: layer 1"
     assert second.startswith("Hint: ")
     there = [path.name for path in inside.folder.iterdir()]
     assert there == ["mine.yaml"], "no artifact, no checkpoint"
@@ -116,18 +114,16 @@ def test_a_key_mean_that_no_cache_takes_is_not_imported(pair, tmp_path, mean):
 
 
 @pytest.mark.hostile("values")
-def test_the_one_writer_refuses_what_verify_would(tiny, tmp_path):
-    """tests/checks/test_verify.py has what else that is."""
-    sound = calibrate(Job(str(tiny), SMALL, tmp_path / "sound", device="cpu"))
+def test_nothing_is_written_that_verify_would_refuse(tiny, tmp_path):
+    """tests/checks/test_verify.py has the other cases."""
+    sound = calibrate(job(tiny, tmp_path / "sound", SMALL))
     tensors, statistics = stored_rotations(sound), sound.statistics
     tensors["layers.1.key.rotation"] *= 1.001
     manifest = {k: v for k, v in sound.content.items() if k not in ("schema", "files")}
     content = rotations_from(tensors), statistics, manifest
     with pytest.raises(Unsound) as refused:
         write_sound_artifact(tmp_path / "out", *content, hint="make it again")
-    assert str(refused.value) == (
-        "not written, since it would not pass verify: key rotation not orthogonal: layer 1"
-    )
+    assert str(refused.value) == f"{UNSOUND}: key rotation not orthogonal: layer 1"
     assert refused.value.hint == "make it again"
     assert not (tmp_path / "out").exists()
     before = (sound.folder / "manifest.json").read_bytes()

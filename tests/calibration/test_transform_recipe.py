@@ -1,4 +1,4 @@
-"""Recipes with transform coding: what an artifact holds, and what caches and checks make of it."""
+"""Recipes with transform coding: the artifact, and how caches and checks use it."""
 
 from dataclasses import replace
 
@@ -75,12 +75,12 @@ def test_channels_do_not_correlate_and_errors_cost_their_squares(made):
         off = in_channels - torch.diag_embed(variances)
         assert off.abs().max() <= 1e-6 * variances.max()
         metric = made.statistics[layer][metric_kind(side)].second_moment
-        # Damping aside, what is lost without bits is the trace of both.
+        # Without damping, the loss without bits is the trace of their product.
         lost = (metric * spread).sum((-2, -1))
         assert torch.allclose(rotation.costs.sum(-1), lost, rtol=0.2)
 
 
-def test_bits_are_kept_and_shared_anew_without_a_model(made, tmp_path):
+def test_bits_can_be_spent_again_without_a_model(made, tmp_path):
     assert BITS - 0.1 < stored_bits(made, made.rotations) <= BITS
     fewer = spend_bits(made.rotations, Budget(1.75))
     assert 1.65 < stored_bits(made, fewer) <= 1.75
@@ -103,7 +103,7 @@ def test_bits_are_kept_and_shared_anew_without_a_model(made, tmp_path):
 
 
 def damaged(made: Artifact, **tensors) -> str:
-    """What `verify` would say of an artifact with other tensors in its first layer's keys."""
+    """The problems of an artifact with other tensors for the keys of its first layer."""
 
     def change(layer, side, rotation):
         if (layer, side) != (0, "key"):
@@ -114,7 +114,7 @@ def damaged(made: Artifact, **tensors) -> str:
     return "; ".join(check(rotations, made.statistics, made.content).problems)
 
 
-def test_what_does_not_follow_from_the_statistics_is_a_problem(made):
+def test_tensors_that_contradict_the_statistics_are_problems(made):
     turned = damaged(made, transform=lambda its: its.transform.roll(1, -1))
     assert "key transform not that of the statistics: layer 0" in turned
     assert "not that of the statistics" in damaged(made, costs=lambda its: 2 * its.costs)
@@ -134,7 +134,7 @@ def test_engines_with_other_codes_take_the_rotations(made):
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_it_is_read_as_the_simulation_says(name, float64):  # noqa: F811
+def test_a_cache_reads_what_the_simulation_reads(name, float64):  # noqa: F811
     model = architectures.build(name, torch.float64)
     arm = random_arm(model)
     rotations = with_transforms(with_means(arm.rotations))
@@ -153,7 +153,7 @@ def test_a_budget_and_transform_coding_need_each_other():
             from_dict({"extends": "transform", **changes}, "a file")
     with pytest.raises(UsageError, match="more than 1 and at most 4 bits"):
         with_budget(recipe, Budget(5))
-    with pytest.raises(RotationZooError, match="draws are of gradients"):
+    with pytest.raises(RotationZooError, match="draws needs transform: true and metric: fisher"):
         from_dict({"extends": "attention", "draws": 6}, "a file")
     of_file = from_dict({"extends": "transform", "key_bits": 3, "value_bits": 2.5}, "the file")
     assert of_file.bits is None
@@ -185,4 +185,4 @@ def test_recipes_with_error_feedback_are_refused(made):
     content = made.content | {"recipe": made.content["recipe"] | {"feedback": True}}
     with pytest.raises(RotationZooError, match="the recipe has error feedback") as raised:
         check(made.rotations, made.statistics, content)
-    assert raised.value.hint == "calibrate anew: rotationzoo calibrate MODEL"
+    assert raised.value.hint == "calibrate again: rotationzoo calibrate MODEL"

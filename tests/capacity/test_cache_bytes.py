@@ -1,5 +1,5 @@
-"""Bytes of caches and of weights, held against figures computed by hand from the configs of popular
-models, and the shapes of small models of several families."""
+"""Bytes of caches and weights against figures computed by hand from the configs of popular models,
+and the shapes of small models of several families."""
 
 import json
 
@@ -24,7 +24,6 @@ def sliding_layer(heads: int, dim: int, window: int) -> CachedLayer:
 
 # Bytes of a token in bf16: layers x 2 sides x KV heads x head dimension x 2 bytes.
 BF16 = {
-    "Llama-3.1-8B": 131_072,  # 32 x 2 x 8 x 128 x 2
     "Llama-3.3-70B": 327_680,  # 80 x 2 x 8 x 128 x 2
     "Qwen2.5-7B": 57_344,  # 28 x 2 x 4 x 128 x 2
     "Qwen3-4B": 147_456,  # 36 x 2 x 8 x 128 x 2
@@ -224,16 +223,13 @@ def test_experts_published_in_4_bits(tmp_path):
     assert weights["4bit"] == weights["published"]
 
 
-def test_from_the_index(tmp_path):
+def test_from_the_files_or_the_index(tmp_path):
+    weights, origin = weights_of("Qwen3-8B", DEMO)
+    assert origin == "files"
+    assert weights["published"] == (DEMO / "model.safetensors").stat().st_size
     size = 2 * PARAMETERS["Qwen3-8B"]
-    shards = {"x": "model-00001-of-00002.safetensors"}  # which is not on this machine
+    shards = {"x": "model-00001-of-00002.safetensors"}  # not on this machine
     index = {"metadata": {"total_size": size}, "weight_map": shards}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     weights, origin = weights_of("Qwen3-8B", tmp_path)
     assert (origin, weights["published"]) == ("index", size)
-
-
-def test_from_the_files():
-    weights, origin = weights_of("Qwen3-8B", DEMO)
-    assert origin == "files"
-    assert weights["published"] == (DEMO / "model.safetensors").stat().st_size

@@ -8,51 +8,31 @@ import torch
 from support.command_line import only_error
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.kernel import (
-    KernelComparison,
-    draw_rows,
-    edge_rows,
-    rows_of_each_type,
-)
+from rotationzoo.checks.kernel import KernelComparison, draw_rows, edge_rows, rows_of_each_type
 from rotationzoo.codec import cuda, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Average
 from rotationzoo.writer import add_files
 
 
-@pytest.fixture
-def folder(made, tmp_path):
-    """A copy of the demo model's artifact, to change."""
-    return shutil.copytree(made, tmp_path / "artifact")
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_without_a_gpu_nothing_is_validated(inside, folder, monkeypatch):
+def test_without_a_gpu_nothing_is_validated(inside, made, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    before = contents(folder)
-    assert "is not validated: the CUDA reference needs an NVIDIA GPU" in only_error(
-        inside("validate", folder)
-    )
-    assert contents(folder) == before
+    before = {path: path.read_bytes() for path in made.iterdir()}
+    error = only_error(inside("validate", made))
+    assert "is not validated: the CUDA reference needs an NVIDIA GPU" in error
+    assert {path: path.read_bytes() for path in made.iterdir()} == before
     assert "is not an artifact" in only_error(inside("validate", "nowhere"))
 
 
-def test_a_validation_is_shown_on_the_card(folder):
+def test_a_validation_is_shown_on_the_card(made, tmp_path):
+    folder = shutil.copytree(made, tmp_path / "artifact")
     gpu = {"device": "NVIDIA H200", "rows": 1}
     add_files(Artifact.open(folder), {"validation.json": b"{}"}, {"validation": gpu})
     assert "On NVIDIA H200, `int2.cu` gave" in (folder / "README.md").read_text()
 
 
-@pytest.fixture
-def comparison():
-    return KernelComparison(group_size=None)
-
-
-def test_the_smallest_difference_is_found_with_its_place(comparison):
-    expected = torch.ones(2, 4, 8)
+def test_the_smallest_difference_is_found_with_its_place():
+    comparison, expected = KernelComparison(group_size=None), torch.ones(2, 4, 8)
     comparison._check_equal("value", expected.clone(), expected)
     actual = expected.clone()
     actual[1, 2, 3] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
@@ -64,8 +44,8 @@ def test_the_smallest_difference_is_found_with_its_place(comparison):
 
 
 @pytest.mark.parametrize("wrong", [1e-3, float("nan"), float("inf")])
-def test_a_product_is_held_to_what_float32_allows(comparison, wrong):
-    generator = torch.Generator().manual_seed(0)
+def test_a_product_is_held_to_what_float32_allows(wrong):
+    comparison, generator = KernelComparison(group_size=None), torch.Generator().manual_seed(0)
     rows = torch.randn(2, 4, 16, generator=generator)
     matrix = torch.linalg.qr(torch.randn(2, 16, 16, generator=generator))[0]
     product = rows @ matrix

@@ -1,5 +1,4 @@
-"""What a running server reads: told from what was recorded, by a server that answers as one would
-and by servers that do not."""
+"""Which rotations a running server reads, by its answers and the record."""
 
 import json
 import shutil
@@ -27,8 +26,7 @@ def recorded(calibrated, tiny, tmp_path_factory) -> Artifact:
 
 
 def answers(probe: Probe, column: list[list[float]], noise=0.0) -> dict:
-    """What a server answers whose log probabilities are those of a column, with normal noise of a
-    standard deviation in nats."""
+    """The answer of a server with the log probabilities of a column and normal noise, in nats."""
     noisy = torch.tensor(column) + noise * torch.randn(len(column), len(column[0]))
     tops = [
         {f"token_id:{token}": number for token, number in zip(*row, strict=True)}
@@ -169,7 +167,7 @@ def test_too_little_to_tell_is_an_outcome_of_its_own(inside, recorded):
     assert result["server"]["verdict"] == "unclear"
     assert "is sound" in said.stdout
     error, hint = said.stderr.splitlines()
-    assert error.startswith("Error: it is not decided which rotations the server at ")
+    assert error.startswith("Error: the check cannot tell which rotations the server at ")
     assert hint == "Hint: see in the server's log how many layers are stored in 2 bits"
     assert named.stdout.strip() == ""
     assert "exit 4" in inside("verify", "--help").stdout
@@ -180,8 +178,8 @@ def test_too_little_to_tell_is_an_outcome_of_its_own(inside, recorded):
     [
         ({"models": {"data": [{"id": "a", "owned_by": "llamacpp"}]}}, "is not vLLM"),
         ({"models": {"data": []}}, "is damaged: data: "),
-        ({"models": b"<html>"}, "no JSON that can be read"),
-        ({"status": 401}, f"wants another key than there is in {KEY}"),
+        ({"models": b"<html>"}, "not valid JSON"),
+        ({"status": 401}, f"does not accept the key in {KEY}"),
         ({"status": 307, "models": b"elsewhere"}, "answers with status 307: elsewhere"),
         ({}, "gives no log probabilities"),
         (

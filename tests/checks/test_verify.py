@@ -1,6 +1,7 @@
 """`verify` finds each kind of damage and names the layer, and says whose rotations they are."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -26,29 +27,23 @@ def copy(calibrated, tmp_path) -> Artifact:
     return Artifact.open(Path(shutil.copytree(calibrated.folder, tmp_path / "copy")))
 
 
-def swap(tensors: dict) -> None:
-    for name in [name for name in tensors if ".key." in name]:
-        other = name.replace(".key.", ".value.")
-        tensors[name], tensors[other] = tensors[other], tensors[name]
+def swapped(tensors: dict) -> dict:
+    """The tensors of keys under the names of values, and the reverse."""
+    other = {"key": "value", "value": "key"}
+    names = {re.sub(r"\bkey|\bvalue", lambda side: other[side[0]], name): name for name in tensors}
+    return {new: tensors[name] for new, name in names.items()}
 
 
-def take_another_layers(tensors: dict) -> None:
-    tensors["layers.0.key.rotation"] = tensors["layers.1.key.rotation"].clone()
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (swap, "key and value swapped: layers 0, 1"),
-        (take_another_layers, "do not come from the stored statistics"),
-    ],
-)
-def test_verify_finds_what_is_wrong_with_rotations(copy, change, problem):
+def test_verify_finds_what_is_wrong_with_rotations(copy):
     """tests/artifact/test_damaged_files.py has what no command reads."""
     tensors = load_file(copy.folder / "rotations.safetensors")
-    change(tensors)
-    put_file(copy.folder, "rotations.safetensors", save(tensors))
-    assert problem in "; ".join(verify(Artifact.open(copy.folder)).problems)
+    of_another = {"layers.0.key.rotation": tensors["layers.1.key.rotation"].clone()}
+    for changed, problem in (
+        (swapped(tensors), "key and value swapped: layers 0, 1"),
+        (tensors | of_another, "do not come from the stored statistics"),
+    ):
+        put_file(copy.folder, "rotations.safetensors", save(changed))
+        assert problem in "; ".join(verify(Artifact.open(copy.folder)).problems)
 
 
 def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
@@ -62,9 +57,8 @@ def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
         return "; ".join(verify(Artifact.open(artifact.folder)).problems)
 
     assert problems(tensors) == ""
-    swapped = dict(tensors)
-    swap(swapped)
-    assert "key rotation not the one that random makes: layers 0, 1" in problems(swapped)
+    random = "key rotation not the one that random makes: layers 0, 1"
+    assert random in problems(swapped(tensors))
     clipped = tensors | {"layers.1.key.clip": -3 * torch.ones_like(tensors["layers.1.key.clip"])}
     assert "key clip ratio not that of the recipe: layer 1" in problems(clipped)
     edited = {**artifact.content["recipe"], "recent": 8}
@@ -121,4 +115,4 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(
 def test_an_export_is_no_artifact_and_is_called_by_its_name(inside, made):
     assert inside("export", made, "--to", "sglang", "--pooled", "-o", "exported").returncode == 0
     says = only_error(inside("verify", "exported"))
-    assert "exported holds files for an engine, which export wrote, and is not an artifact" in says
+    assert "exported holds exported files for an engine, and is not an artifact" in says

@@ -28,22 +28,13 @@ for words in (
     assert not imported & {"transformers", "accelerate", "datasets", "scipy"}
 
 
-# ---- what ends a command from outside
-
-
 FULL = "No space left on device\nHint: make room"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    quick_first(
-        [
-            ("list --index bundled", FULL),
-            ("--version", FULL),
-            ("inspect x --json", "x is not an artifact"),
-        ]
-    ),
-)
+WRITERS = {"list --index bundled": FULL, "--version": FULL, "inspect x --json": "x is not an"}
+
+
+@pytest.mark.parametrize(("words", "says"), quick_first(WRITERS.items()))
 def test_a_full_standard_output_is_one_sentence(command, words, says):
     with open("/dev/full", "w") as full:
         done = command(*words.split(), stdout=full, alone=True)
@@ -74,9 +65,6 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interrupti
     assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
 
 
-# ---- errors that nobody foresaw
-
-
 @pytest.mark.hostile("terminal")
 @pytest.mark.parametrize(
     ("error", "says"),
@@ -88,7 +76,6 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch, interrupti
         (ValueError("x" * 100_000), "ValueError: xxx"),
         (OSError("no number"), "OSError: no number"),
     ],
-    ids=["two lines", "a key", "empty", "escapes", "long", "no strerror"],
 )
 def test_an_unforeseen_error_is_its_type_and_first_line(inside, monkeypatch, error, says):
     def fail(*_):
@@ -113,10 +100,6 @@ def test_one_of_several_processes_is_refused(inside, monkeypatch):
     """torchrun would have each of them do the whole command, into the same folder."""
     for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    error = only_error(inside("list"), 2)
-    assert error == (
-        "Error: rotationzoo runs in one process\n"
-        "Hint: start it without torchrun, and use --device-map auto for several GPUs\n"
-    )
+    assert "start it without torchrun, and use --device-map" in only_error(inside("list"), 2)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert inside("plan", "demo").returncode == 0

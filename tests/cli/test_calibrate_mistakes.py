@@ -2,6 +2,7 @@
 
 import json
 import resource
+from itertools import product
 
 import pytest
 import transformers
@@ -28,32 +29,27 @@ def test_a_dry_run_names_what_is_missing(inside, monkeypatch):
     assert shown.stderr.endswith("--length 128 --device-map auto\n")
 
 
-def test_fewer_tokens_than_asked_are_said_before_the_model_runs(inside, monkeypatch):
+def test_missing_tokens_and_rows_left_out_are_said_before_the_model_runs(inside, monkeypatch):
+    def stop(*_: object) -> None:
+        raise RotationZooError("stopped", hint="go on")
+
+    for module in ("calibration.calibrate", "evaluation.evaluate"):
+        monkeypatch.setattr(f"rotationzoo.{module}.fetch_weights", stop)
     (inside.folder / "short.txt").write_text("a few words\n" * 200)
-    monkeypatch.setattr("rotationzoo.calibration.calibrate.fetch_weights", _stop)
-    monkeypatch.setattr("rotationzoo.evaluation.evaluate.fetch_weights", _stop)
-    for words in (["calibrate"], ["evaluate", "--windows", "8/8"], ["calibrate", "--dry-run"]):
-        words += ["--data", "short.txt", "--length", "128", "--tokens", "32768"]
-        shown = inside(*words, "demo")
-        assert shown.returncode == (0 if "--dry-run" in words else 1)
-        assert "1,152 tokens instead of 32,768: all of short.txt" in shown.stderr
-    refused = inside("calibrate", "demo", "--data", "short.txt")
-    assert "short.txt has 1,201 tokens, too few for a row of 8,192" in refused.stderr
-
-
-def test_rows_left_out_are_said_with_the_tokens_that_are_missing(inside, monkeypatch):
-    monkeypatch.setattr("rotationzoo.calibration.calibrate.fetch_weights", _stop)
-    monkeypatch.setattr("rotationzoo.evaluation.evaluate.fetch_weights", _stop)
     rows = [{"text": "a few words " * 9} for _ in range(200)]
     rows[136] = {"text": 5}
     write_jsonl(inside.folder / "rows.jsonl", rows)
-    for words in (["calibrate"], ["evaluate", "--windows", "8/8"]):
-        shown = inside(*words, "demo", "--data", "rows.jsonl", "--length", "128")
-        assert "all of rows.jsonl; 1 of 200 rows left out, the first in line 137" in shown.stderr
-
-
-def _stop(*_: object) -> None:
-    raise RotationZooError("stopped", hint="go on")
+    notes = {
+        "short.txt": "1,152 tokens instead of 32,768: all of short.txt",
+        "rows.jsonl": "all of rows.jsonl; 1 of 200 rows left out, the first in line 137",
+    }
+    commands = ["calibrate"], ["evaluate", "--windows", "8/8"], ["calibrate", "--dry-run"]
+    for words, (file, note) in product(commands, notes.items()):
+        shown = inside(*words, "demo", "--data", file, "--length", "128", "--tokens", "32768")
+        assert shown.returncode == (0 if "--dry-run" in words else 1)
+        assert note in shown.stderr
+    refused = inside("calibrate", "demo", "--data", "short.txt")
+    assert "short.txt has 1,201 tokens, too few for a row of 8,192" in refused.stderr
 
 
 @pytest.mark.parametrize("words", quick_first([["plan"], ["calibrate", "--dry-run"], ["evaluate"]]))
@@ -61,13 +57,11 @@ def _stop(*_: object) -> None:
     ("family", "changes"),
     [
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 7}),
-        ("qwen3", {"num_attention_heads": 32, "num_key_value_heads": 5}),
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 64}),
         ("gemma3", {"num_key_value_heads": 3}),
         ("mistral", {"num_key_value_heads": 0}),
         ("llama", {"head_dim": 0}),
         ("qwen3", {"head_dim": -16}),
-        ("qwen3", {"hidden_size": 0}),
         ("llama", {"num_attention_heads": 0}),
         ("llama", {"num_hidden_layers": -1}),
         ("llama", {"num_attention_heads": 5, "head_dim": None}),
@@ -96,7 +90,7 @@ def test_models_that_cannot_be_calibrated(inside):
         "is an encoder-decoder": transformers.T5Config(),
         "is not a causal language model": transformers.ViTConfig(),
         "compressed latent": architectures.config("deepseek_v4", **long),
-        "code of its own": architectures.config("falcon", **long),
+        "its own code": architectures.config("falcon", **long),
     }
     for number, (says, config) in enumerate(configs.items()):
         config.save_pretrained(models / str(number))

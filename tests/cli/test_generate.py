@@ -36,9 +36,6 @@ def expected(made) -> str:
     return tokenizer.decode(ids[inputs["input_ids"].shape[1] :])
 
 
-# ---- what is printed
-
-
 def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     words = ["generate", "demo", "--rotations", made, *SMALL]
     shown = succeeded(command(*words, input=PROMPT + "\n"))
@@ -104,14 +101,11 @@ def test_a_terminal_gets_no_control_characters(terminal):
     assert screen.getvalue() == "größe\t👩‍👧\\x1b[2J\\u202e\n"
 
 
-# ---- which rotations, without --rotations
-
-
 def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
     words = ["generate", "demo", "--prompt", PROMPT, *SMALL]
     error = only_error(inside(*words), 2)
     assert "there are no rotations of demo in the folder rotations" in error
-    assert error.endswith("Hint: make one with: rotationzoo calibrate demo\n")
+    assert error.endswith("Hint: make some with: rotationzoo calibrate demo\n")
     folder = inside.folder / "rotations"
     for name, source in (("old", made), ("new", made), ("of-another-model", artifact)):
         shutil.copytree(source, folder / name)
@@ -122,19 +116,14 @@ def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
     assert first == "Rotations: rotations/new, the newest of 2"
 
 
-# ---- mistakes
+NO_PROMPTS = {
+    b" \n": "is empty",
+    b"\x7fELF\0\0": "is not text: it has zero bytes",
+    "naïve".encode("latin1"): "is not UTF-8: byte 2 is wrong",
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "is empty"),
-        (b" \n", "is empty"),
-        (b"\x7fELF\0\0", "is not text: it has zero bytes"),
-        ("naïve".encode("latin1"), "is no UTF-8 text: byte 2 is wrong"),
-    ],
-    ids=["empty", "blank", "binary", "latin1"],
-)
+@pytest.mark.parametrize(("content", "says"), NO_PROMPTS.items())
 def test_what_is_no_prompt(inside, content, says, monkeypatch):
     (inside.folder / "prompt").write_bytes(content)
     words = ["generate", "demo", "--rotations", "none"]
@@ -154,9 +143,6 @@ def test_one_line_end_of_a_file_is_left_out(inside, monkeypatch):
         (inside.folder / "prompt").write_bytes(content)
         inside("generate", "demo", "--rotations", "none", "--file", "prompt")
     assert prompts == ["a", "a", "a", "a\n", "a"]
-
-
-# ---- how it ends
 
 
 @pytest.fixture

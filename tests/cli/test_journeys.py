@@ -18,9 +18,6 @@ def last_line(result) -> str:
     return without_stages(result.stderr)[-1]
 
 
-# ---- without a command
-
-
 def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
     """All but the option that makes it stop before it does anything."""
     lines = inside().stdout.splitlines()
@@ -37,9 +34,6 @@ def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
             assert "No such option" in wrong.stderr
     assert inside("--version").stdout.strip().count(".") == 2
     assert "'--recipe' requires an argument" in inside("calibrate", "demo", "--recipe").stderr
-
-
-# ---- the next command
 
 
 @pytest.mark.parametrize(
@@ -69,12 +63,8 @@ def test_the_next_command_is_quoted_for_the_shell(inside, tiny):
     assert last_line(made) == f"Next: rotationzoo evaluate {tiny} 'my rotations' --save"
     options = ["--tokens", 256, "--length", 128, "--tasks", "none", "--windows", "0/16"]
     measured = inside("evaluate", tiny, "my rotations", *options, "--save")
-    assert last_line(measured) == "Next: rotationzoo report 'my rotations'"
-    shown = inside("inspect", "my rotations")
-    assert last_line(shown) == "Next: rotationzoo report 'my rotations'"
-
-
-# ---- the demo
+    for result in (measured, inside("inspect", "my rotations")):
+        assert last_line(result) == "Next: rotationzoo report 'my rotations'"
 
 
 @pytest.mark.slow

@@ -10,19 +10,14 @@ from rotationzoo.vllm import plugin
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Two models, one with latents, and an artifact of each."""
+def names(tmp_path_factory):
+    """The folders of two models, one with latents, and of an artifact of each."""
     folder = tmp_path_factory.mktemp("latents")
     save_family("deepseek_v3", folder / "latent", kv_lora_rank=32)
     save_tiny(folder / "heads")
     options = dict(tokens=512, length=256, device="cpu")
     for name in ("latent", "heads"):
         calibrate(str(folder / name), output=folder / f"of-{name}", **options)
-    return folder
-
-
-@pytest.fixture
-def names(folder):
     return {path.name: str(path) for path in folder.iterdir()}
 
 
@@ -35,15 +30,11 @@ def test_calibrate_says_what_is_cached(inside, names):
     assert "Centered: latents lose the mean" in table
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate"])
+@pytest.mark.parametrize("words", ["evaluate {} {}", "generate {} --rotations {} -p x"])
 @pytest.mark.parametrize(("model", "other"), [("latent", "heads"), ("heads", "latent")])
-def test_rotations_of_the_other_kind_are_refused(inside, names, command, model, other):
-    words = {
-        "evaluate": ["evaluate", names[model], names[f"of-{other}"]],
-        "generate": ["generate", names[model], "--rotations", names[f"of-{other}"], "-p", "x"],
-    }[command]
+def test_rotations_of_the_other_kind_are_refused(inside, names, words, model, other):
     kinds = {"latent": "latents (MLA)", "heads": "keys and values"}
-    said = only_error(inside(*words))
+    said = only_error(inside(*words.format(names[model], names[f"of-{other}"]).split()))
     assert f"of-{other} holds rotations of {kinds[other]}, and " in said
     assert said.splitlines()[0].endswith(f"caches {kinds[model]}")
 
@@ -52,7 +43,7 @@ def test_rotations_of_the_other_kind_are_refused(inside, names, command, model, 
     ("words", "says", "code"),
     [
         (["calibrate", "--recipe", "oscar-v1"], "latents have no statistics query and key_", 1),
-        (["calibrate", "--key-bits", "3", "--value-bits", "3"], "leave none for latents", 1),
+        (["calibrate", "--key-bits", "3", "--value-bits", "3"], "leave no bits for latents", 1),
         (["evaluate", "--rivals", "q4_0"], "q4_0 stores keys and values, and this model", 2),
     ],
 )

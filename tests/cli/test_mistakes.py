@@ -16,7 +16,6 @@ MISTAKES = [
     ("calibrate empty", 1, "empty is not a model: the folder has no config.json"),
     ("calibrate models/Qwen", 1, "nor a folder (did you mean 'models/Qwen3'?)"),
     ("calibrate demo --revision main", 1, "on this machine, which has no revision 'main'"),
-    ("calibrate demo --data other.jsonl --column bodi", 1, "no column bodi: it has body"),
     ("calibrate demo --data other.jsonl --column bodi --dry-run", 1, "no column bodi: it has body"),
     ("calibrate demo --recipe groups.yaml", 1, "groups of 48 channels do not divide heads of 64"),
     ("calibrate demo --output occupied", 1, "occupied exists and is not an artifact"),
@@ -32,13 +31,13 @@ MISTAKES = [
     ("calibrate demo --bits abc", 2, "Invalid value for '--bits': "),
     ("calibrate demo --keep 0", 2, "--keep is percent of the answers, from 1 to below 100"),
     ("evaluate demo {made} --keep 0.95", 2, "write it as: --keep 95"),
-    ("calibrate demo --lengths 512", 2, "--lengths are of the questions for --keep"),
+    ("evaluate demo --keep 95", 2, "--keep is for rotations"),
+    ("calibrate demo --lengths 512", 2, "--lengths is only for the questions of --keep"),
     ("calibrate demo --max-memory cpu=1GiB", 2, "--max-memory needs a device map"),
     ("calibrate demo --device-map auto --max-memory cpu", 2, "has no amount"),
     ("calibrate demo --device-map foo", 2, "there is no device map 'foo'"),
     ("evaluate demo --prefill-layout window", 2, "--prefill-layout is for a prefill in chunks"),
     ("evaluate {made} demo", 2, "with their model: rotationzoo evaluate demo {made}"),
-    ("evaluate {made} --save", 2, "{made} has rotations and no model"),
     ("evaluate demo {made} --for llama.cpp", 2, "codebook of its own"),
     ("generate demo --rotations {made} --for llama.cpp", 2, "codebook of its own"),
     ("generate {made} -p x", 2, "rotationzoo generate demo --rotations {made}"),
@@ -50,14 +49,11 @@ MISTAKES = [
     ("serve demo {made} --dry-run", 2, "rotationzoo serve MODEL --rotations FOLDER"),
     ("serve demo --rotations nothing --dry-run", 1, "nothing is not an artifact"),
     ("plan demo --gpu h300", 2, "did you mean"),
-    ("plan demo --context 0", 2, "--context"),
     ("plan demo --rope-scaling yarn", 2, "must be written as yarn:4"),
     ("plan demo --format gguf", 2, "'segments', 'vllm', 'sglang'"),
     ("plan demo --bits 2.5 --format vllm", 2, "rows of the format vllm have the same"),
-    ("plan demo --bits 0.5", 2, "must be greater than or equal to 1"),
     ("push {made} zoo --dry-run", 2, "zoo is not a repository"),
     ("push {made} a/b/c --dry-run", 2, "a/b/c is not a repository"),
-    ("push {made} a//b --dry-run", 2, "a//b is not a repository"),
     ("push {made} me/zoo --adopt-index", 2, "--adopt-index"),
     ("regenerate", 2, "regenerate --plan"),
 ]
@@ -85,23 +81,17 @@ def test_a_mistake_is_one_sentence_and_the_same_in_json(inside, made, words, cod
     assert left_behind(inside) == before
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "export ROTATIONS --to sglang -o PLACE",
-        "import no-such-file --model demo -o PLACE",
-        "calibrate demo --recipe hadamard -o PLACE",
-    ],
-)
 @pytest.mark.parametrize("place", ["/proc/here", "/proc/no/such"])
-def test_a_place_that_cannot_be_written_is_refused_at_once(
-    inside, artifact, monkeypatch, words, place
-):
+def test_a_place_that_cannot_be_written_is_refused_at_once(inside, artifact, monkeypatch, place):
     """Not after a wait for another process that might be writing there."""
     monkeypatch.setattr(folders, "WAIT", 2.0)
-    words = [{"ROTATIONS": artifact, "PLACE": place}.get(word, word) for word in words.split()]
-    says = only_error(inside(*words))
-    assert says.startswith(f"Error: {place} cannot be written: ")
+    for words in (
+        ["export", artifact, "--to", "sglang"],
+        ["import", "no-such-file", "--model", "demo"],
+        ["calibrate", "demo", "--recipe", "hadamard"],
+    ):
+        says = only_error(inside(*words, "-o", place))
+        assert says.startswith(f"Error: {place} cannot be written: ")
 
 
 @pytest.mark.parametrize(
@@ -125,18 +115,12 @@ def test_only_a_full_disk_is_called_full(inside, monkeypatch, number, helps):
 
 
 @pytest.mark.parametrize("command", ["calibrate", "plan", "evaluate", "serve"])
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("./my-modle", " (did you mean './my-model'?)"),
-        ("FOLDER/my-modle/", " (did you mean 'FOLDER/my-model'?)"),
-        ("~/my-modle", " (did you mean '~/my-model'?)"),
-        ("./another", ""),
-    ],
-)
-def test_a_mistyped_folder_of_a_model(inside, monkeypatch, command, typed, meant):
+def test_a_mistyped_folder_of_a_model(inside, monkeypatch, command):
     monkeypatch.setenv("HOME", str(inside.folder))
     (inside.folder / "my-model").mkdir()
-    typed, meant = (text.replace("FOLDER", str(inside.folder)) for text in (typed, meant))
-    says = only_error(inside(command, typed))
-    assert says.startswith(f"Error: there is no folder {typed}{meant}\n")
+    for place in (".", inside.folder, "~"):
+        says = only_error(inside(command, f"{place}/my-modle/"))
+        meant = f"(did you mean '{place}/my-model'?)"
+        assert says.startswith(f"Error: there is no folder {place}/my-modle/ {meant}\n")
+    says = only_error(inside(command, "./another"))
+    assert says.startswith("Error: there is no folder ./another\n")

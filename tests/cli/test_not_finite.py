@@ -32,8 +32,7 @@ COMMANDS = {
 @pytest.fixture(params=quick_first(PLACES))
 def damaged(request, inside):
     """A model, and the words that name the place."""
-    model = save_tiny(Path("damaged"))
-    number, words = PLACES[request.param]
+    model, (number, words) = save_tiny(Path("damaged")), PLACES[request.param]
     with edited_weights(model) as weights:
         weights[request.param].view(-1)[3] = number
     return model, words

@@ -36,9 +36,6 @@ def test_a_report_inside_the_artifact_leaves_it_whole(artifact, inside, monkeypa
     succeeded(inside(*shlex.split(following), *SMALL))
 
 
-# ---- names
-
-
 @pytest.mark.hostile("path")
 def test_an_artifact_whose_name_is_not_utf8_is_not_called_damaged(artifact, inside):
     artifact.rename(artifact.with_name(LATIN))
@@ -68,9 +65,6 @@ def test_a_home_of_nobody(inside, words):
     error = refused(inside(*words, "~nobodyx/y"))
     assert "RuntimeError" not in error
     assert "~nobodyx/y" in error or "a user without a home directory" in error
-
-
-# ---- streams
 
 
 @pytest.mark.thorough

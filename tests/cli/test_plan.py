@@ -1,7 +1,6 @@
 """`rotationzoo plan`: what it prints, and that it does not wait for torch."""
 
 import json
-from pathlib import Path
 
 import pytest
 from support.command_line import succeeded
@@ -17,17 +16,12 @@ def each_shape_once(monkeypatch):
     monkeypatch.setattr("rotationzoo.capacity.plan.read_shape", remember_shape)
 
 
-def put_config(folder: Path, text: str) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(text)
-    return folder
-
-
 @pytest.fixture
 def qwen3_8b(inside):
     """The config of Qwen3-8B in a folder of that name, with 4 layers."""
     config = CONFIGS["Qwen3-8B"] | {"num_hidden_layers": 4}
-    return put_config(inside.folder / "Qwen3-8B", json.dumps(config))
+    (inside.folder / "Qwen3-8B").mkdir()
+    (inside.folder / "Qwen3-8B" / "config.json").write_text(json.dumps(config))
 
 
 def test_json(inside, qwen3_8b):

@@ -48,9 +48,6 @@ def test_a_terminal_shows_tokens_per_second_and_the_time_left(columns, terminal,
     assert "answering with" in shown
 
 
-# ---- in a log
-
-
 @pytest.fixture
 def log():
     """A log with a clock that is set by hand: `log(seconds, stage, done, total)` gives the lines
@@ -74,9 +71,8 @@ def test_a_stage_has_a_line_and_then_one_in_ten_seconds(log):
     assert log(12, "calibrating", 2, 1200) == []
     assert log(19.9, "calibrating", 10, 1200) == []
     assert log(20, "calibrating", 10, 1200) == ["[0:00:20] calibrating 10/1,200, 0:19:37 left"]
-    assert log(25, "composing rotations", 0, 0) == ["[0:00:25] composing rotations"], (
-        "a new stage does not wait"
-    )
+    # A new stage does not wait.
+    assert log(25, "composing rotations", 0, 0) == ["[0:00:25] composing rotations"]
     assert log(46, "searching", 0, 72) == ["[0:00:46] searching 0/72"]
     assert log(54, "searching", 1, 72) == []
     assert log(3600, "searching", 71, 72) == ["[1:00:00] searching 71/72, 0:00:51 left"]
@@ -100,9 +96,7 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
         tell("fetching the weights", 0, 0)
         assert three.wait(30)
     assert set(lines) == {"[0:00:00] fetching the weights"}
-    assert not any(thread.name == "progress" for thread in threading.enumerate()), (
-        "gone with its block"
-    )
+    assert "progress" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_the_command_line_writes_it_to_a_log(inside, monkeypatch):

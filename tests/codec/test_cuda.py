@@ -63,7 +63,7 @@ def sample(dim: int, dtype: torch.dtype) -> torch.Tensor:
     return {typed.dtype: typed for typed in rows_of_each_type(rows)}[dtype]
 
 
-SHAPE = "the CUDA kernel has no rows of"
+SHAPE = "the CUDA kernel takes no rows of"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ def spread(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scatter(part: Any, *names: str) -> Any:
-    """A part of the inputs whose tensors are not contiguous, and whose integers have 64 bits."""
     changed = {}
     for name in names:
         if (tensor := getattr(part, name)) is not None:
@@ -104,8 +103,9 @@ def scattered(inputs: Inputs) -> Inputs:
     """The same with nothing contiguous but pages, and 64-bit lengths."""
     windows = inputs.head, inputs.tail
     head, tail = (scatter(each, "key", "value", "lengths", "starts", "slots") for each in windows)
-    key, value = (scatter(side, "matrix", "mean") for side in inputs.packed.sides)
-    packed = scatter(replace(inputs.packed, key=key, value=value), "lengths", "starts", "floors")
+    packed = scatter(inputs.packed, "lengths", "starts", "floors")
+    key, value = (scatter(side, "matrix", "mean") for side in (packed.key, packed.value))
+    packed = replace(packed, key=key, value=value)
     return replace(inputs, query=spread(inputs.query), packed=packed, head=head, tail=tail)
 
 
@@ -230,7 +230,7 @@ def test_a_row_that_is_no_number_reaches_its_readers_alone(format, device, reque
     case = replace(case, format=format)
     inputs = Drawing(case, device).inputs()
     expected = reference(inputs)
-    for row, side in enumerate(inputs.packed.sides):
+    for row, side in enumerate((inputs.packed.key, inputs.packed.value)):
         sections = side.layout.view(side.blocks[0])
         if format == SEGMENTS:
             sections[0][row, :, 7, :4] |= 1  # the number of its scale is none

@@ -22,8 +22,7 @@ def test_every_row_has_files_or_a_command_of_ours():
 
 
 def test_a_card_names_engines_that_there_are(made):
-    """The card's package cannot ask the registry, which is above it. It may leave a new engine
-    out; cards that are published must not change with every engine."""
+    """It may leave a new engine out: published cards must not change with every engine."""
     card = made(recipe=QUICK, head_dim=128).folder / "README.md"
     line = re.search(r"--for (\S+) +# or ([\w., ]+)", card.read_text(encoding="utf-8"))
     named = [line[1], *line[2].strip().split(", ")]
@@ -36,8 +35,7 @@ def test_the_table_of_the_engines_page_is_the_code_s():
 
 
 def test_the_engines_page_says_what_the_code_does(made, tmp_path):
-    """Each engine has a row in both tables, and its launch line there is the one that export prints
-    for the default recipe."""
+    """Each engine has a row in both tables, and the launch line that export prints."""
     page = PAGE.read_text(encoding="utf-8")
     heads = made(recipe=QUICK, head_dim=128)
     latents = made("deepseek_v3", QUICK, kv_lora_rank=512)

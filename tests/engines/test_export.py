@@ -1,20 +1,23 @@
-"""Exports, read the way each engine reads them: exact attention without quantization, the engine's
-own codes with it."""
+"""Exports, read as each engine reads them: attention stays exact, and codes are the engine's."""
 
 import json
 import re
+import shlex
 from dataclasses import replace
 
 import gguf
 import pytest
 import torch
-from support.engine_artifacts import OSCAR, WRITTEN, base_for, check_engine, exported
+from support.engine_artifacts import CENTERED, OSCAR, WRITTEN, base_for, check_engine, exported
+from support.oscar_files import refused
+from support.recipes import CODED
 
 from rotationzoo.artifact.reductions import Request, settle_request
-from rotationzoo.engines.export import assemble_payload
+from rotationzoo.codec.engine_needs import ENGINES
+from rotationzoo.engines.export import assemble_payload, export, launch_line
 from rotationzoo.engines.formats import modelopt
-from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import sha256
+from rotationzoo.writer import write_artifact
 
 
 @pytest.mark.parametrize("engine", WRITTEN)
@@ -34,8 +37,7 @@ def test_an_export_read_as_the_engine_does(engine, made, tmp_path):
 
 @pytest.mark.parametrize("engine", WRITTEN)
 def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
-    """Only layer 3 of four caches keys; a loader that counted cached layers would take it for layer
-    0."""
+    """Only layer 3 of four caches keys."""
     artifact = made("qwen3_5", head_dim=32)
     agreed = {}
     if engine == "llama.cpp":
@@ -45,11 +47,9 @@ def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
     if engine != "llama.cpp":
         check_engine(engine, artifact, done)
         return
-    names = {tensor.name for tensor in gguf.GGUFReader(next(done.path.glob("*.gguf"))).tensors}
-    assert {name for name in names if "rot" in name} == {
-        "blk.3.attn_k_rot.weight",
-        "blk.3.attn_v_rot.weight",
-    }
+    tensors = gguf.GGUFReader(next(done.path.glob("*.gguf"))).tensors
+    names = sorted(tensor.name for tensor in tensors if "rot" in tensor.name)
+    assert names == [f"blk.3.attn_{side}_rot.weight" for side in "kv"]
 
 
 # Gemma 4 has two head dimensions, MiMo keys of 16 with values of 12.
@@ -74,8 +74,7 @@ def test_other_geometries_are_served_or_refused(family, engine, made, tmp_path):
     if reason is None:
         check_engine(engine, artifact, exported(engine, artifact, tmp_path))
         return
-    with pytest.raises(RotationZooError, match=reason):
-        exported(engine, artifact, tmp_path)
+    assert reason in refused(exported, engine, artifact, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
@@ -105,8 +104,7 @@ def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
     victim.write_text("")
     for content in ({"files": {"../victim": "", str(victim): ""}}, [1], {"files": 3}):
         (done.path / "export.json").write_text(json.dumps(content))
-        with pytest.raises(RotationZooError, match="holds other files"):
-            exported("sglang", artifact, tmp_path)
+        assert "holds other files" in refused(exported, "sglang", artifact, tmp_path)
         assert victim.exists()
 
 
@@ -117,8 +115,6 @@ def test_a_pair_is_replaced_whole(made, tmp_path):
     (done.path / ".oscar_0123456789abcdef.complete.json").write_text("{}")
     exported("sglang", other, tmp_path)
     assert not list(done.path.glob(".oscar*")), "what marked the earlier pair is gone with it"
-    whole = exported("sglang", artifact, tmp_path)
-    assert {name: sha256(done.path / name) for name in whole.files} == whole.files
 
 
 def test_modelopt_gets_the_bits_of_layers(made, tmp_path, monkeypatch):
@@ -155,3 +151,67 @@ def algorithms(folder) -> tuple[str, dict[int, str]]:
         for name, each in said["kv_cache_quantized_layers"].items()
     }
     return said["kv_cache_quant_algo"], layers
+
+
+# ---- what an engine does not serve: refused, or left out and said
+
+
+SHORT = CODED.model_copy(update={"sink": 8, "recent": 16})
+BOTH = CENTERED.model_copy(update={"center_values": True})
+VALUES, NEAREST = "values that keep their mean", "nearest codes instead of transform coding"
+LEFT_OUT = [
+    ("vllm-oscar", SHORT, {}, [
+        "one rotation per layer instead of one per KV head", f"keys and {VALUES}",
+        "windows 0/0 instead of 8/16", NEAREST]),
+    ("llama.cpp", SHORT, {}, [
+        "one rotation per layer instead of one per KV head", f"keys and {VALUES}",
+        "clip ratios 0.96/0.96 instead of the artifact's own", NEAREST]),
+    ("sglang", SHORT, {}, [VALUES, NEAREST]),
+    ("sglang", OSCAR, {"clip": (1.0, 0.92)}, ["clip ratios 1/0.92 instead of the artifact's own"]),
+    ("sglang", BOTH, {}, [VALUES]),
+    ("sglang", BOTH, {"uncentered": True}, [f"keys and {VALUES}"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "recipe", "changes", "reduced"), LEFT_OUT)
+def test_what_an_engine_does_not_take_is_left_out_and_said(
+    engine, recipe, changes, reduced, made, tmp_path
+):
+    artifact = made(recipe=recipe, head_dim=32)
+    done = exported(engine, artifact, tmp_path, **changes)
+    assert done.reduced == reduced
+    if changes.get("clip"):
+        assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_an_engine_that_reads_artifacts_needs_no_files(made, tmp_path, monkeypatch, engine):
+    monkeypatch.chdir(tmp_path)
+    artifact = made(head_dim=32)
+    done = export(artifact, Request(engine))
+    command = ["rotationzoo", ENGINES[engine].command, "tiny/qwen3", "--revision", "0" * 40]
+    assert shlex.split(launch_line(done.launch)) == [*command, "--rotations", str(artifact.folder)]
+    assert (done.files, done.reduced, list(tmp_path.iterdir())) == ({}, [], [])
+    assert "nothing is written for it" in refused(export, artifact, Request(engine, pooled=True))
+
+
+REFUSED = [
+    ("llama.cpp", OSCAR, {"clip": (0.96, 0.92)}, "has a single clip ratio"),
+    ("sglang", OSCAR, {"windows": (60, 256)}, "multiples of 8"),
+    ("sglang", OSCAR, {"windows": (0, 0)}, "without exact tokens"),
+    ("vllm-oscar", OSCAR.model_copy(update={"group_size": 16}), {}, "one scale per head"),
+]
+
+
+@pytest.mark.parametrize(("engine", "recipe", "changes", "says"), REFUSED)
+def test_what_a_user_asks_of_an_engine_that_has_it_not_is_refused(
+    engine, recipe, changes, says, made, tmp_path
+):
+    artifact = made(recipe=recipe, head_dim=32)
+    assert says in refused(exported, engine, artifact, tmp_path, **changes)
+
+
+def test_without_statistics_nothing_is_pooled(made, tmp_path):
+    artifact = made(head_dim=32)
+    bare = write_artifact(tmp_path / "bare", artifact.rotations, None, dict(artifact.content))
+    assert "has no statistics" in refused(exported, "vllm-oscar", bare, tmp_path / "vllm")

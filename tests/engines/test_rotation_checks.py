@@ -68,28 +68,21 @@ def lose_on_both_sides(pair) -> None:
 
 
 def come_of_two_runs(pair) -> None:
-    pair.key["calibration"], pair.value["calibration"] = (
-        {"generation_id": name} for name in ("a", "b")
-    )
+    pair.key["calibration"], pair.value["calibration"] = {"generation_id": "a"}, {}
 
 
+NO_TABLE = f"of layer 2 in {KEY} is not a table of real numbers"
 BROKEN = {
     "v_rotation_sst_r_h_pbr.pt has no layer 3": lambda pair: pair.value["layers"].pop(3),
     "they have no key rotation for layer 3": lose_on_both_sides,
     f"layer 3 of {KEY} is not an orthogonal matrix": in_layer(3, "rotation", lambda m: m * 1.01),
     f"layer 3 of {KEY} is not finite": in_layer(3, "rotation", lambda m: m * float("nan")),
     "hold the same matrices": lambda pair: pair.value.update(layers=pair.key["layers"]),
-    f"the eigenvalues of layer 2 in {KEY} is not a table of real numbers": in_layer(
-        2, "eigenvalues", lambda _: torch.tensor(3.0)
-    ),
+    f"the eigenvalues {NO_TABLE}": in_layer(2, "eigenvalues", lambda _: torch.tensor(3.0)),
     "negative eigenvalues": in_layer(2, "eigenvalues", lambda values: values - values.mean()),
-    f"the rotation of layer 2 in {KEY} is not a table of real numbers": in_layer(
-        2, "rotation", lambda matrix: matrix.to(torch.complex64)
-    ),
+    f"the rotation {NO_TABLE}": in_layer(2, "rotation", lambda m: m.to(torch.complex64)),
     "has layer 2 twice": lambda pair: pair.key["layers"].update({"2": pair.key["layers"][2]}),
-    "has no eigenvalues for layer 2, and has for others": lambda pair: pair.key["layers"][2].pop(
-        "eigenvalues"
-    ),
+    "has no eigenvalues for layer 2, and has": in_layer(2, "eigenvalues", lambda _: None),
     "the entry of layer 2 says that it is layer 3": in_layer(2, "layer_id", lambda _: 3),
     "is not a square matrix": in_layer(2, "rotation", lambda matrix: matrix[:32]),
     "not orthogonal, with a second matrix": in_layer(0, "q_rotation", lambda _: torch.eye(DIM)),
@@ -125,12 +118,10 @@ def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     assert "holds several pairs" in refused(read, folder)
     artifact = read(folder / VALUE, folder / KEY)
     assert artifact.content["imported"]["format"] == "V1"
-    before = (tmp_path / "imported" / "manifest.json").stat().st_ino
+    manifest = tmp_path / "imported" / "manifest.json"
+    before = manifest.stat().st_ino
     read(folder / KEY, folder / VALUE)
-    again = (tmp_path / "imported" / "manifest.json").stat().st_ino
-    assert again == before, "the same import is not done twice"
-    said = refused(read, folder / VALUE, folder / KEY, clip=(1.0, 1.0))
-    assert "holds the work of another job" in said
+    assert manifest.stat().st_ino == before, "the same import is not done twice"
     assert "there is no file for the values" in refused(read, folder / KEY, to="two")
 
 

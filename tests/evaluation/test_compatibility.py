@@ -1,5 +1,4 @@
-"""Artifacts, layers and texts that do not fit the model, and RoPE that is scaled: what is refused,
-what is noted, and what is followed."""
+"""Artifacts, layers and texts that do not fit the model, and RoPE scaling."""
 
 from dataclasses import replace
 
@@ -52,7 +51,6 @@ def test_rows_of_a_default_length_fit_windows_and_positions(tiny, windows, token
 
 
 LONG = Data(tokens=1024, length=512)
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +92,8 @@ def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
     with pytest.raises(RotationZooError, match="rope scaling yarn:2, and this model runs without"):
         RotatedCache(scaled, loaded)
     config = transformers.AutoConfig.from_pretrained(model)
-    config.rope_parameters |= YARN
+    config.rope_parameters |= {"rope_type": "yarn", "factor": 2.0}
+    config.rope_parameters["original_max_position_embeddings"] = 256
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, config=config)
     RotatedCache(scaled, loaded)
 

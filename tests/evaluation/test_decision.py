@@ -17,8 +17,6 @@ from rotationzoo.evaluation.decision import (
 )
 from rotationzoo.evaluation.tasks.prompts import LOOKS, MOST_QUESTIONS
 
-NAMES = "mine", "identity", "hadamard"
-
 
 def ask_until_made(seed: int, share: float) -> Decision:
     """A decision as `--questions auto` makes it of four tasks at once."""
@@ -99,8 +97,7 @@ def test_looks_together_keep_the_level(share, wrong):
 
 @pytest.mark.parametrize(("share", "action"), [(0.96, "serve"), (0.8, "refuse")])
 def test_as_many_questions_as_are_said_settle_it(share, action):
-    """By the mean of small evaluations that saw the true share: 33 prompts for 96 %, which settle
-    85 of 100 evaluations, and 20 prompts for 80 %, which settle 76."""
+    """By the mean of small evaluations: 33 prompts for 96 % settle 85 of 100, 20 for 80 % 76."""
     wanted = []
     for seed in range(200):
         made = decide_on({"mine": draw_answers(random.Random(seed), 8, share)[0]})
@@ -139,13 +136,12 @@ def test_the_words_name_the_other_arms_the_best_first_at_their_bits():
     assert "the same rounded one by one" in line
     both = f"no rotation and {SIMPLEST['hadamard']}."
     assert line.endswith(f"; mine is clearly better than {both}")
-    alike = decide_on(dict.fromkeys(NAMES, "1" * 1024)).words[-1]
+    alike = decide_on(dict.fromkeys(("mine", "identity", "hadamard"), "1" * 1024)).words[-1]
     assert alike.endswith(f"mine is within 3 points of {both}")
 
 
 def test_calibration_is_compared_with_a_matrix_with_all_else_the_same():
-    """By the first questions, where it was asked no more; and with the plain one where the judged
-    arm is rounded one by one, too."""
+    """By the first questions, if it was asked no more; nearest codes have the plain matrix."""
     mine, some, none = draw_answers(random.Random(0), 32, 0.97, 0.8, 0.3)
     arms = {"mine": mine, "identity": none, "hadamard": some, ALL_ELSE: mine[:128]}
     made = decide_on({"mine+transform": mine, **arms})
@@ -169,7 +165,7 @@ def test_the_words_name_tasks_the_worst_first_and_those_that_show_little():
         correct = ("1" * right).ljust(32, "0")
         exact[task] = ExactTaskRecall.model_construct(correct=correct, prompts=[8] * 4, **shared)
         arms[task] = recall(("1" * kept).ljust(32, "0")).model_copy(update=shared)
-    made = decide("mine", {"mine": arms}, exact, 32)
+    made = decide("mine", {"mine": arms}, exact, 32, Rule())
     line = put_into_words(made, {"mine": arms}, exact).words[1]
     assert line == (
         "By task: quote 50% of 16, copy 100% of 6, needles 100% of 32. The model itself answers "
@@ -179,10 +175,10 @@ def test_the_words_name_tasks_the_worst_first_and_those_that_show_little():
 
 @pytest.mark.hostile("values")
 def test_where_nothing_can_be_kept_nothing_is_decided():
-    unasked = decide("mine", {"mine": {}}, {}, 16)
+    unasked = decide("mine", {"mine": {}}, {}, 16, Rule())
     assert (unasked.action, unasked.kept, unasked.more_questions) == ("ask", None, None)
     exact = {"copy": ExactTaskRecall.model_construct(correct="00", prompts=[2])}
-    unable = decide("mine", {"mine": {}}, exact, 16)
+    unable = decide("mine", {"mine": {}}, exact, 16, Rule())
     assert unable.action == "nothing"
     assert str(put_into_words(unable, {"mine": {}}, exact)).startswith(
         "Undecided: the model itself can do none of the tasks, so"

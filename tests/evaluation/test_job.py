@@ -1,4 +1,4 @@
-"""What a rotation costs a model: the report, on the screen, in JSON and in the card."""
+"""The evaluation job: its report on the screen, in JSON and in the card, and its arms."""
 
 import json
 import math
@@ -28,6 +28,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation import prepare as job_module
 from rotationzoo.evaluation.arms import BASELINES, RIVALS, build_arms
 from rotationzoo.evaluation.evaluate import evaluate as run_evaluation
+from rotationzoo.evaluation.forward import Losses
 from rotationzoo.evaluation.prepare import Evaluation
 from rotationzoo.evaluation.tasks import answering
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
@@ -44,14 +45,8 @@ NO_TASKS = TaskSettings(())  # test_tasks.py is about them
 
 
 def test_the_report(artifacts):
-    job = Evaluation(
-        "demo",
-        artifacts,
-        Data(tokens=384, length=192),
-        windows=[(8, 32), (32, 96)],
-        tasks=NO_TASKS,
-        save_to=artifacts,
-    )
+    options = dict(windows=[(8, 32), (32, 96)], tasks=NO_TASKS, save_to=artifacts)
+    job = Evaluation("demo", artifacts, Data(tokens=384, length=192), **options)
     report = evaluate(job)
     names = ["attention", "oscar-v1", "identity", "hadamard", "random", "kivi"]
     assert list(report["arms"]) == [*names[:2], "attention+transform", *names[2:], ALL_ELSE]
@@ -61,9 +56,8 @@ def test_the_report(artifacts):
     assert small == report["arms"]
     for name in names:
         for arm in (small[name], large[name]):
-            assert arm["perplexity"] == pytest.approx(
-                report["exact"]["perplexity"] * (1 + arm["perplexity_increase"])
-            )
+            ratio = arm["perplexity"] / report["exact"]["perplexity"]
+            assert ratio == pytest.approx(1 + arm["perplexity_increase"])
             assert arm["standard_error"]["perplexity_increase"] > 0
             assert arm["perplexity_increase"] != 0
         assert small[name]["bits_per_element"] < large[name]["bits_per_element"]
@@ -97,8 +91,7 @@ def test_rivals_are_measured_where_somebody_asks_for_them(inside, tiny):
     shown = inside("evaluate", tiny, *few, "--rivals", names, "--details")
     assert f"{names}: caches of other engines, simulated" in " ".join(shown.stdout.split())
     names = "fp8,q4_0"
-    report = ok(inside("evaluate", "demo", *few, "--rivals", names, "--json"))
-    arms = report["arms"]
+    arms = ok(inside("evaluate", "demo", *few, "--rivals", names, "--json"))["arms"]
     assert list(arms) == [*BASELINES, "q4_0", "fp8"]
     # 512 tokens, of which 64 and 256 are exact.
     share = (512 - 64 - 256) / 512
@@ -138,9 +131,35 @@ def test_perplexity_is_that_of_the_model():
     assert report["exact"]["perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-5)
 
 
+def lost(losses: list[list[float]]) -> Losses:
+    sums = Losses()
+    for of_text in losses:
+        sums.add(torch.tensor([of_text]))
+    return sums
+
+
+def test_an_arm_beside_the_exact_model():
+    exact = lost([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    arm = lost([[1.0, 1.2, 1.4, 1.4], [2.0, 2.0, 2.6, 2.6]])
+    report = arm.measure_arm(exact).model_dump()
+    assert exact.measure_exact().text_tokens == [4, 4]
+    assert exact.measure_exact().text_losses == [1, 2]
+    assert report["perplexity"] == pytest.approx(math.exp(1.775))
+    assert report["perplexity_increase"] == pytest.approx(math.expm1(0.275))
+    # Texts lose 0.25 and 0.3: their mean is off by 0.025, and so is its logarithm.
+    error = report["standard_error"]["perplexity_increase"]
+    assert error == pytest.approx(math.exp(0.275) * 0.025, rel=1e-4)
+
+
+def test_longer_texts_weigh_more_and_one_text_has_no_standard_error():
+    exact, arm = lost([[1.0], [1.0, 1.0, 1.0]]), lost([[1.4], [1.0, 1.0, 1.0]])
+    assert arm.measure_arm(exact).perplexity_increase == pytest.approx(math.expm1(0.1))
+    report = lost([[1.0, 2.0]]).measure_arm(lost([[1.0, 1.0]]))
+    assert report.standard_error == {"perplexity_increase": None}
+
+
 def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
-    """In a model whose last layers share caches, each of them reads what the first of its kind has
-    stored."""
+    """In a model whose last layers share caches."""
     folder = save_family("gemma4", tmp_path / "gemma4")
     options = dict(data=Data(tokens=32, length=32), windows=[(2, 4)], tasks=NO_TASKS)
     report = evaluate(Evaluation(str(folder), [], layers={1}, **options))
@@ -154,15 +173,9 @@ def test_weights_on_disk_give_the_same_report(tiny, monkeypatch):
     """Also of a model whose shapes only its weights can tell: its first ones lie on disk, too."""
     monkeypatch.setattr(job_module, "geometry_on_meta", lambda model: None)
     monkeypatch.setattr(ExactAnswers, "can_do", True)  # or no arm is asked
-    job = Evaluation(
-        str(tiny),
-        [],
-        Data(tokens=256, length=256),
-        windows=[(16, 64)],
-        tasks=TaskSettings(("needles",), questions=1),
-        prefill_chunk=64,
-        dtype="float32",
-    )
+    options = dict(windows=[(16, 64)], prefill_chunk=64, dtype="float32")
+    text, tasks = Data(tokens=256, length=256), TaskSettings(("needles",), questions=1)
+    job = Evaluation(str(tiny), [], text, tasks, **options)
     on_disk = replace(job, device_map="auto", max_memory="cpu=1KB")
     spread = evaluate(on_disk)
     assert spread["arms"]["kivi"]["all_tasks"]["questions"]
@@ -226,19 +239,12 @@ def test_a_hadamard_matrix_has_all_else_of_the_artifact(mine, tmp_path):
         assert (changed.mean is None) == (first.mean is None) == (side == "value")
         assert changed.mean is None or changed.mean.equal(first.mean)
         assert not changed.transform.equal(first.transform)
-    bare = shutil.copytree(mine, tmp_path / "bare")
-    drop_statistics(bare)
+    drop_statistics(bare := shutil.copytree(mine, tmp_path / "bare"))
     names = [arm.name for arm in build_arms([Artifact.open(bare)], artifact.geometry)]
     assert ALL_ELSE not in names
 
 
 TEXT = Data(tokens=1024, length=256)
-
-
-@pytest.fixture
-def copied(made, tmp_path):
-    """A copy of an artifact of the demo model, which a test may change."""
-    return shutil.copytree(made, tmp_path / "copied")
 
 
 def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
@@ -249,7 +255,7 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
         recipe = QUICK.model_copy(update=changes)
         made[pooling] = calibrate(Job(str(model), recipe, tmp_path / pooling, device="cpu"))
     assert made["head"].rotations.per_head
-    options = dict(tasks=TaskSettings(()), device="cpu", baselines=(), pooled=True)
+    options = dict(tasks=NO_TASKS, device="cpu", baselines=(), pooled=True)
     folders = [artifact.folder for artifact in made.values()]
     arms = evaluate(Evaluation(str(model), folders, TEXT, **options))["arms"]
     own = ["head", "layer"]
@@ -263,8 +269,8 @@ def test_transform_coding_is_refused_for_artifacts_without_it(made):
         run_evaluation(Evaluation("demo", [made], TEXT, format="segments"))
 
 
-def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, copied):
-    drop_statistics(copied)
+def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, made, tmp_path):
+    drop_statistics(copied := shutil.copytree(made, tmp_path / "copied"))
     error = only_error(inside("evaluate", "no-such-model", copied, "--pooled"))
     assert "cannot be pooled: it has no statistics" in error
     error = only_error(inside("evaluate", "no-such-model", "--pooled"), 2)

@@ -95,5 +95,5 @@ def test_few_questions_come_with_little_text(options, tokens):
 
 def test_rungs_are_not_asked_by_the_clock(job):
     timed = replace(job, tasks=replace(job.tasks, minutes=1.0), rungs=(None,))
-    with pytest.raises(UsageError, match="not found by the clock"):
+    with pytest.raises(UsageError, match="cannot be combined with --minutes"):
         prepare(timed, silent, print)

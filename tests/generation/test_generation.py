@@ -107,7 +107,7 @@ def test_a_model_ends_its_text_itself(made, tmp_path):
         ({"format": "int3"}, "no format 'int3'"),
         ({"group_size": 48}, r"do not divide heads of 64 channels, but groups of 4, 8, 16, 32, 64"),
         ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
-        ({"format": "segments", "rotations": None}, "a cache without rotations has no codes by"),
+        ({"format": "segments", "rotations": None}, "segments needs rotations with transform"),
         ({"rotations": "rotations/missing"}, "not an artifact"),
         ({"rotations": "Qwen/Qwen3-8B"}, "not an artifact"),
         ({"max_memory": "cpu=1GiB"}, "needs a device map"),

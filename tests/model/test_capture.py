@@ -54,7 +54,7 @@ def test_capture_sees_every_layer_and_is_undone(name):
     assert sorted(seen) == [layer.index for layer in geometry]
     for layer in geometry:
         query, key, value, output = seen[layer.index]
-        if layer.rope_dim is not None:  # `test_latent` compares what is captured of latents
+        if layer.rope_dim is not None:  # `test_latent` compares captured latents
             sizes = layer.kv_heads, layer.key_dim, layer.value_dim, layer.rope_dim
             assert sizes == (1, 20, 20, 8)
             assert query == key == (2, layer.query_heads, 24, 16 + 8)
@@ -175,9 +175,9 @@ SHARES = "^{}ForCausalLM shares attention among"
 @pytest.mark.parametrize(
     ("family", "options", "says"),
     [
-        # Differential attention reads its values in two halves, neither of which is stored.
+        # Differential attention reads its values in two halves, which are not stored.
         ("DiffLlama", architectures.BASE, "more than once in a layer"),
-        ("Mamba", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64), "code of its own"),
+        ("Mamba", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64), "its own code"),
         ("Bert", dict(architectures.BASE, is_decoder=False), "encoder"),
         ("ViT", {}, "not a causal language model"),
         ("Zamba2", ZAMBA2 | {"num_mem_blocks": 1}, SHARES),
@@ -193,7 +193,7 @@ def test_what_has_no_cache_that_a_rotation_fits_is_refused(family, options, says
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_heads_that_are_repeated_after_the_cache_are_counted(kv_heads):
-    """Mixtures of attention, whose experts for keys and values of the cache are several."""
+    """Mixtures of attention, with several experts for the cached keys and values."""
     options = dict(
         vocab_size=64, hidden_size=64, num_hidden_layers=2, num_key_value_heads=kv_heads,
         kv_channels=16, intermediate_size=64, num_local_experts=4,
@@ -209,7 +209,7 @@ def test_heads_that_are_repeated_after_the_cache_are_counted(kv_heads):
     [("longcat_flash", {}), ("llama4", {"num_local_experts": 4}), ("minimax_m2", {})],
 )
 def test_experts_that_need_values_do_not_hide_the_layers(name, options, monkeypatch, caplog):
-    """Those of LongCat call `nonzero`, and those of others are made to."""
+    """The experts of LongCat call `nonzero`, and the others do here."""
     config = architectures.config(name, **options)
     expected = geometry_of(architectures.build(name, **options))
     model = loading.on_meta(config, name)
@@ -232,7 +232,7 @@ def test_attention_that_needs_values_is_left_to_the_weights():
 @pytest.mark.parametrize("meta", [True, False])
 @pytest.mark.parametrize("own", ["keys", "values"])
 def test_shared_keys_with_values_of_their_own_are_no_shared_cache(own, meta):
-    """Nothing stores those values, and a rotation of the owner's values would not fit them."""
+    """No cache stores these rows, and a rotation of the owner's rows would not fit them."""
 
     def replace_rows(module, args, options):
         key, value = options["shared_kv_states"][module.layer_type]

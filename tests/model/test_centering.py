@@ -45,12 +45,12 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def centered(folders, tmp_path_factory) -> Artifact:
-    """Of a Qwen3, whose attention ignores the mean."""
+    """An artifact of Qwen3, whose attention ignores the mean."""
     folder = tmp_path_factory.mktemp("centered") / "qwen3"
     return calibrate(Job(str(folders("qwen3")), CENTERED, folder))
 
 
-def test_what_cannot_be_tried_is_not_trusted():
+def test_attention_that_cannot_be_tried_needs_its_mean():
     model = architectures.build("qwen3")
     module = model.model.layers[0].self_attn
     tensors = [torch.zeros(1, heads, 8, 16) for heads in (4, 2, 2)]
@@ -59,7 +59,7 @@ def test_what_cannot_be_tried_is_not_trusted():
         raise KeyError
 
     assert not geometry.ignores_shift(Attention(torch.nn.Linear(2, 2), broken, None, {}), *tensors)
-    # An attention of its own, in no modeling file: tried as it is.
+    # An attention function that is in no modeling file.
     assert geometry.ignores_shift(Attention(torch.nn.Linear(2, 2), _attend, None, {}), *tensors)
     eager = Attention(module, broken, None, {"scaling": 0.25})
     assert geometry.ignores_shift(eager, *tensors), "eager is there"
@@ -73,12 +73,12 @@ def _attend(_, query, key, value, mask, **__):
 
 
 def notes_on_means(made) -> list[str]:
-    """The notes of an artifact but for the one on random weights, which predict nothing."""
+    """The notes of an artifact, without the one on the loss of random weights."""
     return [note for note in made.content["notes"] if "worse than chance" not in note]
 
 
 @families(LOOKED_AT)
-def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
+def test_keys_keep_their_mean_if_attention_needs_it(name, folders, tmp_path):
     job = Job(str(folders(name)), CENTERED, tmp_path / "out")
     planned = plan(job)
     assert planned.job.recipe.center_keys == (name not in MOVED)
@@ -99,10 +99,10 @@ def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
 
 @families(["gemma2", "gpt_oss"])
 def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp_path):
-    """Heads and dimensions fit, and so does everything but the attention."""
+    """Everything fits except the attention."""
     files = export(centered, Request("sglang", tmp_path / "files"))
     pair = [files.path / file for file in files.files if file.endswith(".pt")]
-    for path in pair:  # as published ones, which do not say what they were made for
+    for path in pair:  # published files do not name their model
         content = torch.load(path, weights_only=True)
         del content["calibration"]
         torch.save(content, path)
@@ -112,7 +112,7 @@ def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp
 
 
 def planted(artifact: Artifact, folder: Path, invariant: bool) -> Artifact:
-    """A copy whose geometry says something else of the attention."""
+    """A copy with a changed `shift_invariant` in its geometry."""
     shutil.copytree(artifact.folder, folder)
     with edited_manifest(folder) as manifest:
         layers = geometry_from_json(manifest["geometry"])
@@ -128,8 +128,8 @@ def test_an_artifact_with_a_mean_that_does_not_cancel_is_not_exported(centered, 
         export(wrong, Request("sglang", tmp_path / "exported"))
 
 
-def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
-    """The published recipe is what was done; the configured one is what was asked for."""
+def test_a_model_whose_keys_kept_their_mean_is_not_due_again():
+    """The published recipe lacks `center_keys`, which the configured one has."""
     revision, model = "1" * 40, "someone/model"
     asked = CENTERED.model_copy(update={"model": model})
     done = asked.model_copy(update={"center_keys": False})

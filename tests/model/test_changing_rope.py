@@ -42,7 +42,7 @@ IDS = torch.randint(3, 64, (1, 80), generator=torch.Generator().manual_seed(0))
 
 
 def build(kind: str, **options) -> transformers.PreTrainedModel:
-    """A new model each time: one that has read a long text may keep its factors."""
+    """A new model, because a model may keep the factors of a long text."""
     config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(SIZES | KINDS[kind] | options))
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -53,7 +53,7 @@ def build(kind: str, **options) -> transformers.PreTrainedModel:
 
 
 def exact_cache(model, **options) -> RotatedCache:
-    """One that stores everything as it is."""
+    """A cache that stores everything exact."""
     return RotatedCache(None, model, sink=4, recent=1000, prefill_layout="window", **options)
 
 
@@ -89,7 +89,7 @@ def test_a_request_that_crosses_the_boundary_is_read_as_one_call(kind, prompt, c
     assert reads_whole(kind, sequences, logits)
     assert cache.get_seq_length() == prompt + 11
     assert cache.bytes_held
-    # The exact model's own cache, which `generate --compare` reads with.
+    # The exact model's own cache, as in `generate --compare`.
     again, logits = write(model, prompt, 12, None, chunk)
     assert torch.equal(again, sequences)
     assert reads_whole(kind, sequences, logits)
@@ -103,7 +103,7 @@ def test_a_request_below_the_boundary_has_the_short_factors(kind):
 
 
 @torch.no_grad()
-def test_a_cache_of_one_kind_of_factors_takes_no_other():
+def test_a_cache_refuses_the_other_factors():
     model = build("Phi3")
     cache = exact_cache(model)
     model(input_ids=IDS[:, :BOUNDARY], **cache.argument)
@@ -136,11 +136,10 @@ def test_a_cache_that_a_model_drops_raises(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Phi3", "Llama"])
-def test_what_layers_lose_is_compared_with_one_call(kind, monkeypatch):
+def test_losses_use_the_factors_of_one_call(kind, monkeypatch):
     model, exact = build(kind), []
-    monkeypatch.setattr(
-        sensitivity.prediction, "divergence_of", lambda p, q: exact.append(p) or (p - q).sum(-1)
-    )
+    note = lambda p, q: exact.append(p) or (p - q).sum(-1)  # noqa: E731
+    monkeypatch.setattr(sensitivity.prediction, "divergence_of", note)
     geometry = geometry_of(model)
     text = sensitivity.Text(IDS[0, :50], [*range(BOUNDARY - 4, 50)], slice(4, 20))
     recipe = Recipe(sink=4)
@@ -151,7 +150,7 @@ def test_what_layers_lose_is_compared_with_one_call(kind, monkeypatch):
     assert torch.allclose(exact[0], expected)
 
 
-def test_what_a_server_answers_is_recorded_with_one_kind_of_factors():
+def test_recorded_answers_use_one_kind_of_factors():
     model = build("Phi3")
     settings = exact_cache(model).settings
     probe = probes._record(model, IDS[0, : BOUNDARY - 6], settings)
@@ -159,7 +158,7 @@ def test_what_a_server_answers_is_recorded_with_one_kind_of_factors():
 
 
 @torch.no_grad()
-def test_a_long_row_leaves_nothing_behind():
+def test_a_long_row_does_not_change_later_ones():
     """dynamic NTK keeps the factors of the longest row so far."""
     model = build("Llama")
     run_decoder(model, IDS)

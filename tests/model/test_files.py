@@ -42,7 +42,7 @@ def refusal(folder: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("kept", [5000, 60, 4])
 def test_a_file_that_was_cut_off_is_named(kept, copied_tiny, sharded):
-    """In its tensors, in its header, and in the length of that."""
+    """Within its tensors, its header, or the length of the header."""
     for folder, name in ((copied_tiny, SINGLE), (sharded, sorted(sharded.glob("*.saf*"))[1].name)):
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(whole[:kept])
@@ -61,17 +61,17 @@ def test_a_file_that_was_cut_off_is_named(kept, copied_tiny, sharded):
         {"rope_type": "ntk_by_parts", "factor": 2, "original_max_position_embeddings": 64},
     ],
 )
-def test_a_kind_of_rope_that_is_unknown_is_called_so(scaling, copied_tiny):
+def test_an_unknown_kind_of_rope_is_refused(scaling, copied_tiny):
     edit_config(copied_tiny, rope_parameters={**scaling, "rope_theta": 1e4})
     kind = scaling.get("type") or scaling["rope_type"]
     error, hint = refusal(copied_tiny)
-    assert error == f"transformers knows no RoPE of type '{kind}', which {copied_tiny} has"
+    assert error == f"transformers does not support RoPE of type '{kind}', which {copied_tiny} has"
     assert "upgrade transformers" in hint
 
 
 @pytest.mark.parametrize("with_index", [True, False])
 def test_two_sets_of_weights_are_refused(with_index, sharded, tmp_path):
-    """Also where the second has no index: a server then loads all files."""
+    """Also if the second has no index, because a server then loads all files."""
     shutil.copy(save_tiny(tmp_path / "other", seed=1) / SINGLE, sharded)
     if not with_index:
         (sharded / INDEX).unlink()
@@ -89,7 +89,7 @@ def test_the_same_weights_in_shards_and_twice_are_loaded(tiny, sharded):
 def test_a_single_file_is_loaded_beside_a_stale_index(tiny, copied_tiny, sharded, tmp_path):
     folder = copied_tiny
     shutil.copy(sharded / INDEX, folder)
-    edit_config(folder, transformers_weights="other.safetensors")  # which transformers would obey
+    edit_config(folder, transformers_weights="other.safetensors")  # transformers would load it
     shutil.copy(save_tiny(tmp_path / "other", seed=1) / SINGLE, folder / "other.safetensors")
     expected = load_file(tiny / SINGLE)
     for name, weight in load(folder).state_dict().items():
@@ -100,7 +100,7 @@ def test_a_single_file_is_loaded_beside_a_stale_index(tiny, copied_tiny, sharded
 @pytest.mark.parametrize(
     "other", ["adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"]
 )
-def test_what_would_be_loaded_besides_is_refused(other, copied_tiny):
+def test_other_files_that_would_be_loaded_are_refused(other, copied_tiny):
     """An adapter, which transformers applies with peft installed, and a distributed checkpoint."""
     (copied_tiny / other).write_text("{}")
     error, hint = refusal(copied_tiny)
@@ -108,25 +108,17 @@ def test_what_would_be_loaded_besides_is_refused(other, copied_tiny):
     assert "merge_and_unload" in hint
 
 
-def test_an_absent_shard_is_named(sharded):
+def test_an_absent_shard_is_named(sharded, monkeypatch):
     last = max(sharded.glob("model-*"))
     last.rename(last.with_suffix(".part"))
     error, hint = refusal(sharded)
     assert error.endswith(f"sharded are not complete: they lack {last.name}, which {INDEX} names")
     assert hint.startswith(f"copy {last.name} there")
-    commit = Source("someone/model", sharded, "abc")
-    with pytest.raises(
-        ModelUnavailable, match=f"someone/model are not complete: they lack {last.name}"
-    ) as caught:
-        fetch_offline(commit)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: None)
+    says = f"someone/model are not complete: they lack {last.name}"
+    with pytest.raises(ModelUnavailable, match=says) as caught:
+        fetch(Source("someone/model", sharded, "abc"))
     assert caught.value.hint.endswith("run: hf download someone/model --revision abc")
-
-
-def fetch_offline(source: Source) -> None:
-    """What `fetch` says of a snapshot in the cache, which the hub's client takes as it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: None)
-        fetch(source)
 
 
 def test_an_index_of_other_shards_is_named(sharded):
@@ -134,12 +126,11 @@ def test_an_index_of_other_shards_is_named(sharded):
     count = len(list(sharded.glob("model-*")))
     (sharded / INDEX).write_text(text.replace(f"-of-{count:05}", "-of-00099"))
     error, hint = refusal(sharded)
-    assert (
-        f"they lack the {INDEX} of its shards, and has one that names model-00001-of-00099" in error
-    )
+    lacks = f"they lack the {INDEX} of its shards, and has"
+    assert f"{lacks} one that names model-00001-of-00099" in error
     assert hint.startswith(f"copy the {INDEX}")
     (sharded / INDEX).unlink()
-    assert f"they lack the {INDEX} of its shards, and has none" in refusal(sharded)[0]
+    assert f"{lacks} none" in refusal(sharded)[0]
 
 
 def test_a_tokenizer_that_is_not_in_the_cache_is_named(tiny, tmp_path):
@@ -174,12 +165,12 @@ def test_unused_tensors_of_layers_are_refused_by_name(case, copied_tiny):
     assert f"its weights have {name}, which its config does not use" in refusal(copied_tiny)[0]
 
 
-def test_parts_may_stand_unused(copied_tiny):
+def test_whole_parts_may_be_unused(copied_tiny):
     added = {
         "mtp.layers.0.mlp.up_proj.weight": [32, 32],
         "model.visual.blocks.0.norm.weight": [8],
         "model.layers.2.eh_proj.weight": [32, 64],
-        "model.layers.1.self_attn.k_scale": [1],  # which only servers with a cache in FP8 use
+        "model.layers.1.self_attn.k_scale": [1],  # used only by servers with an FP8 cache
     }
     add_tensors(copied_tiny, added, num_nextn_predict_layers=1)
     assert load(copied_tiny)

@@ -32,7 +32,7 @@ from rotationzoo.recipe import Data
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "llama"
-    return save_family("llama", folder, rms_norm_eps=2**-20)  # which float32 holds as it is
+    return save_family("llama", folder, rms_norm_eps=2**-20)  # exact in float32
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +59,11 @@ def test_an_artifact_belongs_to_the_file_and_to_no_other(llama, file, artifact, 
     assert "made for other weights" in verify(artifact, str(other), None).problems[0]
     data = Data(tokens=400, length=400)
     options = dict(tasks=TaskSettings(()), baselines=("identity",), device="cpu")
-    of_file, of_other = (
-        Evaluation(str(each), [artifact.folder], data, **options) for each in (file, other)
-    )
-    exact = evaluate(of_file).exact.perplexity
-    assert exact == evaluate(replace(of_file, model=str(llama), artifacts=[])).exact.perplexity
+    job = Evaluation(str(file), [artifact.folder], data, **options)
+    exact = evaluate(job).exact.perplexity
+    assert exact == evaluate(replace(job, model=str(llama), artifacts=[])).exact.perplexity
     with pytest.raises(RotationZooError, match="made for other weights"):
-        evaluate(of_other)
+        evaluate(replace(job, model=str(other)))
 
 
 def test_a_folder_without_a_config_is_no_model(zoo, file, tmp_path):
@@ -103,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_transformers_would_not_read_is_refused(llama, field, tmp_path, monkeypatch):
+def test_metadata_that_transformers_ignores_is_refused(llama, field, tmp_path, monkeypatch):
     value, said = REFUSED[field]
     monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda *_: None)
     fields = {"tokenizer__ggml__model": "gpt2", field: value}
@@ -119,23 +117,21 @@ WIDE = dict(
     vocab_size=2048, hidden_size=64, intermediate_size=64, num_hidden_layers=2, pad_token_id=None,
     num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=0, std=0.2,
 )  # fmt: skip
+ROTARY = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 # Metadata that transformers leaves out for these architectures.
 OWN = {
     "starcoder2-theta": ("Starcoder2", {"rope_parameters": {"rope_theta": 999_999.0}}),
     "starcoder2-window": ("Starcoder2", {"sliding_window": 16}),
     "phi3-window": ("Phi3", {"sliding_window": 16}),
-    "phi3-rotary": ("Phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "phi3-rotary": ("Phi3", {"rope_parameters": ROTARY}),
     "qwen3-heads": ("Qwen3", {"head_dim": 32}),
     "qwen3-known": ("Qwen3", {"head_dim": 128}),
-    "stablelm-rotary": (
-        "StableLm",
-        {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
-    ),
+    "stablelm-rotary": ("StableLm", {"rope_parameters": ROTARY | {"rope_theta": 5e5}}),
 }
 
 
 @pytest.mark.parametrize("name", quick_first(OWN, 3))
-def test_metadata_that_transformers_leaves_out_is_taken_over(name, tmp_path):
+def test_metadata_that_transformers_leaves_out_is_added(name, tmp_path):
     family, changes = OWN[name]
     model = tmp_path / "model"
     save_random(family, family, model, **WIDE, **changes)
@@ -156,9 +152,8 @@ UNHELD = {
 
 @pytest.mark.parametrize("family", UNHELD)
 def test_metadata_that_no_config_holds_is_refused_by_name(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_dimension_count", lambda *_: None)
-    monkeypatch.setattr(gguf.GGUFWriter, "add_key_length", lambda *_: None)
-    monkeypatch.setattr(gguf.GGUFWriter, "add_sliding_window", lambda *_: None)
+    for name in ("rope_dimension_count", "key_length", "sliding_window"):
+        monkeypatch.setattr(gguf.GGUFWriter, f"add_{name}", lambda *_: None)
     model = tmp_path / "model"
     save_random(family, family, model, **WIDE)
     path = convert_model(model, tmp_path / "model.gguf", **UNHELD[family])

@@ -37,7 +37,7 @@ def cached(zoo, tiny) -> Path:
     ],
 )
 @pytest.mark.hostile("hub")
-def test_a_mirror_that_answers_as_no_hub_does(zoo, tiny, answer, says):
+def test_a_mirror_with_answers_unlike_a_hub(zoo, tiny, answer, says):
     publish_folder(zoo.hf, MODEL, tiny)
     zoo.hf.faults.append(Fault("HEAD", "/resolve/", answer, 99))
     shown = only_error(zoo.run(*WORDS))
@@ -51,7 +51,7 @@ def test_a_mirror_that_answers_as_no_hub_does(zoo, tiny, answer, says):
 
 
 @pytest.mark.hostile("hub")
-def test_it_is_said_who_redirects_to_a_host_that_is_down(zoo):
+def test_a_redirect_to_a_host_that_is_down_is_named(zoo):
     down = Answer(302, headers={"Location": "http://127.0.0.1:9/"})
     zoo.hf.faults.append(Fault("GET", "/api/", down, 99))
     host = zoo.hf.endpoint.removeprefix("http://")
@@ -73,7 +73,7 @@ def test_it_is_said_who_redirects_to_a_host_that_is_down(zoo):
         3,
     ),
 )
-def test_what_is_cached_is_offered(zoo, cached, monkeypatch, named, revision, offline):
+def test_cached_revisions_are_suggested(zoo, cached, monkeypatch, named, revision, offline):
     """`named` is what the cache's file of the main branch says, if it is there."""
     head, file = zoo.hf.head(MODEL), cached / "refs" / "main"
     if named is None:

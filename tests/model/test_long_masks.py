@@ -48,7 +48,7 @@ def test_a_model_computes_the_same_with_masks_in_blocks(name, short):
         whole = run_decoder(model, IDS).logits(slice(None))
         made = short()
         seen = []
-        # Two of them: each sees whole rows.
+        # Two hooks: each sees whole rows.
         note = lambda layer, query, key, *_: seen.append((query.shape[2], key.shape[2]))  # noqa: E731
         with capture(model, note), capture(model, note):
             blocks = run_decoder(model, IDS).logits(slice(None))
@@ -79,7 +79,7 @@ def test_a_simulation_computes_the_same_with_masks_in_blocks(name, short, monkey
 
 
 def test_a_model_that_computes_with_its_mask_is_refused(short):
-    """Doge does in some versions of transformers; in others it leaves the mask to attention."""
+    """Doge does so in some versions of transformers, and not in others."""
     model = architectures.build("doge")
     with torch.no_grad():
         whole = run_decoder(model, IDS).logits(slice(None))
@@ -103,7 +103,7 @@ def test_attention_over_other_keys_than_the_masks_is_refused():
     assert not hasattr(attend.mask, "dtype")
 
 
-def test_other_faults_of_a_model_are_its_own(short):
+def test_other_errors_of_a_model_are_raised_unchanged(short):
     model = architectures.build("gemma2")
     model.model.layers[1].register_forward_pre_hook(lambda *_: object().nothing)
     short()

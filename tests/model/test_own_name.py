@@ -1,4 +1,4 @@
-"""How commands name a model that lies on this machine."""
+"""The name of a local model in commands."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def made(inside, copied_tiny):
 
 
 def named(inside, folder: Path) -> str:
-    """What `inspect` calls the model in its last line."""
+    """The name of the model in the last line of `inspect`."""
     line = succeeded(inside("inspect", folder)).stderr.splitlines()[-1]
     return line.removeprefix("Next: rotationzoo evaluate ").split(" ")[0]
 

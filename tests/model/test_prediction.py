@@ -51,8 +51,8 @@ def test_heads_that_do_more_than_multiply_are_the_models_own(family, options, mo
     assert_same_logits(model, monkeypatch)
 
 
-def test_what_the_head_keeps_lies_on_no_device():
-    """The head of a model that is spread over several GPUs lies on another than the ids."""
+def test_positions_for_the_head_are_on_no_device():
+    """The head of a model on several GPUs may be on another GPU than the ids."""
     model, given = architectures.build("llama"), []
     model.register_forward_pre_hook(lambda *call: given.append(call[2]), with_kwargs=True)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_what_the_head_keeps_lies_on_no_device():
 
 
 @torch.no_grad()
-def test_the_installed_transformers_finds_no_fault_with_the_names(caplog):
+def test_transformers_does_not_warn_about_the_names(caplog):
     model, ids = architectures.build("llama"), torch.arange(3, 9)[None]
     caches = [DynamicCache(config=model.config), RotatedCache(None, model)]
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):

@@ -33,7 +33,7 @@ def load(folder: Path, placement=None):
 
 
 def test_fp8_is_dequantized_block_by_block(tmp_path, monkeypatch):
-    """Also with a GPU at hand: transformers' FP8 kernels are somebody's code on a hub."""
+    """Also with a GPU, because transformers' FP8 kernels are code from a hub."""
     folder = save_tiny(tmp_path / "model", **WIDE)
     exact = quantize_to_fp8(folder)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -74,7 +74,7 @@ def test_fp8_on_disk_is_that_in_memory(tmp_path):
         spread = load(folder, placement)
         in_memory = [weight.nbytes for weight in spread.parameters() if not weight.is_meta]
         assert 0 < sum(in_memory) < 4e6
-        written = [file.stat().st_size for file in Path(placement.offload_folder).iterdir()]
+        written = [file.stat().st_size for file in Path(placement["offload_folder"]).iterdir()]
         whole = load(folder)
         assert sum(written) + sum(in_memory) > sum(w.nbytes for w in whole.parameters()) - 1e5
         assert torch.equal(spread(ids).logits, whole(ids).logits)
@@ -119,29 +119,14 @@ def test_an_unknown_method_is_refused(copied_tiny):
         load(copied_tiny)
 
 
-def _drop(ending: str):
-    def change(weights):
-        del weights[f"model.layers.1.self_attn.k_proj.{ending}"]
-
-    return change
-
-
-def _rename(old: str, new: str):
-    def change(weights):
-        for name in [name for name in weights if name.endswith(old)]:
-            weights[name.removesuffix(old) + new] = weights.pop(name)
-
-    return change
-
-
 FP8 = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
 PACKED = dict(quant_method="compressed-tensors", format="float-quantized", config_groups={})
-UNSCALED = {
-    "one scale is missing": (FP8, _drop("weight_scale_inv")),
-    "fp8 with the names of compressed-tensors": (FP8, _rename("_scale_inv", "_scale")),
-    "compressed-tensors with the names of fp8": (PACKED, lambda weights: None),
-    "compressed-tensors with one scale missing": (PACKED, _drop("weight_scale_inv")),
-    "no quantization config": (None, lambda weights: None),
+UNSCALED = {  # config, the ending of scales, whether one is missing
+    "one scale is missing": (FP8, "_scale_inv", True),
+    "fp8 with the names of compressed-tensors": (FP8, "_scale", False),
+    "compressed-tensors with the names of fp8": (PACKED, "_scale_inv", False),
+    "compressed-tensors with one scale missing": (PACKED, "_scale", True),
+    "no quantization config": (None, "_scale_inv", False),
 }
 
 
@@ -149,18 +134,19 @@ UNSCALED = {
 def test_codes_without_their_scale_are_refused_by_name(case, tmp_path):
     folder = save_tiny(tmp_path / "model", **WIDE)
     quantize_to_fp8(folder)
-    table, change = UNSCALED[case]
+    table, ending, is_missing = UNSCALED[case]
     edit_config(folder, quantization_config=table)
+    name = "model.layers.1.self_attn.k_proj.weight"
     with edited_weights(folder) as weights:
-        if case.endswith("one scale missing"):
-            _rename("_scale_inv", "_scale")(weights)
-            change = _drop("weight_scale")
-        change(weights)
-    (folder / "hf_quant_config.json").write_text(json.dumps(FP8))  # which nobody reads
+        for scale in [each for each in weights if each.endswith("_scale_inv")]:
+            weights[scale.removesuffix("_scale_inv") + ending] = weights.pop(scale)
+        if is_missing:
+            del weights[f"{name}{ending}"]
+    (folder / "hf_quant_config.json").write_text(json.dumps(FP8))  # nothing reads it
     with pytest.raises(UnsupportedModel, match=r"_proj\.weight holds codes \(F8_E4M3\)") as caught:
         load_saved(folder, "auto")
-    if "missing" in case:
-        assert "model.layers.1.self_attn.k_proj.weight holds" in str(caught.value)
+    if is_missing:
+        assert f"{name} holds" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e5m2])

@@ -1,4 +1,4 @@
-"""Scaled RoPE: what a config becomes, what is refused, and that models compute with it."""
+"""Scaled RoPE: the changed config, refusals, and that models use it."""
 
 import pytest
 import transformers
@@ -32,17 +32,17 @@ def test_a_scaling_is_read_and_written(text, scaling):
 
 
 @pytest.mark.parametrize("text", ["yarn", "yarn:", "ntk:4", "yarn:x", "yarn:1", "yarn:4:0", ""])
-def test_what_is_no_scaling_is_refused(text):
+def test_malformed_scalings_are_refused(text):
     with pytest.raises(ValueError, match="must"):
         RopeScaling.parse(text)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gemma3", "qwen3_vl"])
-def test_a_model_is_built_with_what_its_config_would_say(name):
+def test_the_option_equals_the_config_entry(name):
     """The flag is the same as the entry in `config.json`, and changes what a model computes."""
     if not architectures.available(name):
         pytest.skip("not in this transformers")
-    # gpt-oss has YaRN of its own, which is taken out first.
+    # gpt-oss already has YaRN, which is removed first.
     plain = {"rope_type": "default", "rope_theta": 1e4}
     changes = {"rope_parameters": plain} if name == "gpt_oss" else {}
     config = architectures.config(name, **changes)
@@ -75,23 +75,26 @@ def test_a_model_that_was_scaled_so_has_the_scaling():
 
 
 QWEN = dict(max_position_embeddings=512, rope_theta=1e6)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("scaling", "positions"),
     [
-        # As Qwen's card has it added to a config, and with the positions that DeepSeek's states.
+        # As in the model card of Qwen, and with positions as in DeepSeek's config.
         (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512), 2048),
         (dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=128), 512),
         (dict(type="yarn", factor=4.0), 2048),
         (dict(type="linear", factor=2.5), 1280),
         (dict(rope_type="dynamic", factor=8.0), 4096),
-        (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=64), 512),
+        (LLAMA3, 512),
         (None, 512),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_positions_are_those_with_the_scaling(scaling, positions):
     config = transformers.Qwen3Config(rope_scaling=scaling, **QWEN)
     assert position_count(config) == positions
@@ -103,23 +106,15 @@ def test_positions_are_those_with_the_scaling(scaling, positions):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize(("scaling", "positions"), [("linear:4", 256), ("linear:4:32", 128)])
 def test_linear_scaling_multiplies_positions_once(name, scaling, positions):
-    """Gemma 3 states positions that are multiplied already."""
+    """The positions in Gemma 3's config include the factor."""
     config = architectures.config(name)
     for _ in range(2):
         apply_scaling(config, scaling, "it")
         assert position_count(config) == positions
 
 
-def test_a_config_that_scales_otherwise_is_refused():
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    config = architectures.config("llama", rope_parameters=llama3)
+def test_a_config_with_another_scaling_is_refused():
+    config = architectures.config("llama", rope_parameters={**LLAMA3, "rope_theta": 1e4})
     with pytest.raises(RotationZooError, match=r"scales its RoPE already \(llama3:8:64\)") as no:
         apply_scaling(config, "yarn:4", "it")
     assert "leave" not in no.value.hint, "a recipe or rotations may have asked, and no option"

@@ -23,7 +23,7 @@ SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 @pytest.fixture
 def source(tmp_path):
-    """A model in the hub's cache, of which another revision is there already."""
+    """A model in the hub's cache, which already has another revision."""
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -33,24 +33,22 @@ def source(tmp_path):
     return Source("someone/model", snapshot, "abc")
 
 
-def test_weights_are_told_in_bytes(source, monkeypatch):
+def test_fetched_weights_are_reported_in_bytes(source, monkeypatch):
     monkeypatch.setattr(progress_module, "LOOK", 0.01)
-    told, half, more = [], threading.Event(), threading.Event()
+    told, seen = [], {600: threading.Event(), 800: threading.Event()}
 
     def progress(stage, done, total) -> None:
         told.append((stage, done, total))
-        if done == 600:
-            half.set()
-        if done == 800:
-            more.set()
+        if done in seen:
+            seen[done].set()
 
     def fetch(source) -> None:
         blobs = source.folder.parent.parent / "blobs"
         (blobs / "first").write_bytes(bytes(600))
         (source.folder / SHARDS[0]).symlink_to(blobs / "first")
-        assert half.wait(30)
+        assert seen[600].wait(30)
         (blobs / "second.incomplete").write_bytes(bytes(200))
-        assert more.wait(30)
+        assert seen[800].wait(30)
         (blobs / "second.incomplete").rename(blobs / "second")
         (blobs / "second").write_bytes(bytes(400))
         (source.folder / SHARDS[1]).symlink_to(blobs / "second")
@@ -68,7 +66,7 @@ def test_weights_are_told_in_bytes(source, monkeypatch):
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch) -> Path:
-    """A folder for temporary files that this test has for itself."""
+    """A folder for the temporary files of this test alone."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -76,7 +74,7 @@ def scratch(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path, scratch, inside, monkeypatch):
+def test_a_full_disk_is_one_error_sentence(tmp_path, scratch, inside, monkeypatch):
     """What is dequantized has to be written before it can be read from the disk. The limit on the
     size of files stands in for a full disk: the kernel refuses the same write."""
     model = save_tiny(tmp_path / "model", num_hidden_layers=4, hidden_size=128, head_dim=32)

@@ -1,4 +1,4 @@
-"""The sessions of huggingface_hub: who uses them is known to them, and to nothing else."""
+"""The sessions of huggingface_hub."""
 
 import huggingface_hub
 
@@ -13,13 +13,9 @@ def test_a_client_that_is_made_anew_has_the_same_limits():
 
 
 def test_no_cookie_of_an_answer_is_kept():
-    """A process that acts for several people would send the cookie of one for another."""
+    """A process for several people would send the cookie of one of them for another."""
     sessions = limit_sessions()
     client, address = sessions.make(), "https://hub.example/api/whoami-v2"
-    answer = sessions.httpx.Response(
-        200,
-        headers={"set-cookie": "token=of-one; Path=/"},
-        request=client.build_request("GET", address),
-    )
-    client.cookies.extract_cookies(answer)
+    cookie, request = {"set-cookie": "token=a; Path=/"}, client.build_request("GET", address)
+    client.cookies.extract_cookies(sessions.httpx.Response(200, headers=cookie, request=request))
     assert "cookie" not in client.build_request("GET", address).headers

@@ -55,7 +55,7 @@ def test_every_setting_changes_the_hash():
         ("data: 7", "data must hold keys"),
     ],
 )
-def test_mistakes_are_named(text, words, tmp_path):
+def test_mistakes_in_recipes_are_named(text, words, tmp_path):
     with pytest.raises(RotationZooError) as caught:
         load(write(tmp_path, text))
     assert words in str(caught.value)

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from support.cases import quick_first
 from support.models import save_family, save_tiny
 from support.published import ok
-from support.reports import make_artifact, summary
+from support.reports import summary
 
 from rotationzoo import Artifact, calibrate
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.recipe.loading import PRESETS, override
-from rotationzoo.report.card import name_in_commands, render_card, reproduce_command
+from rotationzoo.recipe.loading import PRESETS
+from rotationzoo.report.card import render_card, reproduce_command
 
 
 def made(model, folder, **changes) -> Artifact:
@@ -42,12 +42,11 @@ def run_snippet() -> tuple[str, dict]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"center_keys": False},
         {},
         {"center_values": True},
         {"pooling": "layer", "center_keys": False, "center_values": True},
     ],
-    ids=["per head", "keys centered", "both centered", "pooled"],
+    ids=["keys centered", "both centered", "pooled"],
 )
 def test_the_snippet_leaves_attention_as_it_is(tiny, tmp_path, monkeypatch, changes):
     """Its code alone gives the very output of attention, and stores keys and values without their
@@ -103,11 +102,8 @@ def test_the_card_has_what_the_hub_understands(tmp_path):
     artifact = made(model, tmp_path)
     page = (artifact.folder / "README.md").read_text()
     front = yaml.safe_load(page.split("---")[1])
-    assert front == {
-        "library_name": "rotationzoo",
-        "tags": ["kv-cache", "2-bit", "rotation", "arxiv:2605.17757"],
-        "license": "apache-2.0",
-    }
+    tags = ["kv-cache", "2-bit", "rotation", "arxiv:2605.17757"]
+    assert front == {"library_name": "rotationzoo", "tags": tags, "license": "apache-2.0"}
     on_hub = artifact.content["model"] | {"id": "a/b", "revision": "0" * 40}
     manifest = parse_manifest(artifact.content | {"model": on_hub}, "the manifest")
     front = yaml.safe_load(render_card(manifest).split("---")[1])
@@ -164,12 +160,11 @@ def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
 
 
 def test_the_command_of_a_run_on_gpus_names_how_it_ran(plain):
-    content = plain.content
-    identity = content["identity"] | {"dtype": "auto", "device_map": "auto", "batch": "16"}
-    identity["device"] = "NVIDIA H200"
+    content, device = plain.content, {"device": "NVIDIA H200"}
+    how = {"dtype": "auto", "device_map": "auto", "batch": "16", **device}
     hub = content["model"] | {"id": "a/b", "revision": "0" * 40}
-    run = content["run"] | {"device": "NVIDIA H200"}
-    manifest = content | {"identity": identity, "run": run, "model": hub}
+    manifest = content | {"run": content["run"] | device, "model": hub}
+    manifest["identity"] = content["identity"] | how
     words = reproduce_command(parse_manifest(manifest, "the manifest"))
     assert words == (
         f"rotationzoo calibrate a/b --revision {'0' * 40} --recipe recipe.yaml "
@@ -177,31 +172,13 @@ def test_the_command_of_a_run_on_gpus_names_how_it_ran(plain):
     )
 
 
-# ---- the command that makes an artifact again
-
-
-@pytest.fixture
-def manifest(tmp_path):
-    return Artifact.open(make_artifact(tmp_path / "made")).manifest
-
-
-def of_recipe(manifest, recipe):
-    return reproduce_command(manifest.model_copy(update={"recipe": recipe.published()}))
-
-
-def test_a_preset_is_named_and_any_other_recipe_is_a_file(manifest):
-    assert shlex.split(of_recipe(manifest, PRESETS["oscar"]))[3:5] == ["--recipe", "oscar"]
-    other = override(PRESETS["oscar"], source="my text.jsonl", tokens=4096)
-    assert shlex.split(of_recipe(manifest, other))[3:5] == ["--recipe", "recipe.yaml"]
-
-
-def test_imported_files_have_no_command(manifest):
-    assert reproduce_command(manifest.model_copy(update={"imported": object()})) is None
+def test_imported_files_have_no_command(plain):
+    assert reproduce_command(plain.manifest.model_copy(update={"imported": object()})) is None
 
 
 @pytest.mark.hostile("markup")
-def test_a_models_name_runs_nothing_in_a_shell(manifest):
-    model = manifest.model.model_copy(update={"id": "a/b; touch taken", "revision": "abc"})
-    assert name_in_commands(model) == "'a/b; touch taken'"
-    command = reproduce_command(manifest.model_copy(update={"model": model}))
-    assert shlex.split(command)[2] == model.id
+def test_a_models_name_runs_nothing_in_a_shell(plain):
+    model = plain.manifest.model.model_copy(update={"id": "a/b; touch taken", "revision": "abc"})
+    named = plain.manifest.model_copy(update={"model": model})
+    assert "rotationzoo evaluate 'a/b; touch taken' FOLDER" in render_card(named)
+    assert shlex.split(reproduce_command(named))[2] == model.id

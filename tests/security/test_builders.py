@@ -1,5 +1,4 @@
-"""What builders hand over, who run what strangers published: only a whole artifact of its own row
-is taken to be signed."""
+"""Builders run what strangers published: only a whole artifact of their own row is signed."""
 
 import json
 import shutil
@@ -38,14 +37,12 @@ def test_the_folder_of_a_row_is_taken(built, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "demo" / "rotations.safetensors").is_file()
 
 
-def write_into_another_row(built: Path) -> None:
-    shutil.copytree(built / "rotations-demo", built / f"rotations-{OTHER['name']}")
+def write_into_another_row(built: Path) -> Path:
+    return shutil.copytree(built / "rotations-demo", built / f"rotations-{OTHER['name']}")
 
 
 def write_it_with_its_name(built: Path) -> None:
-    write_into_another_row(built)
-    folder = built / f"rotations-{OTHER['name']}"
-    say_model(folder, id=OTHER["model"], revision="0" * 40)
+    say_model(write_into_another_row(built), id=OTHER["model"], revision="0" * 40)
 
 
 FAULTS = {

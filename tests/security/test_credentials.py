@@ -13,7 +13,7 @@ from rotationzoo.network.tokens import redact
 @pytest.mark.parametrize("word", [("list",), ("pull", "demo"), ("list", "--json")], ids=" ".join)
 def test_an_address_of_an_index_is_refused_and_not_printed(inside, word):
     done = inside(*word, "--index", "https://user:s3cret@127.0.0.1:9/index.json?sig=s3cret")
-    assert "--index is a path, and no address" in refused(done)
+    assert "--index takes a path, not a URL" in refused(done)
     assert not any(part in done.stdout + done.stderr for part in ("s3cret", "sig=", "user:"))
 
 

@@ -1,5 +1,4 @@
-"""Rotations that are none: no command uses them, and `generate` finds none that the user has not
-made."""
+"""No command uses matrices that are not rotations, and `generate` finds only the user's own."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +17,6 @@ from rotationzoo.linalg.orthogonality import (
 )
 from rotationzoo.writer import is_remembered, remember
 
-FACTORS = {"doubled": 2.0, "zero": 0.0, "slightly": 1.0001}
 ROTATIONS = "rotations.safetensors"
 
 
@@ -34,7 +32,7 @@ def plant(made: Path, folder: Path, factor: float, kind=".rotation") -> Path:
 
 
 @pytest.mark.hostile("values")
-@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("factor", [2.0, 0.0, 1.0001])
 @pytest.mark.parametrize(
     "words",
     [

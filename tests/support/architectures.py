@@ -120,7 +120,7 @@ class Expectation:
 
 
 _LATENT_CACHE = Expectation((), "compressed latent")
-_OWN_CODE = Expectation((), "code of its own")
+_OWN_CODE = Expectation((), "its own code")
 _LAST = Expectation((3,))
 EXPECTED = dict.fromkeys(NAMES, Expectation())
 EXPECTED |= dict.fromkeys(["qwen3_next", "qwen3_5", "minimax", "qwen3_5-vlm"], _LAST)

@@ -78,7 +78,7 @@ class Server:
         self.lengths[request] = pages * self.tokens
 
     def take(self, request, tokens: int) -> None:
-        """Give a request its pages for so many tokens."""
+        """Give a request pages for this number of tokens."""
         pages = self.tables[request]
         while len(pages) * self.tokens < tokens:
             pages.append(self.free.pop(0))
@@ -87,7 +87,7 @@ class Server:
         self.free += self.tables.pop(request)
 
     def plan(self, counts: dict):
-        """Plan the step in which requests get so many new tokens."""
+        """Plan a step with these numbers of new tokens."""
         table, mapping = torch.zeros(len(counts), WIDTH, dtype=torch.int32), []
         tokens, read, filled = self.tokens, set(), set()
         for row, (request, count) in enumerate(counts.items()):
@@ -103,6 +103,12 @@ class Server:
         known = Known(new, lengths, most, self.few, meets=not read.isdisjoint(filled))
         numbers = [lengths.int(), known.counts.int(), torch.tensor(mapping)]
         return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), known)
+
+    def plan_padding(self, tokens: int):
+        """Plan the step of a graph's batch whose new tokens belong to nobody."""
+        none, padding = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), -1)
+        table, known = torch.zeros(tokens, WIDTH, dtype=torch.int32), Known(none + 1, none, 1)
+        return self.planner.plan(table, none, none, padding, known)
 
     def run(self, rows: dict) -> dict:
         """One step: request -> its new rows of each side `[T, H, D]`; and what each reads. As in

@@ -1,5 +1,5 @@
-"""The second stream of a GPU, played on a CPU. A test says when its work is done: as early, as late
-or as mixed with that of the current stream as the waits allow."""
+"""The second stream of a GPU, simulated on a CPU: its work is done as early, as late or as mixed
+with that of the current stream as the waits allow."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,9 +19,9 @@ class LateStream(StoreStream):
         super().__init__(device)
         self.work: list[Callable[[], None]] = []
 
-    def start(self, beside, store, *arguments) -> None:
+    def start(self, overlaps, store, *arguments) -> None:
         assert not self.work, "the layer before has not waited"
-        if not beside:
+        if not overlaps:
             store(*arguments)
             return
         step, rows = arguments

@@ -1,4 +1,4 @@
-"""A real vLLM in an environment of its own, and what stands in for one that is not installed."""
+"""A real vLLM in its own environment, and what stands in for one that is not installed."""
 
 import json
 import os
@@ -27,9 +27,8 @@ NEEDS_VLLM = [
 ]
 CHUNK, TOKENS = 256, 24
 TEXT = "".join(json.loads(line)["text"] for line in HELD_OUT.read_text("utf-8").splitlines()[1:4])
-"""What engines read: a fixed text, because each text has other codes that are near to a half."""
-ON_GPU: dict[str, Any] = {}
-"""Options of an engine there."""
+"""What engines read: a fixed text, because each text has other codes that are close to a half."""
+ON_GPU: dict[str, Any] = {}  # options of an engine there
 if torch.cuda.is_available():  # which several engines share
     ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 
@@ -48,29 +47,17 @@ def serve(folder: Path, artifact: Path | None, rounds, tokens=TOKENS, variables=
 
 
 def serve_in_turn(folder: Path, jobs: list[dict]) -> list[dict]:
-    """What several engines answer, one after another in one process, which starts sooner."""
+    """What several engines answer, one after another in one process, which starts faster."""
     return drive(folder, {"engines": jobs}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 
-def engine_job(
-    artifact: Path | None,
-    rounds,
-    tokens=TOKENS,
-    prompts_too=False,
-    sampling=None,
-    broken=False,
-    late=False,
-    planned=False,
-    handed=None,
-    **engine,
-) -> dict:
+JOB = {"prompts_too", "sampling", "handed", "broken", "late", "planned"}
+"""Options of a job that are not its engine's."""
+
+
+def engine_job(artifact: Path | None, rounds, tokens=TOKENS, **options) -> dict:
     """A job of `vllm_driver.py`."""
-    if artifact is not None:
-        engine["additional_config"] = {"rotationzoo": {"artifact": str(artifact)}}
-        if torch.cuda.is_available():  # where vLLM asks which layers are ours
-            has_windows = full_attention_layers(load_config(find(engine.get("model", str(DEMO)))))
-            kinds = {"backend_per_kind": {"full_attention": "CUSTOM"}}
-            engine["attention_config"] = kinds if has_windows else {"backend": "CUSTOM"}
+    job = {name: options.pop(name) for name in JOB & options.keys()}
     engine = {
         "model": str(DEMO),
         "dtype": "float32",
@@ -79,16 +66,18 @@ def engine_job(
         "max_num_seqs": 8,
         "enforce_eager": True,
         **ON_GPU,
-        **engine,
     }
-    job = {"engine": engine, "rounds": rounds, "tokens": tokens, "prompts_too": prompts_too}
-    job |= {"sampling": sampling or {}, "handed": handed, "late": late, "planned": planned}
-    return job | ({"broken": True} if broken else {})
+    if artifact is not None:
+        engine["additional_config"] = {"rotationzoo": {"artifact": str(artifact)}}
+        if torch.cuda.is_available():  # where vLLM asks which layers are ours
+            has_windows = full_attention_layers(load_config(find(options.get("model", str(DEMO)))))
+            kinds = {"backend_per_kind": {"full_attention": "CUSTOM"}}
+            engine["attention_config"] = kinds if has_windows else {"backend": "CUSTOM"}
+    return {"engine": engine | options, "rounds": rounds, "tokens": tokens, **job}
 
 
 def drive(folder: Path, job: dict, **variables: str):
-    """What `vllm_driver.py` does with a job. `variables`: of its environment; `ALSO` is a folder to
-    import from."""
+    """The result of `vllm_driver.py` with these variables; `ALSO`: a folder to import from."""
     words, variables = _driver(folder, job, variables)
     done = subprocess.run(
         words, cwd=folder, env=variables, capture_output=True, text=True, timeout=600
@@ -100,7 +89,7 @@ def drive(folder: Path, job: dict, **variables: str):
 
 @contextmanager
 def hold(folder: Path, job: dict, **variables: str):
-    """What `vllm_driver.py` does with a job, whose engine stays until the block ends."""
+    """The result of `vllm_driver.py`, whose engine stays until the block ends."""
     words, variables = _driver(folder, {**job, "held": True}, variables)
     log = folder / "log"
     with log.open("w") as output:

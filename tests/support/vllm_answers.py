@@ -1,5 +1,4 @@
-"""What a vLLM engine answers, compared with what transformers reads through our cache and without
-it."""
+"""The answers of a vLLM engine against transformers, through our cache and without it."""
 
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from rotationzoo.rotations import SIDES, LayerRotations
 from support.vllm import CHUNK, TOKENS
 
 # Log probabilities in float32, of sums in another order: 4e-6 on average and 6e-5 at most were
-# measured where no code is that near to a half, and 1.4e-3 at most where one is. Rows that are read
-# exact instead of from codes make .045 on average, and 2 at most.
+# measured where no code is that close to a half, and 1.4e-3 at most where one is. Rows that are
+# read exact instead of from codes make 0.045 on average, and 2 at most.
 CLOSE, FLIPPED = 1e-3, 0.1
 FLIPPED_EARLY = 5e-3
 """On average, where all tokens read a code that flips: with AMX, 2.3e-3 was measured of pages that
@@ -38,9 +37,17 @@ def assert_same(found: list[float], expected: list[float], close: float = CLOSE)
     assert difference.max() < FLIPPED
 
 
+def assert_answers(artifact: Path, model, answers: list[dict], chunk=CHUNK) -> None:
+    """That answers are those of the cache in transformers, with the same cached prefixes."""
+    for answer in answers:
+        cut = answer["cached"]
+        expected = read_in_transformers(artifact, model, answer["ids"], chunk=chunk, cut=cut)
+        assert_same(answer["answer"], expected[-TOKENS:])
+
+
 def read_in_transformers(artifact: Path, model, ids: list[int], tokens=TOKENS, chunk=CHUNK, cut=0):
-    """The log probability of each token but the first, with a prompt in chunks, of which one begins
-    at `cut`, and tokens after it one by one."""
+    """The log probability of each token but the first: a prompt in chunks, one of which begins at
+    `cut`, then tokens one by one."""
     row, prompt = torch.tensor(ids, device=model.device)[None], len(ids) - tokens
     cache = RotatedCache(Artifact.open(artifact), model, engine="vllm")
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
@@ -67,8 +74,8 @@ def read_exact(model, ids: list[int]) -> list[float]:
 
 
 def read_loaded(artifact: Path, model, ids: list[int], held: int) -> list[float]:
-    """The log probability of each token after the next one of the `held` first ones, which another
-    server stored in chunks, and which are read from codes alone."""
+    """The log probability after the first `held` + 1 tokens. Another server stored the first `held`
+    in chunks, and they are read from codes alone."""
     row = torch.tensor(ids, device=model.device)[None]
     cache = RotatedCache(Artifact.open(artifact), model, engine="vllm")
     codec, layout, given = cache.settings.codec, cache.settings.layout, {}

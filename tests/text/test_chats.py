@@ -1,4 +1,4 @@
-"""Chats of agents, in the forms in which people keep them, under templates like those in use."""
+"""Chats of agents, in common forms, with templates like those of published models."""
 
 import json
 import subprocess
@@ -65,7 +65,7 @@ def tokenizer_with(template):
 
 
 def text_of(path, template):
-    """The first chat of a file as its row has it, without start tokens."""
+    """The text of the first chat of a file, without start tokens."""
     data, tokenizer = small(path), tokenizer_with(template)
     (sample,) = read_documents(data, Tally())
     return tokenizer.decode(tokenize(sample, ChatTemplate(tokenizer), data))
@@ -149,7 +149,7 @@ def test_a_tool_may_answer_with_a_table_where_the_template_writes_it(tmp_path):
     answer = [ASKED, {"role": "tool", "content": {"sky": "blue"}}]
     template = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
     assert '{"sky": "blue"}' in chat_text(tmp_path, template, answer)
-    with pytest.raises(RotationZooError, match="it shows parts of a content as Python does"):
+    with pytest.raises(RotationZooError, match="it prints parts of a content as Python objects"):
         chat_text(tmp_path, STRICT, answer)
 
 
@@ -188,13 +188,12 @@ def test_a_source_of_bad_rows_is_not_read_to_its_end(tmp_path, monkeypatch):
 
     monkeypatch.setattr("rotationzoo.text.documents._json_lines", endless)
     path = write_jsonl(tmp_path / "stream.jsonl", [])
-    with pytest.raises(
-        RotationZooError, match="101 of 101 rows cannot be used, the first in line 1"
-    ):
+    says = "101 of 101 rows cannot be used, the first in line 1"
+    with pytest.raises(RotationZooError, match=says):
         read_corpus(small(path), tokenizer_with(STRICT))
 
 
-def test_its_process_ends_without_a_word(tmp_path):
+def test_the_template_process_ends_silently(tmp_path):
     """`calibrate` takes SIGTERM for an interrupt, and daemons are ended by it."""
     (tmp_path / "ends.py").write_text(
         "import signal\n"
@@ -223,13 +222,13 @@ def test_a_template_writes_the_day_that_it_is_given(tmp_path):
     assert template.render([FILLER]).startswith("Today: 29 Feb 2024, Thursday 00:00:00.")
     assert template.written_day == "2024-02-29"
     path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [FILLER]}] * 9)
-    first, second = (
-        read_corpus(small(path, date=day), tokenizer_with(DATED)) for day in ("2024-02-29", None)
-    )
-    assert (first.date, second.date) == ("2024-02-29", date.today().isoformat())
-    assert first.fingerprint != second.fingerprint
-    undated = [
-        read_corpus(small(path, date=day), tokenizer_with(PLAIN)) for day in ("2024-02-29", None)
-    ]
-    assert undated[0].fingerprint == undated[1].fingerprint
-    assert undated[0].date is undated[1].date is None
+
+    def read(form: str, day: str | None):
+        corpus = read_corpus(small(path, date=day), tokenizer_with(form))
+        return corpus.date, corpus.fingerprint
+
+    first, second = read(DATED, "2024-02-29"), read(DATED, None)
+    assert (first[0], second[0]) == ("2024-02-29", date.today().isoformat())
+    assert first[1] != second[1]
+    assert read(PLAIN, "2024-02-29") == read(PLAIN, None)
+    assert read(PLAIN, None)[0] is None

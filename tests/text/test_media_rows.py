@@ -1,6 +1,5 @@
-"""Rows with images and audio, as a processor makes them."""
+"""Rows with images and audio, from a processor."""
 
-import io
 import math
 
 import numpy as np
@@ -12,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
-from rotationzoo.text.rows import read_media_corpus
+from rotationzoo.text.rows import _read_audio, read_media_corpus
 
 pytestmark = media.needs_pillow
 
@@ -56,9 +55,7 @@ def test_an_image_stands_before_its_text(gemma3, rows):
     corpus = read(gemma3, rows)
     assert len(corpus.media) == 4
     for row, ids in zip(corpus.media, corpus.rows, strict=True):
-        assert decoded(gemma3, row).startswith(
-            "\n\n<image><pixel><pixel><pixel><pixel></image>\n\n"
-        )
+        assert decoded(gemma3, row).startswith(f"\n\n<image>{'<pixel>' * 4}</image>\n\n")
         assert row.is_media.sum() == 4
         assert row.inputs["pixel_values"].shape == (1, 3, 28, 28)
         assert torch.equal(row.ids[0], ids)
@@ -83,7 +80,7 @@ MISPLACED = {
 @pytest.mark.parametrize("sentence", MISPLACED)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
 def test_media_without_a_place_and_places_without_media_are_refused(sentence, name, rows, tmp_path):
-    """Of such rows, processors of some versions make tokens that stand for nothing."""
+    """Processors of some versions would write tokens without features."""
     path = write(tmp_path, {"messages": [chat(*MISPLACED[sentence])], "image": "0.png"})
     with pytest.raises(RotationZooError, match=sentence):
         read(media.build(name), path)
@@ -91,7 +88,7 @@ def test_media_without_a_place_and_places_without_media_are_refused(sentence, na
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_row_has_the_start_tokens_once(adds, rows, monkeypatch):
-    """Whether the processor adds them to a text by default, or, as that of LFM2-VL, does not."""
+    """Whether or not the processor adds them by default: that of LFM2-VL does not."""
     family = media.build("gemma3")
     end = family[1].tokenizer.convert_tokens_to_ids("<|end|>")
     family[1].tokenizer._tokenizer.post_processor = TemplateProcessing(
@@ -115,22 +112,15 @@ def test_data_sets_hold_bytes_or_images(gemma3, rows, tmp_path):
 
     names = ["0.png", "1.png"]
     columns = {"text": ["a caption " * 9] * 2, "image": [str(tmp_path / name) for name in names]}
-    features = datasets.Features(text=datasets.Value("string"), image=datasets.Image())
-    plain = datasets.Features(
-        text=datasets.Value("string"),
-        image={"bytes": datasets.Value("binary"), "path": datasets.Value("string")},
-    )
-    given = datasets.Dataset.from_dict(columns, features)
-    given.to_parquet(tmp_path / "images.parquet")
-    stored = [{"bytes": (tmp_path / name).read_bytes(), "path": None} for name in names]
-    columns["image"] = stored
+    text = datasets.Value("string")
+    features = datasets.Features(text=text, image=datasets.Image())
+    plain = datasets.Features(text=text, image={"bytes": datasets.Value("binary"), "path": text})
+    datasets.Dataset.from_dict(columns, features).to_parquet(tmp_path / "images.parquet")
+    columns["image"] = [{"bytes": (tmp_path / each).read_bytes(), "path": None} for each in names]
     datasets.Dataset.from_dict(columns, plain).to_parquet(tmp_path / "bytes.parquet")
-    prints = {
-        read(gemma3, tmp_path / f"{kind}.parquet").fingerprint for kind in ("images", "bytes")
-    }
     columns = [{"text": "a caption " * 9, "image": name} for name in names]
-    prints.add(read(gemma3, write(tmp_path, *columns)).fingerprint)
-    assert len(prints) == 1, "the same pixels"
+    files = tmp_path / "images.parquet", tmp_path / "bytes.parquet", write(tmp_path, *columns)
+    assert len({read(gemma3, file).fingerprint for file in files}) == 1, "the same pixels"
 
 
 def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
@@ -147,9 +137,7 @@ def test_rows_are_cut_behind_their_images(gemma3, tmp_path, rows):
         read(gemma3, write(tmp_path, late), length=20)
 
 
-def test_sounds_are_read_at_the_rate_of_the_model(tmp_path):
-    from rotationzoo.text.rows import _read_audio
-
+def test_audio_is_resampled_to_the_rate_of_the_model(tmp_path):
     seconds = np.arange(8000) / 8000
     sine = np.sin(2 * math.pi * 200 * seconds)
     media.write_wave(tmp_path / "sine.wav", 16384 * sine)
@@ -162,7 +150,7 @@ def test_sounds_are_read_at_the_rate_of_the_model(tmp_path):
     assert np.array_equal(_read_audio(held, 16000, data), samples)
 
 
-def test_images_and_sounds_of_one_row(tmp_path):
+def test_images_and_audio_of_one_row(tmp_path):
     family = media.build("gemma4")
     path = media.write_rows(tmp_path, rows=1, audio=True)
     (row,) = read(family, path, audio="sound").media
@@ -183,7 +171,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("sentence", BROKEN)
-def test_what_is_no_image_is_refused(sentence, gemma3, tmp_path):
+def test_broken_images_are_refused(sentence, gemma3, tmp_path):
     broken = BROKEN[sentence]
     record = {"text": "words", "image": broken if isinstance(broken, str | int) else "0.png"}
     if broken is None:
@@ -194,14 +182,11 @@ def test_what_is_no_image_is_refused(sentence, gemma3, tmp_path):
 
 
 @pytest.mark.hostile("size")
-def test_a_bomb_of_pixels_is_refused(gemma3, tmp_path):
-    """A small file that says it has 14,000 x 14,000 pixels."""
+def test_a_decompression_bomb_is_refused(gemma3, tmp_path):
+    """A small file with 14,000 x 14,000 pixels."""
     from PIL import Image
 
-    tiny = Image.new("1", (14_000, 14_000))
-    file = io.BytesIO()
-    tiny.save(file, "PNG")
-    (tmp_path / "bomb.png").write_bytes(file.getvalue())
+    Image.new("1", (14_000, 14_000)).save(tmp_path / "bomb.png")
     with pytest.raises(RotationZooError, match="decompression bomb"):
         read(gemma3, write(tmp_path, {"text": "words", "image": "bomb.png"}))
 

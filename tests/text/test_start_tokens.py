@@ -20,20 +20,18 @@ from rotationzoo.recipe import Data
 from rotationzoo.text.rows import read_corpus, start_tokens
 
 TURN = "<turn>{{ m.role }}\n{{ m.content }}\n"
+BOS_OF_USERS = "{{ bos_token if m.role == 'user' }}{{ m.content }}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 TEMPLATES = {
     "Gemma": (NO_SYSTEM + "{{ bos_token }}", TURN, ["<bos>"]),
     "DeepSeek": ("{{ bos_token }}", "{{ m.role }} {{ m.content }}", ["<bos>"]),
-    "Llama 2": ("", "{{ bos_token if m.role == 'user' }}{{ m.content }}", []),
-    "Llama 2 without system": (
-        NO_SYSTEM,
-        "{{ bos_token if m.role == 'user' }}{{ m.content }}",
-        ["<bos>"],
-    ),
+    "Llama 2": ("", BOS_OF_USERS, []),
+    "Llama 2 without system": (NO_SYSTEM, BOS_OF_USERS, ["<bos>"]),
     "GLM": ("[mask]<sop>", TURN, ["[mask]", "<sop>"]),
     "ChatML": ("", TURN, []),
     "a default system prompt": ("<sop>system\nBe kind.\n", TURN, []),
     "refuses all": ("{{ raise_exception('no') }}", TURN, []),
+    "SmolLM2, whose bos opens every turn": ("", TURN, [], "<turn>"),
 }
 
 
@@ -47,14 +45,9 @@ def chatty(before, turn, bos="<bos>"):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_start_tokens_are_those_that_the_template_writes_once(name):
-    before, turn, expected = TEMPLATES[name]
-    tokenizer = chatty(before, turn)
+    before, turn, expected, *bos = TEMPLATES[name]
+    tokenizer = chatty(before, turn, *bos)
     assert tokenizer.convert_ids_to_tokens(start_tokens(tokenizer)) == expected
-
-
-def test_a_token_of_each_turn_is_no_start_token():
-    """The one that SmolLM2 calls its `bos_token` opens every turn."""
-    assert start_tokens(chatty("", TURN, bos="<turn>")) == []
 
 
 def test_what_the_tokenizer_adds_itself_comes_first(jsonl):
@@ -77,7 +70,7 @@ def gemma_like(tmp_path_factory):
 SAYS = "exts start with <|end|>, which only the chat template writes"
 
 
-def test_every_command_says_which_it_took(gemma_like, inside):
+def test_every_command_notes_the_start_tokens(gemma_like, inside):
     words = "--tokens", "1024", "--length", "512"
     made = inside("calibrate", gemma_like, *words, "--output", "out")
     assert SAYS in made.stderr

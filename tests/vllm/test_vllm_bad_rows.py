@@ -1,5 +1,4 @@
-"""One key or value that is not finite, or too large, ends the answers of those who read it, and of
-nobody else, as it is with a cache in bfloat16."""
+"""A key or value that is not finite, or too large, ends the answers only of those who read it."""
 
 import math
 from functools import cache
@@ -14,6 +13,8 @@ from rotationzoo.rotations import SIDES
 
 BAD, AT = "bad", 12  # the request and its token, in pages of 8 tokens
 SIZES = {"long": 20, "short": 13, BAD: 17, "few": 9}
+STORED = [("segments", [math.inf, -math.inf, math.nan, 1e30])]
+STORED += [("sglang", [math.inf]), ("vllm", [math.inf])]
 CLOSE = 1e-5  # of rows around 1, as in test_vllm_pages.py
 
 
@@ -32,7 +33,7 @@ class Traffic:
             self.begin(name)
 
     def begin(self, name: str, pages: int = 0) -> None:
-        """Let a request begin, with so many pages of the bad one."""
+        """Begin a request that shares this number of pages with the bad one."""
         self.server.begin(name, BAD, pages)
         self.done[name], self.read[name] = pages * self.server.tokens, []
         if pages:
@@ -99,16 +100,7 @@ def served(format: str, in_few: bool) -> tuple:
 
 @pytest.mark.parametrize("in_few", [False, True], ids=["in a prompt", "in few tokens"])
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(
-    ("format", "numbers"),
-    quick_first(
-        [
-            ("segments", [math.inf, -math.inf, math.nan, 1e30]),
-            ("sglang", [math.inf]),
-            ("vllm", [math.inf]),
-        ]
-    ),
-)
+@pytest.mark.parametrize(("format", "numbers"), quick_first(STORED))
 def test_a_bad_row_ends_its_own_request(format, numbers, side, in_few):
     settings, expected = served(format, in_few)
     for number in numbers:

@@ -1,9 +1,5 @@
-"""Pages that a KV connector of vLLM's loads, from another server on the loopback address or from
-main memory: they are read from codes alone.
-
-`make vllm` installs vLLM and NIXL in an environment of their own; without it these tests are
-skipped.
-"""
+"""Pages that a KV connector of vLLM's loads, from another server or from main memory, are read from
+codes alone. `make vllm` also installs NIXL."""
 
 import copy
 import random
@@ -54,20 +50,15 @@ def nixl(role: str) -> dict:
     return {"kv_transfer_config": asked | {"kv_load_failure_policy": "recompute"}}
 
 
-def draw_port() -> int:
-    return random.randrange(20_000, 30_000)
-
-
 def is_free(port: int) -> bool:
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", port)) != 0
 
 
 def variables() -> dict[str, str]:
-    """Of a server on this machine. Two of them share its cores. The port is none of those that a
-    system hands out by itself: until it is bound, another socket of the server could get it, and
-    NIXL would wait forever."""
-    port = next(port for port in iter(draw_port, None) if is_free(port))
+    """Of a server on this machine, whose cores two of them share. The system does not hand out its
+    port: until it is bound, another socket could get it, and NIXL would wait forever."""
+    port = next(filter(is_free, random.sample(range(20_000, 30_000), 99)))
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -76,12 +67,12 @@ def variables() -> dict[str, str]:
     }
 
 
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed beside vLLM")
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed with vLLM")
 
 
 def hand_over(folder: Path, artifact: Path, prompts, others=()) -> list[dict]:
-    """What a server answers that loads the pages of a prompt from another, after it answered
-    another prompt; then what one with each of the `others` answers."""
+    """The answer of a server that loads the pages of a prompt from another server, after another
+    prompt; then the answer of one with each of the `others`."""
     prompt, another = prompts
     asked = [{"do_remote_decode": True, "do_remote_prefill": False}]
     first = engine_job(artifact, [[prompt]], 1, handed=asked, block_size=BLOCK, **nixl("producer"))
@@ -133,9 +124,9 @@ def test_nothing_is_kept_of_requests_that_end_before_they_get_blocks():
 
 @needs_nixl
 def test_a_server_on_the_loopback_address_hands_its_pages_over(made, demo, prompts, tmp_path):
-    """The other server has few blocks, and the windows of another request had exact copies in
-    those that it loads into. Without forgetting them, .53 was measured of random tokens. Of another
-    artifact, it loads nothing, and reads the prompt itself: 1.5 where that was not compared."""
+    """The blocks that a server loads into had exact copies of another request: 0.53 was measured of
+    random tokens without forgetting them. From another artifact, it loads nothing and reads the
+    prompt itself: 1.5 if that was not compared."""
     other = calibrate(Job("demo", PRESETS["hadamard"], tmp_path / "other", device="cpu")).folder
     answer, refused = hand_over(tmp_path, made, prompts, [other])
     # The last token of a prompt is always computed.

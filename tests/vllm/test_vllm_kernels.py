@@ -1,5 +1,5 @@
-"""The CUDA kernels of a server's pages: what they store and restore is what torch's operations do,
-on a CPU, which runs the same source, and those of transform coding also where a GPU is."""
+"""The CUDA kernels of a server's pages store and restore what torch does, on a CPU, which runs the
+same source, and those of transform coding also on a GPU."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import quick_first
 from support.codec import gpu, on_cpu
-from support.server_pages import DIM, WIDTH, Server, draw, settings_of
+from support.server_pages import DIM, Server, draw, settings_of
 
 from rotationzoo.codec import cuda_encoder, cuda_segments
 from rotationzoo.codec.cuda import TYPES
@@ -17,7 +17,6 @@ from rotationzoo.geometry import Layer
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm import pages, prompts
 from rotationzoo.vllm.pages import LayerPages
-from rotationzoo.vllm.segments import Known
 
 HEADS, TOKENS = 3, 20
 DIMS = quick_first([80, 128, 64, 256])  # each is compiled anew
@@ -59,8 +58,7 @@ def with_finite_values(into: torch.Tensor) -> torch.Tensor:
 
 
 def with_exact_products(layer: LayerPages) -> None:
-    """Let rows that are multiples of 1/4 have products that no order of sums rounds, in steps that
-    codes reach."""
+    """Give rows that are multiples of 1/4 products without rounding, in steps that codes reach."""
     generator = torch.Generator().manual_seed(1)
     rotations, device = layer.codec.rotations[0], layer.bad.device
     for side in SIDES:
@@ -78,8 +76,8 @@ def with_exact_products(layer: LayerPages) -> None:
 @pytest.mark.parametrize("few", [0, 10**9], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_pages_hold_what_the_definition_stores(dim, few, device, dtype, has_kernels, monkeypatch):
-    """Some keys are infinite or too large, and so is padding, which belongs to nobody. One head
-    stores nothing, and counts its bad rows all the same."""
+    """Some keys are infinite or too large, and so is padding. One head stores nothing, but counts
+    its bad rows."""
     monkeypatch.setattr(cuda_segments, "FEW", few)
     generator, settings = torch.Generator().manual_seed(2), settings_for(dim)
     shape = TOKENS, HEADS, dim
@@ -136,8 +134,8 @@ def test_a_cache_packs_what_the_definition_packs(device, dtype, has_kernels):
 @ON_EACH
 @pytest.mark.parametrize("dim", DIMS)
 def test_prompts_read_the_levels_of_the_definition(dim, device, dtype, has_kernels):
-    """Of two requests, in segments that end inside them; a value is infinite, and its key reads as
-    no number; and so does a key that is infinite itself."""
+    """Of two requests, in segments that end inside them. An infinite value or key gives a key of
+    NaN."""
     settings, read = settings_for(dim), []
     before = {request: draw(13 + 9 * request, request, HEADS, dim) for request in range(2)}
     before[1]["value"][9, 1, 2] = before[0]["key"][5, 0, 1] = torch.inf
@@ -172,9 +170,9 @@ FORMATS = quick_first(["vllm", "sglang"])  # each is compiled anew
 @pytest.mark.usefixtures("programs_on_cpu")
 @pytest.mark.parametrize("format", FORMATS)
 def test_prompts_read_rows_that_torch_restores(format, monkeypatch):
-    """Three requests, of which one begins, in windows and segments that end inside others. Two have
-    a value that is not finite, in codes and among new rows: kernels hand on a key of NaN in its
-    place, and values that are finite, also behind the last token."""
+    """Three requests, of which one begins, in windows and segments that end inside others. For a
+    value that is not finite, in codes or among new rows, kernels pass on a key of NaN and finite
+    values, even behind the last token."""
     server = Server(settings_for(DIM, format), segment=7)
     for request in range(3):
         server.begin(request)
@@ -208,12 +206,13 @@ def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch):
     """One value is too large, and padding is infinite."""
     settings, rows, kept = settings_for(DIM, format), draw(13, heads=HEADS), []
     rows["value"][9, 1, 3] = 1e30
+    infinite = {side: torch.full((1, HEADS, DIM), torch.inf) for side in SIDES}
     for has_kernel in (False, True):
         monkeypatch.setattr(cuda_encoder, "kernels_run_on", lambda device, has=has_kernel: has)
         server = Server(settings)
         server.begin(0)
         server.layer.store(server.plan({0: 13}), rows)
-        server.layer.store(padding(server), INFINITE)
+        server.layer.store(server.plan_padding(1), infinite)
         layouts = server.layer.layouts
         restored = [
             layouts[side].dequantize(layouts[side].view(memory[1:]))
@@ -224,13 +223,3 @@ def test_many_tokens_are_stored_as_torch_stores_them(format, monkeypatch):
         place = server.tables[0][1] * server.tokens + 1
         assert server.layer.bad.tolist() == [[0, 0], [1, place]]
     torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
-
-
-INFINITE = {side: torch.full((1, HEADS, DIM), torch.inf) for side in SIDES}
-
-
-def padding(server):
-    """A step with a token of nobody."""
-    numbers = torch.zeros(1, WIDTH, dtype=torch.int32), torch.tensor([0]), torch.tensor([0])
-    known = Known(torch.tensor([1]), torch.tensor([0]), 1)
-    return server.planner.plan(*numbers, torch.tensor([-1]), known)

@@ -1,7 +1,4 @@
-"""What a worker counts of its exact copies, and how its numbers come to the process that answers.
-
-The second part needs prometheus_client, which vLLM brings along.
-"""
+"""What a worker counts of its exact copies, and how its numbers reach the API server."""
 
 import os
 import re
@@ -36,8 +33,7 @@ import json, sys, torch
 from types import SimpleNamespace
 from support.server_pages import Server, draw, settings_of
 from support.vllm import _read_command
-from rotationzoo.vllm.bad_rows import BadRows
-from rotationzoo.vllm.metrics import Metrics
+from rotationzoo.vllm.metrics import BadRows, Metrics
 
 model, artifact, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 options = json.dumps({"rotationzoo": {"artifact": artifact}})

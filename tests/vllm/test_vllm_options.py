@@ -1,7 +1,4 @@
-"""What a released vLLM is asked for beside an artifact: refused in a sentence, noted or served.
-
-`make vllm` installs vLLM in an environment of its own; without it these tests are skipped.
-"""
+"""Options of a released vLLM with an artifact: refused in a sentence, noted or served."""
 
 import json
 import shlex
@@ -48,16 +45,16 @@ REFUSED = {
     "--max-num-seqs 1000000 --max-num-batched-tokens 1000000": "(--max-num-seqs)",
     "--load-format=dummy": "with random weights",
     "--kv_cache_dtype fp8": "KV cache dtype",
-    "--attention-backend FLASH_ATTN": "another attention backend than CUSTOM",
-    "--attention-config.backend=TRITON_ATTN": "another attention backend than CUSTOM",
+    "--attention-backend FLASH_ATTN": "an attention backend other than CUSTOM",
+    "--attention-config.backend=TRITON_ATTN": "an attention backend other than CUSTOM",
     "-pp 2": "pipeline parallelism",
     "--prefix-match-unit 64": "prefixes that end inside a block",
-    '--weight-transfer-config {"backend":"nccl"}': "weights that change meanwhile",
+    '--weight-transfer-config {"backend":"nccl"}': "weights that change while it runs",
     f"--kv-transfer-config {FILES}": "this KV connector (ExampleConnector)",
     f"--kv-transfer-config {TIERS}": "this KV connector (spec_name)",
     "--kv-offloading-size 1 --kv-offloading-backend lmcache": "this KV connector (lmcache)",
-    f"--kv-offloading-size 1 --speculative-config {DRAFTS}": "a KV connector beside",
-    "--kv-offloading-size 1 -tp 2": "a KV connector beside",
+    f"--kv-offloading-size 1 --speculative-config {DRAFTS}": "a KV connector with",
+    "--kv-offloading-size 1 -tp 2": "a KV connector with",
     "--no-such-option": "vLLM refuses its options: unrecognized arguments: --no-such-option",
     "--max-num-seqs many": "vLLM refuses its options: argument --max-num-seqs: invalid int",
     "--max-model-len 99999": "max_model_len (99999) is greater than",
@@ -160,14 +157,14 @@ def test_a_newer_vllm_is_tried_and_one_that_lacks_a_name_only_if_asked_for(made,
     config = [{"model": str(DEMO), "additional_config": {"rotationzoo": each}} for each in variants]
     (end,) = drive(tmp_path, {"commands": [ask(made)]}, ALSO=str(tmp_path))
     assert end["code"] == 0, end["err"]
-    assert "Warning: this backend was never run with so new a vLLM" in end["err"]
+    assert "Warning: this backend was never tested with a vLLM as new as this" in end["err"]
     variables = another(
         "from vllm.v1.attention.backend import AttentionBackend",
         "del AttentionBackend.customize_spec",
     )
     refused, tried = drive(tmp_path, {"configs": config}, **variables)
     lacks = "it lacks vllm.v1.attention.backend.AttentionBackend.customize_spec (--anyway tries it)"
-    assert f"this backend was run with 0.32.0 alone: {lacks}" in refused["worker"]
+    assert f"this backend was only tested with 0.32.0: {lacks}" in refused["worker"]
     assert tried["worker"] == WORKER
 
 

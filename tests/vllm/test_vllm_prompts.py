@@ -74,10 +74,8 @@ def test_flash_attention_reads_what_torch_reads(dim, kind, device):
 def test_a_key_that_is_no_number_reaches_its_readers_alone(dim, device):
     """With a value of zeros, as `restore.cu` writes it; also where another part is empty."""
     flash = pytest.importorskip("rotationzoo.vllm.flash_attention")
-    attention, scores = (
-        flash.choose_attention(dim, torch.bfloat16, False, is_cuda=True),
-        Scores(1.0),
-    )
+    scores = Scores(1.0)
+    attention = flash.choose_attention(dim, torch.bfloat16, False, is_cuda=True)
     query, key, value = draw(dim, device)
     reads = []
     for is_bad in (False, True):

@@ -1,5 +1,4 @@
-"""Requests of one step that share pages: what is read was stored before, in whatever order the
-second stream of a GPU works."""
+"""Requests of one step that share pages read what was stored, in any order of a GPU's streams."""
 
 from types import SimpleNamespace
 
@@ -17,8 +16,8 @@ CLOSE = 1e-5  # of rows around 1; 5e-7 was measured
 
 
 def share(together=True, own=(9, 12), also=0, recent=6, segment=4096, most_requests=6) -> dict:
-    """What requests read whose first 16 tokens are those of another, which stores 24: all in one
-    step, or one after another. Others that get `also` new tokens beside them."""
+    """What requests read that begin with 16 of the 24 tokens which another one stores: in one step
+    or one after another. Other requests get `also` new tokens in the same step."""
     server = Server(settings_of(recent=recent), most_requests, pages=80, segment=segment)
     rows = {"first": draw(24)} | {each: draw(count, seed=each) for each, count in enumerate(own)}
     for number in range(2 if also else 0):
@@ -42,13 +41,13 @@ def share(together=True, own=(9, 12), also=0, recent=6, segment=4096, most_reque
 CASES = {
     "prompts": {},
     "segments": {"segment": 5},
-    "few tokens beside prompts": {"own": (9, 1, 3)},
+    "few tokens next to prompts": {"own": (9, 1, 3)},
     "few tokens of others": {"also": 1},
     "a short window": {"recent": 1, "own": (9, 1), "also": 1},
 }
 
 
-def assert_alike(together: dict, alone: dict) -> None:
+def assert_equal(together: dict, alone: dict) -> None:
     assert together.keys() == alone.keys()
     for request, read in alone.items():
         assert (together[request] - read).abs().max() < CLOSE, request
@@ -57,7 +56,7 @@ def assert_alike(together: dict, alone: dict) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_prefix_that_the_same_step_stores_is_read_as_one_that_is_there(case):
     """Outputs are at most 2.9. Before stores were waited for, they were 3.4 apart."""
-    assert_alike(share(True, **CASES[case]), share(False, **CASES[case]))
+    assert_equal(share(True, **CASES[case]), share(False, **CASES[case]))
 
 
 @pytest.mark.parametrize("new", [1, 3])
@@ -77,7 +76,7 @@ def test_few_tokens_right_after_those_of_another_request(new, recent):
             return server.run(steps[0] | steps[1])
         return server.run(steps[0]) | server.run(steps[1])
 
-    assert_alike(read(True), read(False))
+    assert_equal(read(True), read(False))
 
 
 FEW_SLOTS = {"most_requests": 1, "also": 1}
@@ -85,8 +84,8 @@ FEW_SLOTS = {"most_requests": 1, "also": 1}
 
 @pytest.mark.parametrize("case", [*CASES.values(), FEW_SLOTS], ids=[*CASES, "few slots"])
 def test_in_any_order(case):
-    """The halves of a store come before, between or after the parts of what reads. Where slots are
-    few, requests take those of others."""
+    """The halves of a store come before, between or after the parts of a read. With few slots,
+    requests take those of others."""
     expected = share(**case)
 
     @settings(max_examples=12, deadline=None)
@@ -94,7 +93,7 @@ def test_in_any_order(case):
     def check(draws):
         with pytest.MonkeyPatch.context() as patch:
             play(patch.setattr, DrawnStream(torch.device("cpu"), iter(draws + [True] * 999)))
-            assert_alike(share(**case), expected)
+            assert_equal(share(**case), expected)
 
     check()
 

@@ -1,13 +1,11 @@
-"""Runs a real vLLM in an environment of its own: `python vllm_driver.py JOB.json RESULT.json`.
+"""Runs a real vLLM in its own environment: `python vllm_driver.py JOB.json RESULT.json`.
 
-A job has the options of the engine and rounds of prompts; the prompts of a round are requests at
-the same time. The result has the tokens and log probabilities of each answer, the engine's blocks,
-and our metrics. A job with a `server` asks that one instead, with OpenAI's client; one with
-`commands` runs rotationzoo's command line, and one with `configs` has vLLM make configs. One with
-`engines` runs the jobs of several, one after another, and one that is `broken` breaks a worker,
-which has to notice it. One that is `late` has a second stream that works as late as it may, on a
-CPU, too. One that is `planned` counts plans. One that is `held` keeps its engine until its input
-ends, for another that loads its pages.
+A job has the options of an engine and rounds of prompts; the prompts of a round are requests at the
+same time. The result has the tokens and log probabilities of each answer, the engine's blocks, and
+our metrics. Other jobs: `server` asks a running one with OpenAI's client; `commands` runs our
+command line; `configs` lets vLLM make configs; `engines` runs several jobs in turn; `broken` breaks
+a worker, which has to notice it. Flags: `late` has a second stream that works as late as it may,
+even on a CPU; `planned` counts plans; `held` keeps the engine until the input ends.
 """
 
 import json
@@ -45,9 +43,9 @@ def run_engine(job: dict) -> dict:
         work_late()
     llm = LLM(**job["engine"])
     calls = count_calls() if job.get("planned") else Counter()
-    # A prompt whose log probabilities are asked for is read whole, also where a prefix is there.
+    # vLLM reads a prompt whole if asked for its log probabilities, even if a prefix is cached.
     given = {"prompt_logprobs": 0} if job.get("prompts_too") else {}
-    given = {"temperature": 0, **given, **job["sampling"]}
+    given = {"temperature": 0, **given, **job.get("sampling", {})}
     rounds, handed = [], job.get("handed") or [None] * len(job["rounds"])
     for prompts, of_connector in zip(job["rounds"], handed, strict=True):
         more = {"extra_args": {"kv_transfer_params": of_connector}} if of_connector else {}
@@ -158,8 +156,7 @@ def make_configs(job: dict) -> list[dict]:
 
 
 def break_worker(job: dict) -> dict[str, str]:
-    """What the worker of an engine in this process says when it is broken in each way, and whether
-    its pages are what they were."""
+    """The error of a worker that is broken in each way, and whether its pages are unchanged."""
     import torch
     from vllm import LLM
 
@@ -193,7 +190,8 @@ def ways_to_break(first, second, *_) -> dict:
 
     reader, pages = first.impl.reader, first.impl.reader.pages
     others = Rotations({0: second.impl.reader.pages.codec.rotations[1]})
-    codec = replace(pages.codec, rotations=others)
+    swapped = copy(pages)
+    swapped.codec = replace(pages.codec, rotations=others)
     dequantize = PageLayout.dequantize
 
     def keys_alone(self, window) -> ExactWindow:
@@ -202,20 +200,13 @@ def ways_to_break(first, second, *_) -> dict:
 
     return {
         "nothing": nullcontext(),
-        "rotations": patch.multiple(reader, pages=replace_in(pages, codec), _turns=None),
+        "rotations": patch.multiple(reader, pages=swapped, _turns=None),
         "layout": patch.dict(pages.memory, value=pages.memory["key"]),
         "codes": patch.object(PageLayout, "dequantize", lambda *given: dequantize(*given).roll(1)),
         "windows": patch.object(LayerPages, "_window", keys_alone),
         "kernel": patch.object(LayerPages, "attend", lambda *given: given[-1].zero_()),
         "hook": patch.object(RotatedBuilder, "build", lambda self: None),
     }
-
-
-def replace_in(pages, codec):
-    """Pages with another codec."""
-    other = copy(pages)
-    other.codec = codec
-    return other
 
 
 def only(table: dict):

@@ -1,4 +1,4 @@
-"""Models in a zoo and a local Sigstore: what some tests of publishing need."""
+"""A local Sigstore, and a CI job that signs with it."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,8 @@ from support.published import model  # noqa: F401
 
 @pytest.fixture
 def sigstore(tmp_path):
-    """A running Sigstore, whose keys are in the file `sigstore.trust`. `sigstore.job` are the
-    variables of a job with `id-token: write`."""
+    """A running Sigstore, with its keys in the file `trust`. `job`: the variables of a job with
+    `id-token: write`."""
     pytest.importorskip("model_signing", reason="the extra `sign` is not installed")
     from zoo import local_sigstore
 
@@ -26,7 +26,7 @@ def sigstore(tmp_path):
 
 @pytest.fixture
 def job(zoo, sigstore, monkeypatch):
-    """What `zoo.run` does in such a job."""
+    """`zoo.run` in such a job."""
     for name, value in sigstore.job.items():
         monkeypatch.setenv(name, value)
 

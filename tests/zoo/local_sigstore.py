@@ -1,8 +1,8 @@
-"""A Sigstore of its own on the loopback interface, for the unmodified client libraries to talk to:
-the issuer of identities, the certificate authority (Fulcio) and the transparency log (Rekor).
+"""A Sigstore on the loopback interface, for the unmodified client libraries: the issuer of
+identities, the certificate authority (Fulcio) and the transparency log (Rekor).
 
-It does what the clients verify and nothing else: certificates of ten minutes with the identity of a
-token, logged certificates (RFC 6962, section 3.2), and signed entries of a log with one entry each.
+It does only what the clients verify: certificates of ten minutes with the identity of a token,
+logged certificates (RFC 6962, section 3.2), and logs with one signed entry each.
 """
 
 import base64
@@ -52,8 +52,7 @@ def pem(certificate: x509.Certificate) -> str:
 
 
 def _builder(names, public_key, valid, extensions) -> x509.CertificateBuilder:
-    """A certificate to sign, of a subject and its issuer, with extensions: whether each is
-    critical."""
+    """`names`: subject and issuer. `extensions`: extension -> whether it is critical."""
     builder = x509.CertificateBuilder().subject_name(names[0]).issuer_name(names[1])
     builder = builder.public_key(public_key).serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(valid[0]).not_valid_after(valid[1])
@@ -64,13 +63,12 @@ def _builder(names, public_key, valid, extensions) -> x509.CertificateBuilder:
 
 @dataclass
 class LocalSigstore:
-    """`late` is how long after a certificate the log says that a signature was entered."""
+    """`late`: the time of a log entry after its certificate. `identity`: that of every token."""
 
     late: datetime.timedelta = datetime.timedelta(0)
     identity: str = WORKFLOW
-    """Whom a token of GitHub Actions is for."""
     endpoint: str = ""
-    storage_origin: str = ""  # which the server around it sets, as it does for hubs
+    storage_origin: str = ""  # set by the server, as for hubs
     requests: list[str] = field(default_factory=list)
     root_key: Key = field(default_factory=new_key)
     timestamp_key: Key = field(default_factory=new_key)
@@ -88,7 +86,7 @@ class LocalSigstore:
         self.root = builder.sign(self.root_key, hashes.SHA256())
 
     def token(self) -> str:
-        """A token as the issuer of identities gives out; nobody here checks its signature."""
+        """A token from the issuer of identities; nothing here checks its signature."""
         now = int(datetime.datetime.now(datetime.UTC).timestamp())
         claims = {
             "iss": GITHUB,
@@ -101,12 +99,12 @@ class LocalSigstore:
         return jwt.encode(claims, "a secret that only this test knows: 0123456789", "HS256")
 
     def certify(self, public_key: ec.EllipticCurvePublicKey, token: str) -> x509.Certificate:
-        """Fulcio: a certificate of the token's identity, with the promise that it was logged."""
+        """Fulcio: a certificate for the token's identity, with a promise to log it."""
         claims = jwt.decode(token, options={"verify_signature": False})
         valid = self.now, self.now + _MINUTES
         authority = self.root_key.public_key()
         extensions = {
-            x509.KeyUsage(True, *[False] * 8): True,  # signatures alone
+            x509.KeyUsage(True, *[False] * 8): True,  # only signatures
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]): False,
             x509.SubjectAlternativeName([x509.UniformResourceIdentifier(claims["sub"])]): True,
             x509.AuthorityKeyIdentifier.from_issuer_public_key(authority): False,
@@ -114,7 +112,7 @@ class LocalSigstore:
         }
         names = x509.Name([]), self.root.subject
         builder = _builder(names, public_key, valid, extensions)
-        # The log signs the certificate as it is without the log's own promise in it.
+        # The log signs the certificate without its own promise.
         before = builder.sign(self.root_key, hashes.SHA256()).tbs_certificate_bytes
         promise = x509.UnrecognizedExtension(_TIMESTAMPS, self._timestamps(before))
         return builder.add_extension(promise, critical=False).sign(self.root_key, hashes.SHA256())
@@ -133,14 +131,13 @@ class LocalSigstore:
         return b"\4" + bytes([0x81, len(listed)] if len(listed) > 127 else [len(listed)]) + listed
 
     def enter(self, proposed: dict) -> dict:
-        """Rekor: the entry of a signature in a log that has no other."""
+        """Rekor: the entry of a signature in a log without other entries."""
         content = proposed["spec"]["proposedContent"]
         envelope = json.loads(content["envelope"])
-        payload = base64.b64decode(envelope["payload"])
         (signature,), (certificate,) = envelope["signatures"], content["verifiers"]
         spec = {
             "envelopeHash": _sha256(content["envelope"].encode()),
-            "payloadHash": _sha256(payload),
+            "payloadHash": _sha256(base64.b64decode(envelope["payload"])),
             "signatures": [{"signature": signature["sig"], "verifier": certificate}],
         }
         body = rfc8785.dumps({"apiVersion": "0.0.1", "kind": "dsse", "spec": spec})
@@ -168,7 +165,7 @@ class LocalSigstore:
         return self.log_key.sign(data, ec.ECDSA(hashes.SHA256()))
 
     def write_trust(self, path: Path) -> Path:
-        """The keys and addresses of this instance, as a client's trust configuration."""
+        """The trust configuration of clients, with these keys and addresses."""
         valid = {"start": (self.now - datetime.timedelta(days=1)).isoformat()}
         raw = text(self.root.public_bytes(serialization.Encoding.DER))
         authority = {
@@ -201,17 +198,10 @@ class LocalSigstore:
         return path
 
     def _log(self, key: Key, valid: dict) -> dict:
-        public = {
-            "rawBytes": text(spki(key)),
-            "keyDetails": "PKIX_ECDSA_P256_SHA_256",
-            "validFor": valid,
-        }
-        return {
-            "baseUrl": self.endpoint,
-            "hashAlgorithm": "SHA2_256",
-            "publicKey": public,
-            "logId": {"keyId": text(key_id(key))},
-        }
+        public = {"rawBytes": text(spki(key)), "keyDetails": "PKIX_ECDSA_P256_SHA_256"}
+        log = {"baseUrl": self.endpoint, "hashAlgorithm": "SHA2_256"}
+        key_of_log = {"publicKey": {**public, "validFor": valid}}
+        return log | key_of_log | {"logId": {"keyId": text(key_id(key))}}
 
     def record(self, call: Call) -> None:
         self.requests.append(call.path)
@@ -223,7 +213,7 @@ class LocalSigstore:
         if call.path == "/.well-known/openid-configuration":
             addresses = {"authorization_endpoint": "auth", "token_endpoint": "token"}
             return {name: f"{self.endpoint}/{place}" for name, place in addresses.items()}
-        if call.path == "/token":  # of GitHub Actions, for a job that may have one
+        if call.path == "/token":  # of GitHub Actions
             return {"value": self.token()}
         body = call.json()
         if call.path == "/api/v2/signingCert":

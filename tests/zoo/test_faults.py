@@ -1,5 +1,5 @@
-"""Faults of every kind on both hubs: what passes is got over, what lasts is said. And commands in
-processes of their own that are killed, or meet a full disk."""
+"""Faults of both hubs: temporary ones are retried, and lasting ones are reported. Also commands
+that are killed, or that fill the disk."""
 
 import re
 import signal
@@ -29,15 +29,14 @@ ORDERS = ("pull", "huggingface"), ("push", "huggingface"), ("pull", "modelscope"
 
 @pytest.mark.parametrize(("command", "place"), quick_first([*ORDERS, ("push", "modelscope")]))
 def test_a_503_on_each_request_in_turn(zoo, made, place, command):
-    """Every request that a command makes fails once, one after the other, and each time the command
-    succeeds all the same."""
+    """Each request of a command fails once, in turn, and the command still succeeds."""
     hub = zoo.hf if place == "huggingface" else zoo.ms
     number = 0
 
     def run() -> None:
         nonlocal number
         number += 1
-        if command == "push":  # a repository of its own each time, so that there is something to do
+        if command == "push":  # to a new repository each time, so that something is sent
             ok(zoo.run("push", made, f"{ZOO}-{number}", "--to", place, "--json"))
             return
         zoo.forget()
@@ -81,12 +80,9 @@ def test_pull_says_what_lasts_and_leaves_nothing(zoo, made, tmp_path, place, pat
     ok(zoo.run("pull", "demo", "--index", listed, "--json"))
 
 
-# ---- in processes of their own
-
-
 @pytest.fixture
 def environment(command, zoo, tmp_path) -> dict[str, str]:
-    """That of a command in a process of its own that asks these hubs."""
+    """The environment of a process that uses these hubs."""
     return command.environment | hub_environment(zoo.hf, zoo.ms, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The index: what it may say, and how entries are added."""
+"""The index: its schema, and new entries."""
 
 import json
 
@@ -53,10 +53,10 @@ def test_an_entry_is_merged_when_it_is_added_and_refused_twice_or_elsewhere():
 
 
 def test_what_later_versions_add_is_ignored_and_kept():
-    """Only where it describes an entry: what says where files are is known in full."""
+    """Only in the description of an entry, not where files are located."""
     content = json.loads(index.Index().extended(ENTRY).text())
     content["mirrors"] = ["z"]
-    # These are also the names of methods and properties, which no file may replace.
+    # Also names of methods and properties, which no file may replace.
     later = {"rating": {"stars": 5}, "identity": "mine", "measured": False, "text": "x"}
     content["entries"][0] |= later
     content["entries"][0]["summary"] = {"perplexity_increase": 0.5, "seconds": 1.5}
@@ -67,7 +67,7 @@ def test_what_later_versions_add_is_ignored_and_kept():
     rewritten = json.loads(parsed.extended(other).text())
     assert rewritten["mirrors"] == ["z"]
     assert rewritten["entries"][0] == content["entries"][0]
-    # Also where the same rotations are published again, by a version that does not know them.
+    # Also when the same rotations are published again.
     merged = json.loads(parsed.extended(ENTRY).text())["entries"][0]
     assert {key: merged[key] for key in later} == later
     for part in (

@@ -1,4 +1,4 @@
-"""Listing: what is there, what only its index knows, and what is not there."""
+"""Listing, and the choice of an entry."""
 
 import pytest
 from support import reports
@@ -26,7 +26,7 @@ def test_files_of_others_are_listed_with_a_note(zoo):
 
 
 def choose(*entries, recipe=None, revision=None, scaling=None):
-    """What is chosen among entries that differ as stated."""
+    """The choice among entries with these differences: its number and reason."""
     listed = [
         index.Entry.model_validate(reports.listed(number, created=f"2026-01-0{number}", **entry))
         for number, entry in enumerate(entries, 1)
@@ -38,7 +38,7 @@ def choose(*entries, recipe=None, revision=None, scaling=None):
 
 
 def rival(number: int, kept: float, day: int = 1, **others) -> dict:
-    """An entry of one model beside others, with what it keeps."""
+    """An entry of the same model, and the share that it keeps."""
     evaluation = decided(kept, f"{number:064x}", **others)
     about = {"recipe": f"recipe-{number}", "created": f"2026-11-{day:02}"}
     return reports.listed(number, evaluation=evaluation, **about)
@@ -47,7 +47,7 @@ def rival(number: int, kept: float, day: int = 1, **others) -> dict:
 @pytest.mark.parametrize(
     ("engine", "number", "why"),
     [
-        ("vllm", 1, " (which keeps most answers for vllm: recipe-1 91% (88% to 93%), recipe-2 87%"),
+        ("vllm", 1, "keeps the most answers for vllm: recipe-1 91% (88% to 93%), recipe-2 87%"),
         ("sglang", 4, ""),
         (None, 4, ""),
     ],
@@ -64,7 +64,7 @@ def test_of_several_the_one_is_pulled_that_keeps_most_for_the_engine(engine, num
     entry, _, reason = lookup.choose_entry(*words)
     assert entry.recipe == f"recipe-{number}"
     assert why in reason
-    assert ("keeps most" in reason) == bool(why)
+    assert ("keeps the most" in reason) == bool(why)
 
 
 PLAIN = {"recipe": "oscar", "model_revision": "a" * 40}

@@ -1,4 +1,4 @@
-"""Fetching: pinned revisions, files that are here already, places, and exports."""
+"""Pulling: pinned revisions, files that are already here, places, and exports."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def test_changed_files_are_fetched_again_and_somebody_elses_folder_is_not_replac
 
 
 def test_a_pull_goes_on_to_an_engine(zoo, tiny, tmp_path):
-    """What the makers publish is imported, bound to its model and exported."""
+    """Files of OSCAR's authors are imported, bound to their model and exported."""
     publish_oscar_pair(zoo, tmp_path)
     zoo.hf.create("Qwen/Qwen3-8B")
     zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})
@@ -61,9 +61,6 @@ def test_a_pull_goes_on_to_an_engine(zoo, tiny, tmp_path):
     assert ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json")) == done
     assert "one rotation per KV head" not in zoo.run("pull", "Qwen/Qwen3-8B").stderr
     assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
-
-
-# ---- what OSCAR's authors publish: files without hashes
 
 
 def test_a_rotation_of_the_makers_is_pulled_and_checked(zoo, tmp_path):

@@ -1,4 +1,4 @@
-"""Publishing: what goes where, what is refused, and what others commit in between."""
+"""Publishing: places, refusals, and commits of others in between."""
 
 import shutil
 from pathlib import Path
@@ -79,10 +79,8 @@ def test_a_dry_run_reaches_no_hub(zoo, made):
 
 
 def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
-    """The index that somebody else has just committed is kept, and ours is added to it."""
     zoo.hf.create(ZOO)
-    other = Path(made)
-    ok(zoo.run("push", other, "someone/other", "--json"))
+    ok(zoo.run("push", made, "someone/other", "--json"))
     theirs = zoo.hf.files("someone/other")["zoo_index.json"].replace(b'"demo"', b'"other"')
     publish = HuggingFace.publish
     calls = []
@@ -96,10 +94,8 @@ def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
     monkeypatch.setattr(HuggingFace, "publish", late)
     ok(zoo.run("push", made, ZOO, "--json"))
     assert len(calls) == 2, "the stale parent was refused"
-    models = [
-        entry.model for entry in index.parse(zoo.hf.files(ZOO)["zoo_index.json"], "zoo").entries
-    ]
-    assert models == ["demo", "other"]
+    entries = index.parse(zoo.hf.files(ZOO)["zoo_index.json"], "zoo").entries
+    assert [entry.model for entry in entries] == ["demo", "other"]
 
 
 def test_a_pull_request_can_be_pulled_before_it_is_merged(zoo, made, tmp_path):
@@ -115,7 +111,7 @@ def test_a_pull_request_can_be_pulled_before_it_is_merged(zoo, made, tmp_path):
 def test_one_hub_takes_it_and_the_other_does_not(zoo, made):
     zoo.ms.faults.append(Fault("POST", "/commit/", 403, 99))
     text = refused(zoo.run("push", made, ZOO, "--to", "both", "--sign", "none"), code=3)
-    assert "huggingface took it and modelscope did not" in text
+    assert "huggingface accepted it and modelscope did not" in text
     assert f"rotationzoo push {made} --sign none {ZOO} --to modelscope\n" in text
     zoo.ms.faults.clear()
     ok(zoo.run("push", made, ZOO, "--to", "modelscope", "--json"))
@@ -124,7 +120,7 @@ def test_one_hub_takes_it_and_the_other_does_not(zoo, made):
 
 @pytest.mark.parametrize("what", ["drop", "lost"])
 def test_push_gets_over_a_commit_that_fails_once(zoo, made, what):
-    """Also when the commit was made and only its answer was lost."""
+    """Even if only the answer to the commit was lost."""
     zoo.hf.create(ZOO)
     zoo.hf.faults.append(Fault("POST", "/commit/", what, 1))
     sent = ok(zoo.run("push", made, ZOO, "--json"))["hubs"]["huggingface"]
@@ -133,7 +129,7 @@ def test_push_gets_over_a_commit_that_fails_once(zoo, made, what):
 
 
 def test_an_index_has_the_figures_of_the_artifact_and_not_of_a_baseline(zoo, made, tmp_path):
-    """Also once it is read again, when the arms of its evaluation are sorted by name."""
+    """Even after reading, which sorts the arms of its evaluation by name."""
     artifact = Artifact.open(shutil.copytree(made, tmp_path / "made"))
     evaluation = summary({"made": 14, "hadamard": 1}, artifact.identity, {"needles": 16})
     add_files(artifact, {"evaluation.json": b"{}"}, {"evaluation": evaluation})
@@ -141,13 +137,12 @@ def test_an_index_has_the_figures_of_the_artifact_and_not_of_a_baseline(zoo, mad
     (listed,) = ok(zoo.run("list", "--repo", ZOO, "--json"))["entries"]
     assert list(listed["evaluation"]["arms"]) == ["hadamard", "made"]
     bits = listed["summary"].pop("bits_per_element")
-    # Measured by `plan` from the model's shape: 388.0625 bytes a token of 1,024 elements.
+    # From `plan`: 388.0625 bytes for each token of 1,024 elements.
     assert bits == pytest.approx(388.0625 * 8 / 1024, abs=1e-4)
     assert listed["summary"] == {"perplexity_increase": 0.5}
 
 
 def test_the_page_and_the_picture_are_drawn_again_from_what_is_saved(zoo, made, tmp_path):
-    """An evaluation may have been saved after them."""
     artifact = Artifact.open(shutil.copytree(made, tmp_path / "made"))
     artifact = add_files(artifact, {"report.html": b"old", "answers.png": b"old"}, {})
     path = ok(zoo.run("push", artifact.folder, ZOO, "--json"))["path"]

@@ -105,21 +105,19 @@ def test_rotations_for_another_rope_scaling_are_not_those_to_replace():
     assert find_newest(three, "a/b", PRESETS["random"]) == other, "its recipe has changed"
 
 
-# ---- those that answer worse than the published ones are refused, whatever their perplexity
-
 QUESTIONS, PUSH = 32, "rotationzoo push new someone/zoo"
 
 
 def arm(answered: int, loss: float = 3.0) -> MeasuredArm:
-    """An arm of a report with `QUESTIONS` questions, and four texts with a little noise."""
+    """An arm with `QUESTIONS` questions, and four texts with a little noise."""
     correct = "1" * answered + "0" * (QUESTIONS - answered)
     losses = [loss * (1 + 0.001 * (i % 3)) for i in range(4)]
     return reports.arm("some", losses, tasks={"copy": reports.recall(correct)})
 
 
 def compare(new: MeasuredArm, published: MeasuredArm, coded: MeasuredArm | None = None) -> dict:
-    """The new rotations stand last, because nothing is to be read from the order of arms. `coded`:
-    their arm with transform coding."""
+    """The new rotations are last, because the order of arms must not matter. `coded`: their arm
+    with transform coding."""
     made = {"identity": arm(0)}
     for name, each in (("published", published), ("new", new)):
         about = {"name": name, "kind": "artifact", "artifact": name}

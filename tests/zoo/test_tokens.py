@@ -1,4 +1,4 @@
-"""Tokens: checked before they are sent, sent to the endpoint alone, and never printed."""
+"""Tokens: checked before they are sent, sent only to the endpoint, and never printed."""
 
 import json
 import os
@@ -96,13 +96,9 @@ def test_a_traceback_that_was_asked_for_has_no_token_either(zoo, made, monkeypat
     assert SECRET not in text
 
 
-# ---- other hosts
-
-
 @pytest.fixture
 def listener():
-    """Another host that writes down what it is sent; the hub's own port under another name is one
-    too."""
+    """Another host, which records its requests."""
     with broken(lambda _: answer(b"{}")) as server:
         yield server
 
@@ -175,7 +171,7 @@ def test_an_upload_address_elsewhere_gets_no_credential(zoo, made, listener, mon
 
 
 def test_the_loopback_hubs_notice_a_token_under_another_name(zoo):
-    """Without this, the assertions on leaks above could not fail."""
+    """So the assertions on leaks above can fail."""
     address = zoo.hf.endpoint.replace("127.0.0.1", "localhost") + "/api/whoami-v2"
     requests.get(address, headers={"Authorization": f"Bearer {zoo.hf.token}"}, timeout=10)
     assert zoo.hf.leaks == ["GET /api/whoami-v2"]

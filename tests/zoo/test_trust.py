@@ -1,5 +1,4 @@
-"""Whom push and pull take files from, and for whom: no other repository, no stranger's pull
-request, no other model."""
+"""Push and pull trust no other repository, no stranger's pull request, and no other model."""
 
 import json
 import shutil
@@ -13,12 +12,10 @@ from support.published import ZOO, nothing_left, ok, refused
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.zoo import index
 
-# ---- another hub
-
 
 @pytest.fixture
 def squatted(zoo, made):
-    """A repository of the zoo's name on the other hub, that somebody else has filled."""
+    """A repository with the zoo's name on the other hub, from somebody else."""
     ok(zoo.run("push", made, ZOO, "--to", "modelscope", "--json"))
     zoo.hf.create(ZOO)
     return zoo
@@ -52,7 +49,7 @@ def test_nor_one_that_has_no_such_zoo(squatted, what):
 
 @pytest.fixture
 def twice(zoo, made, tmp_path):
-    """An index that names a copy on each hub."""
+    """An index with a copy on each hub."""
     listed = tmp_path / "zoo_index.json"
     ok(zoo.run("push", made, ZOO, "--to", "both", "--index", listed, "--json"))
     zoo.index = listed
@@ -78,8 +75,7 @@ def test_a_copy_does_not_stand_in_for_one_that_fails(twice, what):
 @pytest.mark.parametrize("what", FAILURES, ids=str)
 @pytest.mark.parametrize("plan", [True, False], ids=["plan", "regenerate"])
 def test_regenerate_knows_nothing_where_the_zoo_cannot_be_read(zoo, model, what, plan):
-    """Not that nothing is published; and it makes no rotations that it could not compare with the
-    old."""
+    """It does not assume that nothing is published, nor make rotations without a comparison."""
     zoo.hf.create(ZOO)
     zoo.hf.faults += [Fault("GET", f"{ZOO}", what, 99), Fault("HEAD", f"{ZOO}", what, 99)]
     text = refused(zoo.run("regenerate", *(["--plan"] if plan else [model]), "--repo", ZOO))
@@ -88,19 +84,10 @@ def test_regenerate_knows_nothing_where_the_zoo_cannot_be_read(zoo, model, what,
 
 
 def test_the_list_that_came_along_is_read_where_there_is_no_default_zoo(zoo):
-    assert (
-        "the index that came with rotationzoo (there is no rotationzoo/zoo on Hugging Face)"
-        in zoo.run("list").stderr
-    )
+    says = "the index that came with rotationzoo (there is no rotationzoo/zoo on Hugging Face)"
+    assert says in zoo.run("list").stderr
     zoo.hf.faults.append(Fault("GET", "/api/models/", 503, 99))
     assert "--index bundled" in refused(zoo.run("list"))
-
-
-# ---- somebody else's pull request
-
-
-def title_of(made: Path) -> str:
-    return f"Add demo, oscar-{Artifact.open(made).identity[:12]}"
 
 
 def test_a_pull_request_of_ones_own_is_gone_on_with(zoo, made):
@@ -130,7 +117,8 @@ def test_any_other_pull_request_is_left_alone(zoo, made, other, lists_all):
     base = zoo.hf.head(ZOO) if given.pop("old", False) else None
     if base:
         zoo.hf.commit(ZOO, {"since.txt": b"x"})
-    ref = zoo.hf.propose(ZOO, title_of(made), base=base, **given)
+    title = f"Add demo, oscar-{Artifact.open(made).identity[:12]}"
+    ref = zoo.hf.propose(ZOO, title, base=base, **given)
     before = zoo.hf.repositories[ZOO].refs[ref]
     sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--json"))["hubs"]["huggingface"]
     assert zoo.hf.repositories[ZOO].refs[ref] == before, "nothing was added to it"
@@ -148,11 +136,8 @@ def test_a_commit_of_a_stranger_on_ones_own_pull_request_is_not_built_on(zoo, ma
     assert sent["url"].endswith("/discussions/2")
 
 
-# ---- another model
-
-
 def renamed(made: Path, folder: Path, **changes) -> Path:
-    """A copy of an artifact whose manifest says something else of its model."""
+    """A copy of an artifact with changes of the model in its manifest."""
     copy = shutil.copytree(made, folder)
     with edited_manifest(copy) as manifest:
         manifest["model"] |= changes
@@ -182,14 +167,13 @@ def test_no_other_model_is_published_as_the_demo(zoo, made, tmp_path, name):
 
 
 def test_a_local_model_is_listed_under_its_own_name_which_has_no_owner(zoo, made, tmp_path):
-    for number, (path, name) in enumerate(
-        {"/home/me/Qwen/Qwen3-8B": "Qwen3-8B", "me@home": "me-home"}.items()
-    ):
-        copy = renamed(made, tmp_path / str(number), id=path)
-        sent = ok(zoo.run("push", copy, f"{ZOO}-{number}", "--json"))
-        listed = index.parse(zoo.hf.files(f"{ZOO}-{number}")["zoo_index.json"], "it")
-        assert [entry.model for entry in listed.entries] == [name]
-        assert b"/home/me" not in zoo.hf.files(f"{ZOO}-{number}")["zoo_index.json"]
+    for path, name in {"/home/me/Qwen/Qwen3-8B": "Qwen3-8B", "me@home": "me-home"}.items():
+        repo = f"someone/{name}"
+        copy = renamed(made, tmp_path / name, id=path)
+        sent = ok(zoo.run("push", copy, repo, "--json"))
+        data = zoo.hf.files(repo)["zoo_index.json"]
+        assert [entry.model for entry in index.parse(data, "it").entries] == [name]
+        assert b"/home/me" not in data
         assert sent["path"].startswith(f"{name}/")
 
 
@@ -197,7 +181,7 @@ def test_a_local_model_is_listed_under_its_own_name_which_has_no_owner(zoo, made
 def test_two_local_models_do_not_share_a_name_in_a_zoo(zoo, made, tmp_path):
     ok(zoo.run("push", renamed(made, tmp_path / "mine", id="/a/my-model"), ZOO, "--json"))
     theirs = renamed(made, tmp_path / "theirs", id="/b/My-Model", config_sha256="1" * 64)
-    assert "lists another model as my-model already" in refused(zoo.run("push", theirs, ZOO))
+    assert "already lists another model as my-model" in refused(zoo.run("push", theirs, ZOO))
 
 
 LISTED = {

@@ -1,4 +1,4 @@
-"""What no linter of workflows sees: credentials, installations by hash, and sums of builds."""
+"""Workflows, beyond a linter: credentials, installations by hash, and checksums of builds."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import yaml
 from support.cases import quick_first
 from support.places import ROOT
 
-# Workflow -> the environment of its publisher, the job that adds up sums, and a file of these.
+# Workflow -> the environment of its publisher, the job with the checksums, and one of its files.
 PUBLISHERS = {
     "regenerate": ("hub-release", "check", "out/model/manifest.json"),
     "mirror": ("modelscope-release", "fetch", "out/model/manifest.json"),
@@ -45,7 +45,7 @@ def test_everything_is_installed_by_its_hash(name):
 
 
 def scripts(name: str, job: str) -> list[str]:
-    """What a job runs, but for what it installs, with a file in the place of the wheel."""
+    """The scripts of a job without installations, and with a file instead of the wheel."""
     runs = [step.get("run", "") for step in jobs(name)[job]["steps"]]
     wheel = "mkdir -p wheel && echo wheel > wheel/rotationzoo.whl #"
     return [run.replace("pip wheel", wheel) for run in runs if run and "pip install" not in run]

@@ -1,22 +1,20 @@
 """The CUDA sources, and the one table of programs: which kernels a source has, and what each takes.
 
-Python hands a kernel one of the tuples below, whose fields have names. A field of a group is the
-parameter `group_field` of the kernel. `check` compares both sides when a program is compiled, so a
-wrong name, order or type is never launched.
+Python hands a kernel one of the tuples below. A field of a group is the parameter `group_field` of
+the kernel. `check` compares both sides when a program is compiled, so a wrong name, order or type
+is never launched.
 """
 
 import re
 from importlib.resources import files
 from itertools import zip_longest
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
-Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
-
-# A tensor, as the pointer to its memory that a kernel takes. Where it may be None, the pointer may
-# be null. Sources define `Element` and `Metadata` by the types that they are compiled for.
+# A tensor, as the pointer to its memory that a kernel takes; None is a null pointer. Sources define
+# `Element` and `Metadata` by the types that they are compiled for.
 Bytes = Annotated[torch.Tensor, "unsigned char*"]
 Ints = Annotated[torch.Tensor, "int*"]
 Counts = Annotated[torch.Tensor, "Count*"]
@@ -61,7 +59,7 @@ class Dequantize(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Elements from one to the next of queries or results `[B, H_q, T, D]`."""
+    """In elements, of queries or results `[B, H_q, T, D]`."""
 
     row: int
     head: int
@@ -93,7 +91,7 @@ class Pages(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """`slots.slot_table` of keys and of values, and all scales that a row may have."""
+    """`slots.slot_table` of keys and of values, and `transform.list_scales`."""
 
     key: Ints | None
     value: Ints | None
@@ -155,7 +153,7 @@ class Finish(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """`plan` of server_step.cu. The last ones are those of `Reads` in vllm/segments."""
+    """`plan` of server_step.cu. The last fields are those of `Reads` in vllm/segments."""
 
     table: Ints
     width: int
@@ -215,7 +213,7 @@ class CopyRows(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """The bytes at which the sections of a page begin, after its codes: `PageLayout.starts`."""
+    """Where the scales and offsets of a page begin, in bytes: see `PageLayout.starts`."""
 
     scales: int
     offsets: int
@@ -433,7 +431,7 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
         "restore_segments": RestoreSegments,
     },
 }
-"""What is compiled, by its source -> what the kernels take that this source adds."""
+"""Source -> its kernels, and what each takes. Kernels of files that it includes are not listed."""
 
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 _KERNEL = re.compile(
@@ -442,8 +440,8 @@ _KERNEL = re.compile(
 
 
 def read(source: str) -> str:
-    """The text of a program: a source, with what it includes in the place of its lines that say so,
-    once each. NVRTC then needs no folder, and its cache misses no change."""
+    """The text of a program, with each included file in place of its first `#include`. So NVRTC
+    needs no folder, and its cache misses no change."""
     seen = {source}
 
     def include(found: re.Match[str]) -> str:

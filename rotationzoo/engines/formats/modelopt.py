@@ -1,6 +1,5 @@
-"""NVIDIA's ModelOpt, whose word for bits by layer is `kv_cache_quantized_layers` (schema 1) in a
-checkpoint's `hf_quant_config.json`. It has no rotations: only the bits of layers go there.
-"""
+"""NVIDIA's ModelOpt, which gets the bits of each layer and no rotations: in
+`kv_cache_quantized_layers` (schema 1) of a checkpoint's `hf_quant_config.json`."""
 
 import shlex
 from pathlib import Path
@@ -15,7 +14,7 @@ FILE = "hf_quant_config.json"
 
 
 def write_files(work: Path, final: Path, payload: Payload, request: Settled) -> Launch:
-    """Write the file: NVFP4 for layers of up to 4 bits on each side, and FP8 for the others."""
+    """Write the file: NVFP4 for layers of up to 4 bits on both sides, FP8 for others."""
     layers = {}
     for layer, bits in sorted(payload.bits.items()):
         layers[f"model.layers.{layer}.self_attn"] = {"quant_algo": "NVFP4" if bits <= 4 else "FP8"}

@@ -1,10 +1,10 @@
-"""Asking the recall tasks: of the exact model first, and of every arm and cache what it can do; and
-the score of the answers: how many are right, and how probable the right ones are."""
+"""Asks the recall tasks: all of the exact model, and of each arm and cache those that it can do.
+Scores the answers: how many are right, and how probable the right ones are."""
 
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, compress, product
 from typing import Any
 
@@ -24,11 +24,12 @@ from rotationzoo.recall.prompts import Answers, Prompt, join_answers, read_answe
 from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.words import finish
 
-# A model can do a task if the statements add at least this share to the questions that it answers,
-# or take at least half from the nats that the right answers lack.
-LEAST_ADDED, LEAST_TAKEN = 0.2, 0.5
+# A model can do a task if the statements add this share of the questions to those that it answers,
+# or if they take this share of the nats from the loss of the right answers.
+_LEAST_ADDED, _LEAST_TAKEN = 0.2, 0.5
 _EXACT_STAGE = "answering with the exact cache"
-_LEAST_YIELD = 0.5  # of the best: right answers a token for which arms are asked in little time
+_LEAST_YIELD = 0.5  # right answers per token, relative to the best, that are asked in short time
+Place = tuple[CacheLayout, str]  # a cache, and the name of an arm
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,16 @@ class ExactAnswers:
 
     series: Series
     answers: Answers
-    blind: Answers
-    """Its answers to the first of them where the statements are cut away."""
+    blind: Answers  # to the first questions, without the statements
 
     @property
     def can_do(self) -> bool:
-        """Whether the model can do the task: only then are the arms compared on it."""
+        """Whether the model can do the task. Arms are only compared on such tasks."""
         first = len(self.blind.correct)
         added = self.answers.correct[:first].double().mean() - self.blind.correct.double().mean()
         lacking = self.answers.log_probability[:first].mean()
         blind = self.blind.log_probability.mean()
-        return bool(added >= LEAST_ADDED or lacking >= (1 - LEAST_TAKEN) * blind)
-
-    def first(self, questions: int) -> "ExactAnswers":
-        """The answers to the first questions alone, in whole prompts."""
-        series = self.series.part(0, questions)
-        return replace(self, series=series, answers=self.answers.first(series.questions))
+        return bool(added >= _LEAST_ADDED or lacking >= (1 - _LEAST_TAKEN) * blind)
 
 
 @dataclass(frozen=True)
@@ -60,21 +55,20 @@ class TaskAnswers:
     """All answers of an evaluation."""
 
     plan: TaskPlan
-    questions: int
-    """Asked so far of each task and length that the exact model can do."""
+    questions: int  # asked so far of each task and length that the exact model can do
     exact: list[ExactAnswers]
-    arms: dict[tuple[CacheLayout, str], list[Answers]]
-    """Keyed by cache and name of the arm: the answers to each series that the exact model can
-    do. An arm that is not asked further has answered only the first questions."""
+    arms: dict[Place, list[Answers]]
+    """The answers to each series that the exact model can do. Arms that decide nothing have
+    answered only the first questions."""
 
     @property
     def asked(self) -> list[ExactAnswers]:
-        """The exact answers to the series that every arm was asked."""
+        """The exact answers to the series that arms are asked."""
         return [exact for exact in self.exact if exact.can_do]
 
     @property
     def notes(self) -> list[str]:
-        """Which tasks are left out, and which the exact model cannot do."""
+        """The tasks that are left out, and those that the exact model cannot do."""
         notes = [*self.plan.notes]
         for exact in self.exact:
             if not exact.can_do:
@@ -87,73 +81,65 @@ class TaskAnswers:
 
 
 @dataclass(frozen=True)
-class Request:
-    """Prompts of one length, and what they are read through: a simulation, or the model alone."""
-
-    prompts: list[Prompt]
-    simulation: Simulation | None = None
-    timed_as: Reader = None
-
-
-@dataclass(frozen=True)
 class Asking:
-    """Reads answers in batches and reports how many tokens of a stage's prompts are read."""
+    """Reads answers in batches, and reports how many tokens of a stage were read."""
 
     model: PreTrainedModel
-    name: str
-    """What errors call the model."""
-    tokens: int
-    """How many a forward pass may read; a longer prompt has one of its own."""
+    name: str  # of the model in errors
+    tokens: int  # per forward pass; a longer prompt gets a pass to itself
     progress: Progress
-    pace: Pace = field(default_factory=Pace)
-    saved: SavedAnswers = field(default_factory=SavedAnswers)
+    pace: Pace
+    saved: SavedAnswers
 
-    def ask(self, stage: str, requests: Sequence[Request]) -> list[Answers]:
-        """The answers to each request."""
-        batches = [self._cut(request.prompts) for request in requests]
+    def ask(
+        self,
+        stage: str,
+        asked: Sequence[list[Prompt]],
+        reader: Reader = None,
+        simulation: Simulation | None = None,
+    ) -> list[Answers]:
+        """The answers to each list of prompts, which have one length, read through a simulation or
+        by the model alone. Their time is that of the `reader`."""
+        batches = [self._cut(prompts) for prompts in asked]
         passes = [count_tokens(rows) for rows in chain.from_iterable(batches)]
         progress, done = InTokens(self.progress, passes), 0
         progress(stage, 0, len(passes))
         answers = []
-        for request, of_request in zip(requests, batches, strict=True):
-            parts, prompts, simulation = [], request.prompts, request.simulation
-            if (known := self.saved.find(request.timed_as, prompts)) is not None:
+        for prompts, rows_of in zip(asked, batches, strict=True):
+            if (known := self.saved.find(reader, prompts)) is not None:
                 answers.append(known)
-                done += len(of_request)
+                done += len(rows_of)
                 progress(stage, done, len(passes))
                 continue
+            parts = []
             running = nullcontext() if simulation is None else simulation.running(self.model)
-            catching = forward_errors(self.name, self._batch(prompts), len(prompts[0].ids))
-            timing = self.pace.timing(request.timed_as, count_tokens(prompts))
+            catching = forward_errors(self.name, len(rows_of[0]), len(prompts[0].ids))
+            timing = self.pace.timing(reader, count_tokens(prompts))
             with catching, running, timing, counting_layers(self.model, progress.tell_part):
-                for rows in of_request:
+                for rows in rows_of:
                     parts.append(read_answers(self.model, rows))
                     done += 1
                     progress(stage, done, len(passes))
             answers.append(join_answers(parts))
-            self.saved.save(request.timed_as, prompts, answers[-1])
+            self.saved.save(reader, prompts, answers[-1])
         return answers
 
     def _cut(self, prompts: list[Prompt]) -> list[list[Prompt]]:
-        size = self._batch(prompts)
+        size = max(1, self.tokens // len(prompts[0].ids))
         return [prompts[start : start + size] for start in range(0, len(prompts), size)]
-
-    def _batch(self, prompts: list[Prompt]) -> int:
-        return max(1, self.tokens // len(prompts[0].ids))
 
 
 def answer_tasks(
     asking: Asking,
     plan: TaskPlan,
     trial: Trial,
-    open_arms: Callable[[TaskAnswers], Collection[str]] = lambda answers: (),
-    *,
+    open_arms: Callable[[TaskAnswers], Collection[str]],
     is_short: bool = False,
 ) -> TaskAnswers:
-    """Ask the exact model, and every arm with every cache what the exact model can do, until no arm
-    is open or all questions are asked. If time `is_short`, arms are asked only where its right
-    answers cost few tokens. Later rounds ask the `open_arms` alone, and an interrupt (Ctrl-C) ends
-    them with a note. Raises `RotationZooError` for prompts that do not fit the memory."""
+    """Ask the exact model, and each arm with each cache the tasks that it can do, until no arm is
+    open or all questions are asked. If time `is_short`, arms are only asked where right answers
+    cost few tokens. Later rounds ask only the `open_arms`; an interrupt (Ctrl-C) ends them with a
+    note. Raises `RotationZooError` for prompts that do not fit the memory."""
     first, *later = plan.settings.rounds
     exact = _ask_exact(asking, [each.part(0, first) for each in plan.series])
     if is_short:
@@ -168,17 +154,17 @@ def answer_tasks(
         try:
             answers = _ask_more(asking, trial, answers, questions)
         except KeyboardInterrupt:
-            kept = f"{answers.questions} questions of each task count"
-            plan.notes.append(f"interrupted: {kept}{asking.saved.leave()}")
+            counted = f"{answers.questions} questions of each task count"
+            plan.notes.append(f"interrupted: {counted}{asking.saved.leave()}")
             break
     return answers
 
 
 def _ask_exact(asking: Asking, series: Sequence[Series]) -> list[ExactAnswers]:
-    """The exact model's answers with and without the statements, which tell what it can do."""
-    blind = asking.ask("answering without the statements", [Request(each.blind) for each in series])
-    # Asked last, because the last prompts set the pace, and blind ones are short.
-    given = asking.ask(_EXACT_STAGE, [Request(each.prompts) for each in series])
+    """The exact model's answers with and without the statements."""
+    blind = asking.ask("answering without the statements", [each.blind for each in series])
+    # Last, because the last prompts set the pace, and blind ones are short.
+    given = asking.ask(_EXACT_STAGE, [each.prompts for each in series])
     return [ExactAnswers(*each) for each in zip(series, given, blind, strict=True)]
 
 
@@ -186,7 +172,7 @@ def choose_cheap(
     plan: TaskPlan, exact: Sequence[ExactAnswers]
 ) -> tuple[TaskPlan, list[ExactAnswers]]:
     """The series in which a right answer of the exact model costs the fewest tokens, and a note on
-    the others. No arm has a say in the choice, so it favors none."""
+    the others. No arm affects the choice."""
     yields = []
     for each in exact:
         right = each.answers.correct.sum().item() * each.can_do
@@ -194,8 +180,8 @@ def choose_cheap(
     chosen = [each >= _LEAST_YIELD * max(yields) for each in yields]
     if not any(yields) or all(chosen):
         return plan, list(exact)
-    others = compress(exact, map(operator.not_, chosen))
-    words = [f"{each.series.task} in {each.series.length:,} tokens" for each in others]
+    others = compress(plan.series, map(operator.not_, chosen))
+    words = [f"{each.task} in {each.length:,} tokens" for each in others]
     note = f"left out, because a right answer takes more time there: {', '.join(words)}"
     series = list(compress(plan.series, chosen))
     return replace(plan, series=series, notes=[*plan.notes, note]), list(compress(exact, chosen))
@@ -206,14 +192,14 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
     pairs = list(zip(answers.plan.series, answers.exact, strict=True))
     able = [series for series, each in pairs if each.can_do]
     added = [series.part(answers.questions, questions) for series in able]
-    deciding = [arm.name for arm in trial.arms]
+    prompts = [series.prompts for series in added]
     ending = f", questions {answers.questions + 1} to {questions} of each task"
     if not answers.plan.settings.minutes:
-        seconds = asking.pace.estimate(sum(count_tokens(each.prompts) for each in added), deciding)
+        deciding = [arm.name for arm in trial.arms]
+        seconds = asking.pace.estimate(sum(map(count_tokens, prompts)), deciding)
         more = f"{questions - answers.questions} more questions of each task"
         asking.pace.tell(f"not decided yet: {more}{finish(seconds)}")
-    requests = [Request(series.prompts) for series in added]
-    replies = iter(asking.ask(f"{_EXACT_STAGE}{ending}", requests))
+    replies = iter(asking.ask(f"{_EXACT_STAGE}{ending}", prompts))
     arms = dict(answers.arms)
     for key, more_answers in _ask_arms(asking, trial, added, ending).items():
         arms[key] = [join_answers(pair) for pair in zip(arms[key], more_answers, strict=True)]
@@ -227,24 +213,20 @@ def _ask_more(asking: Asking, trial: Trial, answers: TaskAnswers, questions: int
 
 
 def ask_also(asking: Asking, trial: Trial, answers: TaskAnswers) -> TaskAnswers:
-    """The answers with those of further arms to the questions of the first round."""
+    """The answers, and those of further arms to the questions of the first round."""
     first = answers.plan.settings.rounds[0]
-    series = [each.first(first).series for each in answers.asked]
-    given = _ask_arms(asking, trial, series)
-    return replace(answers, arms={**answers.arms, **given})
+    series = [each.series.part(0, first) for each in answers.asked]
+    return replace(answers, arms=answers.arms | _ask_arms(asking, trial, series))
 
 
 def _ask_arms(
     asking: Asking, trial: Trial, series: Sequence[Series], ending: str = ""
-) -> dict[tuple[CacheLayout, str], list[Answers]]:
-    """The answers of every arm with every cache to each of the series."""
-    given = {}
+) -> dict[Place, list[Answers]]:
+    """The answers of each arm with each cache to each of the series. An arm is a stage."""
+    given, prompts = {}, [each.prompts for each in series]
     for cache, arm in product(trial.caches, trial.arms):
-        place = cache, arm.name
-        simulation = Simulation(arm.codec, cache, trial.geometry, set(trial.layers))
-        requests = [Request(each.prompts, simulation, place) for each in series]
-        # A stage of its own, because each takes another time.
-        given[place] = asking.ask(f"answering with {arm.name}{ending}", requests)
+        place, stage = (cache, arm.name), f"answering with {arm.name}{ending}"
+        given[place] = asking.ask(stage, prompts, place, trial.simulate(cache, arm))
     return given
 
 
@@ -261,16 +243,15 @@ def _describe(answers: Answers) -> str:
 
 # ---- scores
 
-Reply = tuple[Series, Answers]
-"""The prompts of one task and length, and the answers to all of their questions."""
+Reply = tuple[Series, Answers]  # the prompts of one task and length, and all answers to them
 
 
 def score_arm(
     answers: TaskAnswers, cache: CacheLayout, arm: str
 ) -> tuple[dict[str, scores.TaskRecall], scores.Recall | None]:
-    """The scores of an arm with one cache: of each task, and of all together."""
+    """The scores of an arm with one cache: by task, and of all tasks together."""
     asked = zip(answers.asked, answers.arms[cache, arm], strict=True)
-    # Of arms that decide nothing, only the first questions.
+    # Arms that decide nothing were asked only the first questions.
     replies = [(exact.series.part(0, len(given.correct)), given) for exact, given in asked]
     tasks: dict[str, scores.TaskRecall] = {}
     for task in dict.fromkeys(series.task for series, _ in replies):
@@ -285,7 +266,7 @@ def score_arm(
 def score_exact(
     answers: TaskAnswers,
 ) -> tuple[dict[str, scores.ExactTaskRecall], scores.Recall | None]:
-    """The scores of the exact model: of each task, and of all that it can do together."""
+    """The scores of the exact model: by task, and of all tasks that it can do together."""
     tasks: dict[str, scores.ExactTaskRecall] = {}
     for task in dict.fromkeys(exact.series.task for exact in answers.exact):
         same = [exact for exact in answers.exact if exact.series.task == task]
@@ -301,14 +282,14 @@ def score_exact(
 
 
 def _score_task(replies: Sequence[Reply]) -> dict[str, Any]:
-    """The score of one task, with a digit for the answer to each question."""
+    """The score of one task, with a digit for each answer."""
     digits = [str(int(right)) for _, answers in replies for right in answers.correct]
     return {**dict(_score_all(replies) or {}), "correct": "".join(digits)}
 
 
 def _score_all(replies: Sequence[Reply]) -> scores.Recall | None:
-    """The score of all questions of several series, with its standard errors over prompts, because
-    the questions of one prompt share its text; None for no series."""
+    """The score of several series, or None without any. Its standard errors are over prompts,
+    because the questions of a prompt share its text."""
     if not replies:
         return None
     given, sizes = join_answers([answers for _, answers in replies]), _prompt_sizes(replies)

@@ -1,12 +1,12 @@
-"""The recall tasks that an evaluation asks: the user's choice, and the prompts, which are written
-before the weights are fetched."""
+"""The recall tasks of an evaluation: the user's choice, and the prompts, which are written before
+the weights are fetched."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.artifact.measured import Tasks
 from rotationzoo.codec.windows import CacheLayout
@@ -14,19 +14,17 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recall.questions import QUOTE, TASKS
 from rotationzoo.recipe import Data
-from rotationzoo.recipe.rope import check_positions
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
 from rotationzoo.words import nearest
 
 SHORTEST = 2  # tokens of a prompt
 MOST_QUESTIONS = 100_000
+# Questions per task and length after which `auto` looks whether the decision is made.
 LOOKS = 16, 32, 64, 128, 256, 512
-"""Questions per task and length after which `auto` looks whether the decision is made."""
-STEP = 8  # questions per task and length, after which a timed evaluation looks at the clock
-SHORT = 1024
-"""Tokens of the prompts that a timed evaluation also tries: an answer costs less in them."""
-_LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
-_LEAD = 256  # tokens, at most, before the questions of a blind prompt
+STEP = 8  # questions per task and length after which a timed evaluation looks at the clock
+SHORT = 1024  # tokens of prompts that a timed evaluation also tries, because they take less time
+_LEAST_RECENT = 64  # the fewest tokens between statements and questions
+_LEAD = 256  # the most tokens before the questions of a blind prompt
 
 
 @dataclass(frozen=True)
@@ -34,17 +32,13 @@ class TaskSettings:
     """The recall tasks of one evaluation, as the user chose them."""
 
     names: tuple[str, ...] = tuple(TASKS)
-    """Names of recall tasks; empty for none."""
     lengths: tuple[int, ...] = ()
-    """Tokens per prompt. If empty, the prompts are as long as the rows of the evaluated text, and
-    where time is short, some are shorter."""
+    """Tokens per prompt. If empty, as many as rows of the text have, and fewer in short time."""
     questions: int | Literal["auto"] = "auto"
-    """Questions per task and length, rounded up to whole prompts; `auto` asks until the decision
+    """Questions per task and length, rounded up to whole prompts. `auto` asks until the decision
     is made, and at most the last of `LOOKS`."""
-    first: int = MOST_QUESTIONS
-    """Of these, those that every arm is asked, at most those of the first look; others decide."""
-    minutes: float | None = None
-    """In which all is done: time decides how many are asked, and one look at the end is enough."""
+    first: int = MOST_QUESTIONS  # how many all arms are asked, at most those of the first look
+    minutes: float | None = None  # the time limit, which decides how many are asked in one look
 
     @property
     def looks(self) -> tuple[int, ...]:
@@ -55,39 +49,33 @@ class TaskSettings:
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """Questions per task and length after which fewer arms are asked, or none."""
+        """Questions per task and length after which fewer arms or none are asked."""
         if self.minutes:
             return (*range(STEP, self.looks[-1], STEP), self.looks[-1])
         return tuple(sorted({min(self.first, self.looks[0]), *self.looks}))
 
     def find_lengths(self, length: int) -> tuple[int, ...]:
-        """The tokens per prompt where the rows of the evaluated text have `length` tokens."""
+        """The tokens per prompt if the rows of the evaluated text have `length` tokens."""
         if self.lengths or not self.minutes or length <= SHORT:
             return self.lengths or (length,)
         return SHORT, length
 
     def most_tokens(self, length: int) -> int:
-        """The tokens of all prompts, of this length unless `lengths` are given."""
+        """The tokens of all prompts, which have this length unless `lengths` are given."""
         prompts = sum(-(-self.looks[-1] // TASKS[name]) for name in self.names)
         return prompts * sum(self.find_lengths(length))
 
     def check(self) -> None:
-        """Raise `UsageError` for a task that does not exist, or a number that is out of range."""
+        """Raise `UsageError` for an unknown task or a number out of range."""
         if unknown := [name for name in self.names if name not in TASKS]:
             problem = f"there is no recall task {unknown[0]!r}{nearest(unknown[0], TASKS)}"
-            hint = f"give some of {', '.join(TASKS)}, or all, or none"
-            raise UsageError(problem, hint)
+            raise UsageError(problem, f"give some of {', '.join(TASKS)}, or all, or none")
         if not 1 <= self.looks[-1] <= MOST_QUESTIONS:
-            hint = "leave out the tasks: none"
-            raise UsageError(f"--questions must be at least 1 and at most {MOST_QUESTIONS:,}", hint)
+            problem = f"--questions must be at least 1 and at most {MOST_QUESTIONS:,}"
+            raise UsageError(problem, "to ask none: --tasks none")
         if any(length < SHORTEST for length in self.lengths):
-            hint = "write them as: --lengths 2048,8192"
-            raise UsageError(f"--lengths must be at least {SHORTEST}", hint)
-
-    def check_positions(self, config: PretrainedConfig) -> None:
-        """Raise `RotationZooError` if prompts are longer than the model has positions."""
-        if self.names and self.lengths:
-            check_positions(config, max(self.lengths), "prompts", "give --lengths of at most {}")
+            problem = f"--lengths must be at least {SHORTEST}"
+            raise UsageError(problem, "write them as: --lengths 2048,8192")
 
 
 @dataclass(frozen=True)
@@ -97,13 +85,7 @@ class Series:
     task: str
     length: int
     prompts: list[Prompt]
-    blind: list[Prompt]
-    """The same questions without the statements that answer them."""
-
-    @property
-    def questions(self) -> int:
-        """Questions in all prompts."""
-        return sum(len(prompt.questions) for prompt in self.prompts)
+    blind: list[Prompt]  # the same questions without the statements that answer them
 
     def part(self, start: int, stop: int) -> "Series":
         """The prompts of the questions from `start` up to `stop`."""
@@ -114,27 +96,20 @@ class Series:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """All prompts of an evaluation, the same for every arm and every cache."""
+    """All prompts of an evaluation, the same for each arm and cache."""
 
     settings: TaskSettings
     lengths: tuple[int, ...]
     series: list[Series] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Which tasks are left out, and why."""
-    first: int = 0
-    """The first position at which a statement may begin: the largest sink of all caches."""
-    recent: int = 0
-    """Tokens before the first question that hold no statement: all that any query reads exact."""
+    notes: list[str] = field(default_factory=list)  # which tasks are left out, and why
+    first: int = 0  # the first position at which a statement may begin: the largest sink
+    recent: int = 0  # tokens before the first question without a statement: the exact windows
 
     def describe(self, questions: int) -> Tasks:
-        """The tasks as the report has them, with `questions` asked of each."""
-        return Tasks(
-            names=list(self.settings.names),
-            lengths=list(self.lengths),
-            questions=questions,
-            first=self.first,
-            recent=self.recent,
-        )
+        """The tasks for the report, with `questions` asked of each."""
+        windows = {"first": self.first, "recent": self.recent}
+        names, lengths = list(self.settings.names), list(self.lengths)
+        return Tasks(names=names, lengths=lengths, questions=questions, **windows)
 
 
 def plan_tasks(
@@ -144,13 +119,12 @@ def plan_tasks(
     tokenizer: PreTrainedTokenizerBase,
     caches: Sequence[CacheLayout],
 ) -> TaskPlan:
-    """Write the prompts, hidden in the evaluation's own `text`, of whose `data` more is read for
-    longer prompts. A task that has no room outside the exact windows is left out, with a note.
-    Raises `RotationZooError` where the user's lengths leave nothing to ask."""
+    """Write the prompts with the evaluation's `text`; long prompts read more of its `data`. Tasks
+    without room outside the exact windows are left out. Raises `RotationZooError` if none is left.
+    """
     if not settings.names:
         return TaskPlan(settings, ())
-    lengths = settings.find_lengths(data.length)
-    first = max(cache.sink for cache in caches)
+    lengths, first = settings.find_lengths(data.length), max(cache.sink for cache in caches)
     recent = max(_LEAST_RECENT, *(cache.reach for cache in caches))
     plan = TaskPlan(settings, lengths, first=first, recent=recent)
     filler = _read_filler(data, text, tokenizer, max(lengths))
@@ -161,7 +135,7 @@ def plan_tasks(
                 # A passage that the text repeats could be copied from the exact window.
                 plan.notes.append(f"no passages are quoted in {length:,} tokens: the text is short")
                 continue
-            # Enough prompts, with equally many questions each, for the last look.
+            # Enough prompts for the last look, with the same number of questions each.
             count = -(-settings.looks[-1] // TASKS[task])
             questions = -(-settings.looks[-1] // count)
             wanted = PromptSettings(task, count, length, questions, first, recent, data.seed)
@@ -173,11 +147,8 @@ def plan_tasks(
             blind = _blind_prompts(prompts, recent, start_tokens(tokenizer))
             plan.series.append(Series(task, length, prompts, blind))
         if crowded:
-            plan.notes.append(
-                f"prompts of {length:,} tokens are too short to ask for {', '.join(crowded)} "
-                "outside the exact windows"
-            )
-    # Lengths that the user gave and that leave nothing to ask are a mistake, found in time.
+            short = f"prompts of {length:,} tokens are too short to ask for {', '.join(crowded)}"
+            plan.notes.append(f"{short} outside the exact windows")
     if settings.lengths and not plan.series:
         hint = "give greater --lengths, smaller --windows, or --tasks none"
         raise RotationZooError(plan.notes[-1], hint)
@@ -187,8 +158,8 @@ def plan_tasks(
 def _read_filler(
     data: Data, text: Corpus, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> list[int]:
-    """The token ids of the text, without the start tokens of its rows: at least twice as many as
-    the longest prompt has, unless the text is shorter."""
+    """The token ids of the text, without the start tokens of rows: twice as many as the longest
+    prompt has, unless the text is shorter."""
     tokens = 2 * longest
     if data.tokens < tokens:
         text = read_corpus(data.model_copy(update={"tokens": tokens}), tokenizer)
@@ -197,14 +168,13 @@ def _read_filler(
 
 
 def _blind_prompts(prompts: list[Prompt], recent: int, start: list[int]) -> list[Prompt]:
-    """The ends of prompts: the questions and the text just before them, which holds no statement.
-    They are filled up to the longest after the last answer, where a causal model does not see it.
-    """
+    """The ends of prompts: the questions and the text just before them, without statements. All
+    get the length of the longest by padding at the end, which a causal model does not see."""
     # A statement ends `recent` tokens before the first question begins, or earlier.
     cuts = [prompt.questions[0].answer.start - min(recent, _LEAD) for prompt in prompts]
     blind = []
     for prompt, cut in zip(prompts, cuts, strict=True):
-        padding = prompt.ids[-1:].repeat(cut - min(cuts))  # for all prompts have one length
+        padding = prompt.ids[-1:].repeat(cut - min(cuts))  # all prompts have one length
         ids = torch.cat([torch.tensor(start, dtype=padding.dtype), prompt.ids[cut:], padding])
         moved, by = [], len(start) - cut
         for question in prompt.questions:

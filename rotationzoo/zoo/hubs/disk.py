@@ -1,8 +1,7 @@
-"""A folder that serves as a hub, such as one for machines without a network. Its files are replaced
-atomically one by one, and the index after those that it lists."""
+"""A folder that serves as a hub, for example on machines without a network. Files are replaced
+atomically one by one, the index after the files that it lists."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from rotationzoo.errors import HubError, StaleParent
@@ -15,22 +14,14 @@ from rotationzoo.zoo.index import NAME, ROOT_FILES
 
 
 class Disk(Hub):
-    """Folders, named by their paths. They keep only the newest revision, named by the sha256 of the
-    index, and have no pull requests: `create_pr` has no effect."""
+    """Folders, named by their paths. They keep only the newest revision, which is named by the
+    sha256 of its index. `create_pr` has no effect."""
 
     def resolve(self, repo: str) -> str:
         return files.digest(files.read(_find(repo, NAME), ANSWER_BYTES))[:12]
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
-        root = Path(repo).expanduser()
-        found = (path for path in root.rglob("*") if path.is_file())
-        return {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
-
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        for path, size in sizes.items():
-            folders.replace_file(folder / path, files.read(_find(repo, path), size))
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        folders.replace_file(folder / path, files.read(_find(repo, path), size))
 
     def publish(self, publication: Publication) -> Published:
         repo, root = publication.repo, Path(publication.repo).expanduser()

@@ -1,13 +1,13 @@
-"""The Hugging Face hub: files are published in one commit, or in a pull request. The commit's
-parent must still be the head, so that no other commit is overwritten."""
+"""The Hugging Face hub: files are published in one commit, or in a pull request. The parent of the
+commit must still be the head, so that no other commit is overwritten."""
 
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
@@ -15,15 +15,12 @@ from rotationzoo.network import huggingface_session as session
 from rotationzoo.network import limits, tokens
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
 
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
-
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _LOGIN_HINT = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
-_MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists everybody's
-_NO_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
-_UNREADABLE = *_NO_JSON, KeyError, TypeError, AttributeError
-"""The client raises these when it parses an answer that no real hub would send."""
+_MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists all of them
+# The client raises these when it parses an answer that no real hub would send.
+_BAD_JSON = json.JSONDecodeError, UnicodeDecodeError, RecursionError
+_UNREADABLE = *_BAD_JSON, KeyError, TypeError, AttributeError
 
 
 def _as_hub_error(
@@ -40,7 +37,7 @@ def _as_hub_error(
     elif is_repository and status == 404:
         says, hint = f"there is no {where}", SPELLING_HINT
     elif is_repository and token is None:
-        # Without a token, Hugging Face answers alike for missing and for private repositories.
+        # Without a token, Hugging Face gives the same answer for missing and private repositories.
         hint = f"{SPELLING_HINT}; or {_LOGIN_HINT}"
         return HubError(f"{where} does not exist, or is private", hint=hint, hidden=True)
     elif status in (401, 403):
@@ -64,7 +61,7 @@ def _is_of_transport(error: Exception) -> bool:
 
 
 class HuggingFace(Hub):
-    """The Hugging Face hub, accessed through its own client."""
+    """The Hugging Face hub, through its own client."""
 
     def __init__(self) -> None:
         from huggingface_hub import HfApi
@@ -76,46 +73,32 @@ class HuggingFace(Hub):
     def may_pass(error: Exception) -> bool:
         status = session.status_of(error)
         if status is not None:
-            return status in (408, 429) or status >= 500
-        if isinstance(error, session.BrokenAnswer):
-            return True
-        # These failures have already used up the time limit of a call.
+            return session.is_temporary(status)
+        # A failure to connect has already used up the time limit of a call.
         has_waited = type(error).__name__.startswith(("Connect", "ReadTimeout"))
-        return _is_of_transport(error) and not has_waited
+        is_broken = isinstance(error, session.BrokenAnswer)
+        return is_broken or (_is_of_transport(error) and not has_waited)
 
     def resolve(self, repo: str) -> str:
         with self._errors(repo, None):
             return _check_commit(self.retry(self.api.model_info, repo).sha, repo)
 
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
-        """The commit of a revision, and path -> hash of every file in it."""
+        """The commit of a revision, and path -> hash of each of its files."""
         with self._errors(repo, revision):
-            info = self._info(repo, revision)
+            # The client's own listing would retry each page for half a minute when the hub fails.
+            info = self.retry(self.api.model_info, repo, revision=revision, files_metadata=True)
             hashes = {}
             for file in info.siblings or []:
                 hashes[file.rfilename] = file.lfs.sha256 if file.lfs else file.blob_id or ""
             return _check_commit(info.sha, repo), hashes
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         with self._errors(repo, revision):
-            files = self._info(repo, revision).siblings or []
-            return {file.rfilename: int(file.size) for file in files}
-
-    def _info(self, repo: str, revision: str | None) -> Any:
-        """The commit and all of its files, in one answer. The client's own listing would retry each
-        page for half a minute when a hub fails."""
-        return self.retry(self.api.model_info, repo, revision=revision, files_metadata=True)
-
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        for path, size in sizes.items():
-            with self._errors(repo, revision):
-                self.retry(self._save, repo, revision, path, size, folder)
+            self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
-        """Download one file of at most `size` bytes by plain HTTP: the client's own download cannot
-        be limited."""
+        """Download a file by plain HTTP: the client's own download has no limits."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -124,7 +107,8 @@ class HuggingFace(Hub):
         with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
             hf_raise_for_status(response)
             what = f"{path} of {repo} on Hugging Face"
-            limits.save_chunks(response.iter_bytes(), folder / path, size, what)
+            chunks, headers = response.iter_bytes(), response.headers
+            limits.save_chunks(chunks, folder / path, size, what, headers)
 
     def publish(self, publication: Publication) -> Published:
         from huggingface_hub import CommitOperationAdd
@@ -135,37 +119,31 @@ class HuggingFace(Hub):
             self.retry(self.api.create_repo, repo, exist_ok=True)
             base = parent or self.resolve(repo)
             commit, pull = self.retry(self._commit, publication, operations, base)
-            # A new commit has an `oid`, but a commit from a listing has a `commit_id`.
+            # A new commit has an `oid`, and one from a listing a `commit_id`.
             sha = getattr(commit, "oid", None) or commit.commit_id
             revision = _check_commit(sha, repo)
-        url = getattr(commit, "pr_url", None) or f"{self.api.endpoint}/{repo}/tree/{revision}"
-        if pull:
-            url = pull.url
+        page = pull.url if pull else getattr(commit, "pr_url", None)
+        url = page or f"{self.api.endpoint}/{repo}/tree/{revision}"
         return Published(revision, tokens.redact(str(url)), changed=revision != base)
 
     def _commit(
-        self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
+        self, publication: Publication, operations: list[Any], base: str
     ) -> tuple[Any, Any]:
-        """The commit, and the open pull request that it was added to, if any. Those of an earlier
-        run, or of an attempt whose answer was lost, are recognized. Raises `StaleParent` if the
-        head is no longer `base`."""
+        """The commit, and the open pull request that it was added to, if any: one from an earlier
+        run or a lost answer. Raises `StaleParent` if the head is no longer `base`."""
         from huggingface_hub.errors import HfHubHTTPError
 
         repo, message = publication.repo, publication.message
         pull = self._find_pull_request(publication, base) if publication.create_pr else None
+        target: dict[str, Any] = {"create_pr": publication.create_pr, "parent_commit": base}
+        if pull:
+            target = {"revision": pull.git_reference}
         try:
-            commit = self.api.create_commit(
-                repo,
-                operations,
-                commit_message=message,
-                revision=pull and pull.git_reference,
-                create_pr=publication.create_pr and not pull,
-                parent_commit=None if pull else base,
-            )
+            commit = self.api.create_commit(repo, operations, commit_message=message, **target)
         except HfHubHTTPError as error:
             if error.response.status_code != 412:  # 412: the head is no longer `base`
                 raise
-            # The new head may be our own commit, from an attempt whose answer was lost.
+            # The new head may be our own commit, whose answer was lost.
             newest, *older = self.api.list_repo_commits(repo)
             if newest.title == message and older and older[0].commit_id == base:
                 return newest, None
@@ -173,20 +151,20 @@ class HuggingFace(Hub):
         return commit, pull
 
     def _find_pull_request(self, publication: Publication, base: str) -> Any:
-        """An open pull request that this publication may continue, or None: by this token's user
-        only, with the same title, base and files."""
+        """An open pull request that this publication may continue, or None. It must be by this
+        token's user alone, with the same title and base, and no other files."""
         from huggingface_hub.errors import HfHubHTTPError
 
         repo = publication.repo
         try:
             user = self.api.whoami()["name"]
-        except (HfHubHTTPError, KeyError, TypeError):  # a token of a repository has no user
+        except (HfHubHTTPError, KeyError, TypeError):  # a repository's token has no user
             return None
         pulls = self.api.get_repo_discussions(
             repo, author=user, discussion_type="pull_request", discussion_status="open"
         )
         for pull in itertools.islice(pulls, _MAX_PULL_REQUESTS):
-            # Some hubs ignore `author`, so check it again.
+            # Check the author again: some hubs ignore it in the query.
             if (pull.author, pull.title) != (user, publication.message):
                 continue
             commits = self.api.list_repo_commits(repo, revision=pull.git_reference)
@@ -202,13 +180,12 @@ class HuggingFace(Hub):
 
     @contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
-        """Turn failures inside the block into a `RotationZooError`, and send the token only to the
-        endpoint."""
+        """Turn failures into a `RotationZooError`, and send the token only to the endpoint."""
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
         where = f"{repo} on Hugging Face"
         try:
-            with session.asking_huggingface(self.api.endpoint, repeats=True):
+            with session.asking_huggingface(self.api.endpoint, retries=True):
                 yield
         except RotationZooError:
             raise
@@ -223,6 +200,5 @@ class HuggingFace(Hub):
 def _check_commit(sha: Any, repo: str) -> str:
     """The commit, which becomes part of paths and URLs. Raises `HubError` unless it is a sha1."""
     if not re.fullmatch(r"[0-9a-f]{40}", str(sha)):
-        hint = "check HF_ENDPOINT"
-        raise HubError(f"{repo} on Hugging Face has no commit that can be read", hint)
+        raise HubError(f"{repo} on Hugging Face has no valid commit", "check HF_ENDPOINT")
     return str(sha)

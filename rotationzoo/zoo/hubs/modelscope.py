@@ -1,14 +1,10 @@
-"""The ModelScope hub: files are published in a commit, then tagged to mark them complete.
-
-The client's HTTP sessions get limits on time and size, and send the token to the right hosts only.
-Failures become errors of one sentence, and this module says which of them are worth a retry.
-"""
+"""The ModelScope hub: files are published in a commit, then tagged to mark them complete."""
 
 import io
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -23,12 +19,11 @@ from rotationzoo.network import limits, tokens
 from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT, Hub, Publication, Published
 
-_STORAGE_PREFIXES = ("lfs.", "pre-lfs.", "www.")
-_CREDENTIALS = ("Authorization", "Cookie")
+_STORAGE_PREFIXES = ("", "lfs.", "pre-lfs.", "www.")
 _CHUNK_BYTES = 1 << 20
 _BRANCH = "master"
 # The client reads these variables when it is imported. Only `retry` repeats calls: the client
-# itself would wait silently for minutes, or for half an hour if a hub told it to.
+# itself would wait silently for minutes, or for half an hour if the hub asked it to.
 _SETTINGS = {
     "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",  # the probe for an internal network costs 0.2 s
     "MODELSCOPE_UPLOAD_BLOB_MAX_ATTEMPTS": "1",
@@ -40,12 +35,18 @@ _SETTINGS = {
 
 
 def may_see_token(endpoint: str, url: str) -> bool:
-    """Whether a URL is at the endpoint, or at its storage."""
-    return tokens.is_at(url, [endpoint]) or tokens.is_at_storage(url, endpoint, _STORAGE_PREFIXES)
+    """Whether a URL is at the endpoint, or by HTTPS at its domain's storage, such as `lfs.`."""
+    home, parts = urlsplit(endpoint), urlsplit(url)
+    domain = (home.hostname or "").lower().removeprefix("www.")
+    # A name without a dot is a host on the local network, which has no subdomains.
+    is_secure = home.scheme == parts.scheme == "https" and "." in domain
+    hosts = [f"{prefix}{domain}" for prefix in _STORAGE_PREFIXES]
+    at_storage = is_secure and (parts.hostname or "").lower() in hosts
+    return at_storage or tokens.is_at(url, [endpoint])
 
 
 class LimitedAdapter(HTTPAdapter):
-    """Applies the limits to every request of a session, redirects included."""
+    """Applies the limits to every request of a session, including redirects."""
 
     def __init__(self, endpoint: str, reads_all: bool):
         """`reads_all`: read the whole answer here, up to the limit for small answers."""
@@ -55,10 +56,10 @@ class LimitedAdapter(HTTPAdapter):
     def send(  # type: ignore[override]
         self, request: Any, stream: bool = False, timeout: Any = None, **options: Any
     ) -> requests.Response:
-        """Send one request. Our limits replace the client's `stream` and `timeout`."""
+        """Send a request. Our limits replace the client's `stream` and `timeout`."""
         host = urlsplit(request.url).netloc.rpartition("@")[2]
         if not may_see_token(self.endpoint, request.url):
-            for name in _CREDENTIALS:
+            for name in ("Authorization", "Cookie"):
                 request.headers.pop(name, None)
         request.headers["Accept-Encoding"] = "identity"
         is_read = request.method in ("GET", "HEAD")
@@ -70,13 +71,17 @@ class LimitedAdapter(HTTPAdapter):
             response = plain_send(request, **options)
             limits.check_encoding(response.headers, host)
             if self.reads_all or response.is_redirect or not response.ok:
-                _read_body(response, host)
+                # Read it within the limits, for the client to read again.
+                most, seconds = limits.ANSWER_BYTES, limits.UPLOAD_SECONDS
+                body = b"".join(limits.limit_chunks(read_chunks(response), most, host, seconds))
+                response.close()
+                response.raw = io.BytesIO(body)
             return response
 
         try:
             return limits.call_within(limits.ANSWER_SECONDS, answer, host) if is_read else answer()
         except (requests.ConnectionError, TimeoutError) as error:
-            # requests has no separate exception types for these two failures.
+            # requests has no exception types that tell these two failures apart.
             says, unreached = "cannot be reached", ("NewConnectionError", "NameResolutionError")
             if isinstance(error, (requests.ConnectTimeout, TimeoutError)):
                 says = f"did not answer within {limits.ANSWER_SECONDS:g} s"
@@ -85,34 +90,23 @@ class LimitedAdapter(HTTPAdapter):
             raise HubError(f"ModelScope ({host}) {says}", hint=limits.NETWORK_HINT) from error
 
 
-def _read_body(response: requests.Response, host: str) -> None:
-    """Read the whole answer within the limits, for the client to read again."""
-    chunks = limits.limit_chunks(
-        read_chunks(response), limits.ANSWER_BYTES, host, limits.UPLOAD_SECONDS
-    )
-    body = b"".join(chunks)
-    response.close()
-    response.raw = io.BytesIO(body)
-
-
 def read_chunks(response: requests.Response) -> Iterator[bytes]:
-    """The body of an answer in chunks, as they arrive. Raises `requests.ConnectionError` if it is
-    cut off, and `HubError` if the hub is silent for too long."""
+    """The body of an answer in chunks, as they arrive. Raises `requests.ConnectionError` if the
+    connection breaks, and `HubError` if the hub is silent for too long."""
     raw: Any = response.raw
     try:
         while chunk := raw.read1(_CHUNK_BYTES):
             yield chunk
     except urllib3.exceptions.ReadTimeoutError as error:
-        hint = limits.NETWORK_HINT
-        raise HubError(f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s", hint) from error
+        silence = f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s"
+        raise HubError(silence, limits.NETWORK_HINT) from error
     except urllib3.exceptions.HTTPError as error:
         raise requests.ConnectionError("the answer broke off") from error
 
 
 @contextmanager
 def _asking(repo: str) -> Iterator[None]:
-    """Turn failures inside the block into a `RotationZooError`, and discard what the client
-    prints."""
+    """Turn failures into a `RotationZooError`, and hide the client's output."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -158,8 +152,7 @@ class ModelScope(Hub):
 
         variable = tokens.MODELSCOPE_VARIABLE
         self.token = tokens.check_token(os.environ.get(variable), variable)
-        # With None, the client would unpickle what `modelscope login` stored; with an empty string
-        # it does not.
+        # With None, the client would unpickle what `modelscope login` stored.
         config = HubConfig(token=self.token or "")
         self.endpoint = str(config.endpoint)
         self.api, self.files = HubApi(config=config), requests.Session()
@@ -168,9 +161,9 @@ class ModelScope(Hub):
         sessions = [each for its in clients for each in (its._session, its._read_session)]
         for session in (*sessions, self.files):
             adapter = LimitedAdapter(self.endpoint, reads_all=session is not self.files)
-            for scheme in ("https://", "http://"):
-                session.mount(scheme, adapter)
-        # The client logs every step, and also every failure that it raises anyway.
+            session.mount("https://", adapter)
+            session.mount("http://", adapter)
+        # The client logs every step, and every failure that it raises.
         logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
 
     @staticmethod
@@ -186,21 +179,9 @@ class ModelScope(Hub):
             self.retry(self.api.get_repo, repo, "model")
         return _BRANCH
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         with _asking(repo):
-            return {file.path: int(file.size) for file in self._list(repo, revision)}
-
-    def _list(self, repo: str, revision: str | None = None) -> list[Any]:
-        list_files, branch = self.api.list_repo_files, revision or _BRANCH
-        rows = self.retry(list_files, repo, "model", revision=branch)
-        return [row for row in rows if row.type != "tree"]
-
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        with _asking(repo):
-            for path, size in sizes.items():
-                self.retry(self._save, repo, revision, path, size, folder)
+            self.retry(self._save, repo, revision, path, size, folder)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         from modelscope_hub.errors import raise_for_status
@@ -211,20 +192,21 @@ class ModelScope(Hub):
         with self.files.get(url, headers=headers, cookies=cookies, stream=True) as response:
             raise_for_status(response)
             what = f"{path} of {repo} on ModelScope"
-            limits.save_chunks(read_chunks(response), folder / path, size, what)
+            chunks, headers = read_chunks(response), response.headers
+            limits.save_chunks(chunks, folder / path, size, what, headers)
 
     def publish(self, publication: Publication) -> Published:
-        """Commit to `master`, then add the tag that marks the files as complete. `create_pr` has no
-        effect."""
+        """Commit, then add the tag for complete files. `create_pr` has no effect."""
         from modelscope_hub.errors import AlreadyExistsError
 
         repo, tag = publication.repo, publication.tag
         with _asking(repo), tempfile.TemporaryDirectory() as scratch:
-            # Otherwise the upload would create a public repository whenever it finds none.
+            # Otherwise the upload would create a public repository if it finds none.
             with suppress(AlreadyExistsError):
                 options = {"visibility": "public", "license": "apache-2.0"}
                 self.retry(self.api.create_repo, repo, "model", **options)
-            known, changed = {file.path: file.sha256 for file in self._list(repo)}, False
+            listed = self.retry(self.api.list_repo_files, repo, "model", revision=_BRANCH)
+            known, changed = {row.path: row.sha256 for row in listed}, False
             # The client uploads only folders, so copy the files into one.
             for path, content in publication.files.items():
                 target = Path(scratch) / path

@@ -1,10 +1,7 @@
 """The interface of a hub, and the table of hubs.
 
-A hub imports its client only when it is used. It limits what it reads and retries failures that may
-be temporary. The caller checks the hashes.
-
-All retries happen here, and the clients are told not to retry: Hugging Face's does not retry a 503
-on the body of a file or on a commit, and ModelScope's waits silently for minutes.
+All retries happen here: Hugging Face's client does not retry a 503 on the body of a file or on a
+commit, and ModelScope's waits silently for minutes.
 """
 
 import importlib
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from rotationzoo.errors import HubError
+from rotationzoo.network.limits import ANSWER_BYTES
 
 T = TypeVar("T")
 _ATTEMPTS = 4
@@ -26,54 +24,46 @@ SPELLING_HINT = "check the spelling of the repository and the revision"
 
 @dataclass(frozen=True)
 class Publication:
-    """Files to publish to a repository in one step."""
+    """Files to publish in one step: path in the repository -> local file, or content. `parent`: the
+    head that they build on, None without a repository. `tag`: for a hub that pins by tags.
+    `create_pr`: whether to open a pull request, on a hub that has them."""
 
     repo: str
     files: Mapping[str, Path | bytes]
-    """Path in the repository -> local file, or content."""
     message: str
     parent: str | None
-    """The head on which the files build; None if there was no repository."""
     tag: str
-    """The tag that marks the published files, on a hub that pins by tags."""
     create_pr: bool
-    """Whether to open a pull request, on a hub that has them."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """Where files were published: a fixed revision, and the page of the commit or pull request."""
+    """A fixed revision, its page, and whether its files differ from those that were there."""
 
     revision: str
     url: str
     changed: bool
-    """False if the repository already held the same files."""
 
 
 class Hub(ABC):
-    """One hub. Every method raises a `HubError` if the hub or the network fails."""
+    """One hub. It imports its client only when it is used, and limits what it reads. Every method
+    raises `HubError` if the hub or the network fails."""
 
     pins_by_tag = False
-    """Whether the published revision is the publication's tag, known in advance, or a commit."""
+    """Whether the published revision is the publication's tag, or else a commit."""
 
     @abstractmethod
     def resolve(self, repo: str) -> str:
         """The newest revision, to read from."""
 
     @abstractmethod
-    def list_files(self, repo: str, revision: str | None) -> dict[str, int]:
-        """Path -> size in bytes of every file at a revision, as the hub claims."""
-
-    @abstractmethod
-    def fetch(
-        self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
-    ) -> None:
-        """Download files into `folder`, under the same paths. `sizes`: path -> most bytes."""
+    def fetch(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        """Download a file of at most `size` bytes into `folder`, under the same path."""
 
     @abstractmethod
     def publish(self, publication: Publication) -> Published:
-        """Publish all files or none, to a repository that is made if there is none. Raises
-        `StaleParent` if it has changed since `publication.parent`."""
+        """Publish all files or none, to a repository that is created if necessary. Raises
+        `StaleParent` if its head is no longer `publication.parent`."""
 
     @staticmethod
     def may_pass(error: Exception) -> bool:
@@ -81,25 +71,21 @@ class Hub(ABC):
         return False
 
     def retry(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call up to `_ATTEMPTS` times with growing pauses, as long as failures `may_pass`; a
-        `HubError` never does."""
+        """Call up to `_ATTEMPTS` times, with growing pauses, while failures `may_pass`."""
         for attempt in range(_ATTEMPTS - 1):
             try:
                 return call(*args, **options)
             except Exception as error:
-                if isinstance(error, HubError) or not self.may_pass(error):
+                if not self.may_pass(error):
                     raise
                 time.sleep(_PAUSE_SECONDS * 2**attempt)
         return call(*args, **options)
 
     def read(self, repo: str, revision: str | None, path: str) -> bytes | None:
         """The content of a file of at most `ANSWER_BYTES`; None if the revision has none."""
-        # Here, because `--help` reads the table below, and must not wait for safetensors.
-        from rotationzoo.network.limits import ANSWER_BYTES
-
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                self.fetch(repo, revision, {path: ANSWER_BYTES}, Path(scratch))
+                self.fetch(repo, revision, path, ANSWER_BYTES, Path(scratch))
             except HubError as error:
                 if error.missing:
                     return None
@@ -108,8 +94,7 @@ class Hub(ABC):
 
 
 class HubEntry(NamedTuple):
-    """A hub, without its client: its name in sentences and in `list`, and its class in the module
-    of `zoo/hubs` that has the hub's name."""
+    """A hub: its name in sentences and in `list`, and its class in its module of `zoo/hubs`."""
 
     title: str
     abbreviation: str
@@ -122,7 +107,7 @@ HUBS = {
     "disk": HubEntry("disk", "disk", "Disk"),
 }
 *HUB_NAMES, DISK = HUBS
-DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub
+DEFAULT_HUB = HUB_NAMES[0]
 
 # Typer and pydantic read the choices from a Literal. mypy does not accept a computed one.
 if TYPE_CHECKING:
@@ -136,12 +121,12 @@ else:
 
 
 def is_folder(repo: str) -> bool:
-    """Whether a repository is a folder, which begins with `.`, `/` or `~`."""
+    """Whether a repository is a folder on disk, whose path begins with `.`, `/` or `~`."""
     return repo.startswith((".", "/", "~"))
 
 
 def chosen_hubs(choice: str, repo: str | None = None) -> list[str]:
-    """The hubs that a choice names; `both` and `any` mean all. A folder is on disk."""
+    """The hubs that a choice names: all of them for `both` and `any`, the disk for a folder."""
     if repo is not None and is_folder(repo):
         return [DISK]
     return [*HUB_NAMES] if choice in ("both", "any") else [choice]

@@ -1,11 +1,9 @@
-"""What the hubs share: repositories, storage for large files, tokens, and finding the route of a
-call."""
+"""The common part of both hubs: repositories, storage for large files, tokens and routes."""
 
 import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from email.message import Message
@@ -18,8 +16,7 @@ class Fault:
     """Spoil the next `count` requests of this method whose path with its query matches the pattern.
 
     `what` is the status of an error, "drop" (no answer), "cut" (half of the body), "flip" (one
-    wrong bit in the body), "lost" (the request is carried out, but nobody hears of it), or the
-    answer to give instead.
+    wrong bit in the body), "lost" (the request is carried out without an answer), or the answer.
     """
 
     method: str
@@ -32,7 +29,7 @@ class Fault:
 
 
 class Refusal(Exception):
-    """An error to answer with; each hub has its own way to write it."""
+    """An error as an answer, which each hub writes in its own way."""
 
     def __init__(
         self, status: int, message: str, code: str | int = "", headers: dict[str, str] | None = None
@@ -72,22 +69,9 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
     )
 
 
-def ranged(call: Call, data: bytes, headers: dict[str, str]) -> Answer:
-    """The bytes that the Range header asks for, or all of them."""
-    wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", call.headers.get("Range", ""))
-    if not wanted:
-        return Answer(200, data, {"Accept-Ranges": "bytes", **headers})
-    first, last = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
-    return Answer(
-        206,
-        data[first : last + 1],
-        {"Content-Range": f"bytes {first}-{last}/{len(data)}", **headers},
-    )
-
-
 @dataclass(frozen=True)
 class Blob:
-    """The content of a file. The bytes of a large one are in the storage."""
+    """The content of a file. If it is large, its bytes are in the storage."""
 
     data: bytes
     large: bool
@@ -106,13 +90,7 @@ class Commit:
     files: dict[str, Blob]
     parent: str | None
     title: str
-    description: str
-    seconds: float = field(default_factory=time.time)
-    author: str = ""  # nobody's where the test made it
-
-    @property
-    def date(self) -> str:
-        return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(self.seconds))
+    author: str = ""  # none if the test made it
 
 
 @dataclass
@@ -120,39 +98,28 @@ class Repository:
     name: str
     commits: dict[str, Commit] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)  # "refs/heads/main" and so on
-    pulls: list = field(default_factory=list)  # only Hugging Face has them
+    pulls: list = field(default_factory=list)  # only on Hugging Face
 
     def find(self, revision: str) -> str | None:
-        """The commit that a branch, a tag, a full ref or the start of a commit's name stands
-        for."""
+        """The commit of a branch, a tag, a full ref or a commit's name."""
         for ref in (revision, f"refs/heads/{revision}", f"refs/tags/{revision}"):
             if ref in self.refs:
                 return self.refs[ref]
-        found = [name for name in self.commits if len(revision) >= 7 and name.startswith(revision)]
-        return found[0] if len(found) == 1 else None
+        return revision if revision in self.commits else None
 
-    def add(
-        self,
-        ref: str,
-        parent: str | None,
-        files: dict[str, Blob],
-        title: str,
-        description: str = "",
-    ) -> str:
+    def add(self, ref: str, parent: str | None, files: dict[str, Blob], title: str) -> str:
         content = [(path, blob.oid) for path, blob in sorted(files.items())]
-        # The count tells commits apart that have everything else in common, and unlike a clock it
-        # repeats in every run.
-        name = hashlib.sha1(
-            repr((self.name, len(self.commits), parent, content, title)).encode()
-        ).hexdigest()
-        self.commits[name] = Commit(files, parent, title, description)
+        # The count tells equal commits apart, and is the same in every run.
+        unique = self.name, len(self.commits), parent, content, title
+        name = hashlib.sha1(repr(unique).encode()).hexdigest()
+        self.commits[name] = Commit(files, parent, title)
         self.refs[ref] = name
         return name
 
 
-# What the braces in a route stand for; any other name is one segment of the path.
+# The patterns of fields in a route; any other field is one segment of the path.
 FIELDS = {
-    "repository": r"(?:(?:models|datasets)/)?[\w.-]+/[\w.-]+",
+    "repository": r"(?:models/)?[\w.-]+/[\w.-]+",
     "revision": r"refs/pr/\d+|[^/]+",
     "path": r".+",
     "number": r"\d+",
@@ -161,8 +128,8 @@ FIELDS = {
 
 
 def route(methods: str, pattern: str, access: str = "read") -> Callable[[Callable], Callable]:
-    """Answer these requests with the function. `access` is "read", "write" or "open", which asks
-    for no token at all."""
+    """Answer these requests with the function. `access` is "read", "write" or "open", which needs
+    no token."""
     expression = re.compile(
         re.sub(r"{(\w+)}", lambda name: f"(?P<{name[1]}>{FIELDS.get(name[1], '[^/]+')})", pattern)
     )
@@ -180,11 +147,11 @@ class Hub:
     token = "test"
     branch = "main"
     large_suffixes = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".zip", ".parquet")
-    # Of the commit that a repository begins with.
+    # In the first commit of a repository.
     first_files: ClassVar[dict[str, bytes]] = {
         ".gitattributes": "".join(f"*{suffix} filter=lfs\n" for suffix in large_suffixes).encode()
     }
-    no_repository: str | int = ""  # what the error messages carry for a machine to read
+    no_repository: str | int = ""  # the codes in errors
     no_revision: str | int = ""
 
     def __init__(self) -> None:
@@ -195,8 +162,6 @@ class Hub:
         self.leaks: list[str] = []
         self.faults: list[Fault] = []
         self.lock = threading.RLock()
-
-    # What a test does behind the clients' backs.
 
     def create(self, name: str) -> str:
         with self.lock:
@@ -211,7 +176,7 @@ class Hub:
         delete: Iterable[str] = (),
         branch: str | None = None,
     ) -> str:
-        """Change files on a branch. One that does not exist yet starts at the default branch."""
+        """Change files on a branch. A new branch starts at the default branch."""
         with self.lock:
             repository, branch = self.repositories[name], branch or self.branch
             parent = repository.find(branch) or self.head(name)
@@ -234,8 +199,6 @@ class Hub:
     def commits(self, name: str) -> int:
         return len(self.repositories[name].commits)
 
-    # What the routes share.
-
     def is_large(self, path: str, size: int, start: bytes) -> bool:
         raise NotImplementedError
 
@@ -246,8 +209,6 @@ class Hub:
         return Blob(data, large)
 
     def stored(self, sha256: str) -> Blob:
-        if sha256 not in self.storage:
-            raise Refusal(400, f"The object {sha256} is not in the storage")
         return Blob(self.storage[sha256], True)
 
     def resolve(self, repository: Repository, revision: str) -> str:
@@ -261,28 +222,23 @@ class Hub:
         return {path: blob for path, blob in sorted(files.items()) if path.startswith(folder)}
 
     def stored_at(self, path: str, sha256: str) -> dict[str, str]:
-        """The redirect to a large file: another origin, as a CDN is. The name is there for a
-        fault's pattern to match."""
+        """The redirect to a large file at another origin, like a CDN. The pattern of a fault may
+        match the name."""
         return {"Location": f"{self.storage_origin}/storage/{sha256}?name={quote(path)}"}
 
     @route("PUT", "/storage/{sha256}", access="open")
     def store(self, call: Call, sha256: str) -> Answer:
-        if hashlib.sha256(call.body).hexdigest() != sha256:
-            raise Refusal(400, "These bytes have another sha256")
+        assert hashlib.sha256(call.body).hexdigest() == sha256
         self.storage[sha256] = call.body
         return Answer()
 
     @route("GET HEAD", "/storage/{sha256}", access="open")
     def fetch(self, call: Call, sha256: str) -> Answer:
-        if sha256 not in self.storage:
-            raise Refusal(404, "No such object")
         tags = {"ETag": f'"{sha256}"', "X-Linked-ETag": f'"{sha256}"'}
-        return ranged(call, self.storage[sha256], tags)
-
-    # From a call to its answer.
+        return Answer(200, self.storage[sha256], tags)
 
     def credential(self, call: Call) -> str | None:
-        """The token that came with a call."""
+        """The token of a call."""
         header = call.headers.get("Authorization")
         return header.removeprefix("Bearer ") if header else None
 
@@ -290,7 +246,7 @@ class Hub:
         raise NotImplementedError
 
     def record(self, call: Call) -> Fault | None:
-        """Write a call down and say what shall go wrong with it."""
+        """Record a call, and find the fault for it."""
         with self.lock:
             line = f"{call.method} {call.target}"
             self.requests.append(line)
@@ -331,6 +287,6 @@ class Hub:
             if repository is None:
                 raise Refusal(404, "No such repository", self.no_repository)
             values["repository"] = repository
-            if "revision" in values:  # a function asks for a revision and gets the commit
+            if "revision" in values:  # the function gets the commit
                 values["revision"] = self.resolve(repository, values["revision"])
         return function(call, **values)

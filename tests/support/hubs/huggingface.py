@@ -1,21 +1,22 @@
-"""A Hugging Face Hub in memory: what `huggingface_hub` and `datasets` ask of the real one, without
-xet."""
+"""A Hugging Face Hub in memory, without xet, for `huggingface_hub`."""
 
 import base64
 import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, ranged, route
+from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, route
 from support.hubs.server import running
+
+DATE = "2026-01-01T00:00:00.000Z"  # of everything
 
 
 @dataclass
 class PullRequest:
     number: int
     title: str
-    base: str  # the commit that it started from, which says what it changes
-    status: str = "draft"  # as the real hub opens those that come through the API
+    base: str  # the commit that it started from
+    status: str = "draft"  # as the real hub opens those from the API
     author: str = "tester"
 
     @property
@@ -24,7 +25,7 @@ class PullRequest:
 
 
 def as_entry(path: str, blob: Blob) -> dict:
-    """A file as trees list it."""
+    """A file in a tree."""
     entry = {"type": "file", "path": path, "size": len(blob.data), "oid": blob.oid}
     if blob.large:
         entry["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": 134}
@@ -32,7 +33,7 @@ def as_entry(path: str, blob: Blob) -> dict:
 
 
 def as_sibling(path: str, blob: Blob, blobs: bool) -> dict:
-    """A file as the description of a repository lists it."""
+    """A file in the description of a repository."""
     sibling = {"rfilename": path}
     if blobs:
         sibling |= {"size": len(blob.data), "blobId": blob.oid}
@@ -42,21 +43,20 @@ def as_sibling(path: str, blob: Blob, blobs: bool) -> dict:
 
 
 def as_discussion(repository: Repository, pull: PullRequest) -> dict:
-    name = repository.name.removeprefix("datasets/")
     return {
         "num": pull.number,
         "title": pull.title,
         "status": pull.status,
         "author": {"name": pull.author},
         "isPullRequest": True,
-        "createdAt": repository.commits[pull.base].date,
-        "repo": {"name": name, "type": "model" if name == repository.name else "dataset"},
+        "createdAt": DATE,
+        "repo": {"name": repository.name, "type": "model"},
     }
 
 
 class HuggingFaceHub(Hub):
     token = "hf_test"
-    ignores_author = False  # a hub that lists everybody's pull requests, whatever it was asked
+    ignores_author = False  # whether it lists the pull requests of all authors
     no_repository = "RepoNotFound"
     no_revision = "RevisionNotFound"
 
@@ -69,8 +69,6 @@ class HuggingFaceHub(Hub):
             headers["X-Error-Code"] = str(refusal.code)
         return as_json({"error": refusal.message}, refusal.status, headers)
 
-    # Account and repositories
-
     @route("GET", "/api/whoami-v2", access="write")
     def whoami(self, call: Call) -> Answer:
         return as_json({"type": "user", "name": "tester", "orgs": []})
@@ -79,15 +77,11 @@ class HuggingFaceHub(Hub):
     def validate_card(self, call: Call) -> Answer:
         return as_json({"errors": [], "warnings": []})
 
-    def named(self, call: Call) -> str:
-        wanted = call.json()
-        prefix = "datasets/" if wanted.get("type") == "dataset" else ""
-        return f"{prefix}{wanted.get('organization') or 'tester'}/{wanted['name']}"
-
     @route("POST", "/api/repos/create", access="write")
     def new_repository(self, call: Call) -> Answer:
-        name, url = self.named(call), f"{self.endpoint}/{self.named(call)}"
-        if name in self.repositories:  # the client wants the address here too
+        name = f"{call.json()['organization']}/{call.json()['name']}"
+        url = f"{self.endpoint}/{name}"
+        if name in self.repositories:  # the client needs the address here too
             return as_json({"error": "There is such a repository", "url": url}, 409)
         self.create(name)
         return as_json({"url": url})
@@ -95,32 +89,18 @@ class HuggingFaceHub(Hub):
     @route("GET", "/api/{repository}(?:/revision/{revision})?")
     def describe(self, call: Call, repository: Repository, revision: str | None = None) -> Answer:
         revision = revision or self.resolve(repository, self.branch)
-        files = self.listing(repository.commits[revision].files)
-        description = {
-            "id": repository.name.removeprefix("datasets/"),
-            "sha": revision,
-            "siblings": [
-                as_sibling(path, blob, "blobs" in call.query) for path, blob in files.items()
-            ],
-        }
-        return as_json(description)
-
-    # Files and refs
+        files, blobs = self.listing(repository.commits[revision].files), "blobs" in call.query
+        siblings = [as_sibling(path, blob, blobs) for path, blob in files.items()]
+        return as_json({"id": repository.name, "sha": revision, "siblings": siblings})
 
     @route("GET", "/api/{repository}/commits/{revision}")
     def history(self, call: Call, repository: Repository, revision: str) -> Answer:
-        """Newest first. It is short enough for one page."""
         lines, name = [], revision
-        while name:
+        while name:  # newest first
             commit = repository.commits[name]
-            line = {
-                "id": name,
-                "title": commit.title,
-                "message": commit.description,
-                "date": commit.date,
-                "authors": [{"user": commit.author}] if commit.author else [],
-            }
-            lines.append(line)
+            authors = [{"user": commit.author}] if commit.author else []
+            line = {"id": name, "title": commit.title, "message": "", "date": DATE}
+            lines.append({**line, "authors": authors})
             name = commit.parent
         return as_json(lines)
 
@@ -139,11 +119,9 @@ class HuggingFaceHub(Hub):
             raise self.no_entry(path, revision)
         headers = {"X-Repo-Commit": revision}
         if not blob.large:
-            return ranged(call, blob.data, {**headers, "ETag": f'"{blob.oid}"'})
+            return Answer(200, blob.data, {**headers, "ETag": f'"{blob.oid}"'})
         headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-ETag": f'"{blob.sha256}"'}
         return Answer(302, b"", {**headers, **self.stored_at(path, blob.sha256)})
-
-    # Pull requests
 
     def open_pull(self, repository: Repository, title: str, base: str) -> PullRequest:
         pull = PullRequest(len(repository.pulls) + 1, title, base)
@@ -154,8 +132,7 @@ class HuggingFaceHub(Hub):
     def propose(
         self, name: str, title: str, author: str, files: dict[str, bytes], base: str | None = None
     ) -> str:
-        """What somebody does: a pull request with these files, on the head or on an earlier commit.
-        Returns its ref."""
+        """The ref of a new pull request with these files, on the head or on an earlier commit."""
         repository = self.repositories[name]
         pull = self.open_pull(repository, title, base or self.head(name))
         pull.author = author
@@ -173,8 +150,6 @@ class HuggingFaceHub(Hub):
                 rows.append(as_discussion(repository, pull))
         return as_json({"discussions": rows, "count": len(rows), "start": 0})
 
-    # Uploads: what to send how, the large files, and one commit
-
     @route("POST", "/api/{repository}/preupload/{revision}", access="write")
     def preupload(self, call: Call, repository: Repository, revision: str) -> Answer:
         answers = []
@@ -183,7 +158,7 @@ class HuggingFaceHub(Hub):
             mode = "lfs" if self.is_large(path, wanted["size"], sample) else "regular"
             answer = {"path": path, "uploadMode": mode, "shouldIgnore": False}
             known = repository.commits[revision].files.get(path)
-            if known:  # by which the client knows a file that it need not send
+            if known:  # the client does not send such a file
                 answer["oid"] = known.sha256 if known.large else known.oid
             answers.append(answer)
         return as_json({"files": answers})
@@ -207,8 +182,6 @@ class HuggingFaceHub(Hub):
     @route("POST", "/api/{repository}/commit/{branch}", access="write")
     def new_commit(self, call: Call, repository: Repository, branch: str) -> Answer:
         ref = branch if branch.startswith("refs/") else f"refs/heads/{branch}"
-        if ref not in repository.refs:
-            raise Refusal(404, f"No such branch: {branch}", self.no_revision)
         parent, files = repository.refs[ref], dict(repository.commits[repository.refs[ref]].files)
         header, *operations = [json.loads(line) for line in call.body.splitlines() if line.strip()]
         summary = header["value"]
@@ -224,7 +197,7 @@ class HuggingFaceHub(Hub):
         if "create_pr" in call.query:
             pull = self.open_pull(repository, title, parent)
             ref = pull.ref
-        name = repository.add(ref, parent, files, title, summary.get("description", ""))
+        name = repository.add(ref, parent, files, title)
         page = f"{self.endpoint}/{repository.name}"
         answer = {"success": True, "commitOid": name, "commitUrl": f"{page}/commit/{name}"}
         if pull:

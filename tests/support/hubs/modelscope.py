@@ -1,8 +1,4 @@
-"""A ModelScope hub in memory: what `modelscope_hub` asks of the real one for model repositories.
-
-The client's source says which fields it reads; what else the real hub answers is not known here,
-and so it is left out.
-"""
+"""A ModelScope hub in memory, for models. It has the fields that `modelscope_hub` reads."""
 
 import base64
 from contextlib import AbstractContextManager
@@ -12,7 +8,7 @@ from typing import Any, ClassVar
 from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, route
 from support.hubs.server import running
 
-LARGE = 64 * 1024  # from here on the client sends any file through the storage
+LARGE = 64 * 1024  # bytes; the client sends larger files to the storage
 ALWAYS_SMALL = ("README.md", "config.json", "configuration.json", ".gitattributes")
 
 
@@ -51,8 +47,6 @@ class ModelScopeHub(Hub):
         }
         return as_json(body, refusal.status, refusal.headers)
 
-    # Account and repositories
-
     @route("POST", "/api/v1/models", access="write")
     def new_repository(self, call: Call) -> Answer:
         wanted = call.json()
@@ -66,7 +60,7 @@ class ModelScopeHub(Hub):
     def describe(self, call: Call, repository: Repository) -> Answer:
         owner, name = repository.name.split("/")
         data = {"id": repository.name, "owner": owner, "name": name}
-        # One address spells it so, one so.
+        # The two addresses have different keys.
         return as_json({"success": True, "data": data, "Code": 200, "Data": data})
 
     @route("GET", "/api/v1/models/{repository}/revisions")
@@ -74,30 +68,22 @@ class ModelScopeHub(Hub):
         found: dict[str, list] = {"Branches": [], "Tags": []}
         for ref, commit in repository.refs.items():
             _, kind, name = ref.split("/", 2)
-            row = {
-                "Revision": name,
-                "CommitId": commit,
-                "CreatedAt": int(repository.commits[commit].seconds),
-            }
+            row = {"Revision": name, "CommitId": commit, "CreatedAt": 0}
             found["Tags" if kind == "tags" else "Branches"].append(row)
         return wrapped({"RevisionMap": found})
 
     @route("POST", "/api/v1/models/{repository}/repo/tag", access="write")
     def new_tag(self, call: Call, repository: Repository) -> Answer:
         ref = f"refs/tags/{call.json()['TagName']}"
-        if ref in repository.refs:
-            raise Refusal(400, "A tag of this name exists")
+        assert ref not in repository.refs
         repository.refs[ref] = self.resolve(repository, call.json()["Ref"])
         return wrapped({})
-
-    # Uploads: the large files, then one commit
 
     @route("POST", "/api/v1/repos/models/{repository}/info/lfs/objects/batch", access="write")
     def negotiate(self, call: Call, repository: Repository) -> Answer:
         answers = []
         for wanted in call.json()["objects"]:
-            # The client sends its token wherever this leads, so it stays at home; otherwise `leaks`
-            # would be the client's.
+            # At the endpoint: the client sends its token to any address, even to another host.
             actions = {"upload": {"href": f"{self.endpoint}/storage/{wanted['oid']}"}}
             known = wanted["oid"] in self.storage
             answers.append(wanted if known else {**wanted, "actions": actions})
@@ -106,8 +92,6 @@ class ModelScopeHub(Hub):
     @route("POST", "/api/v1/repos/models/{repository}/commit/{branch}", access="write")
     def new_commit(self, call: Call, repository: Repository, branch: str) -> Answer:
         ref = f"refs/heads/{branch}"
-        if ref not in repository.refs:
-            raise Refusal(400, f"{branch} is not a branch, and only branches take commits")
         parent, wanted = repository.refs[ref], call.json()
         files = dict(repository.commits[parent].files)
         for action in wanted["actions"]:
@@ -116,8 +100,6 @@ class ModelScopeHub(Hub):
             else:
                 files[action["path"]] = Blob(base64.b64decode(action["content"]), False)
         return wrapped({"CommitId": repository.add(ref, parent, files, wanted["commit_message"])})
-
-    # Downloads
 
     def revision(self, call: Call, repository: Repository) -> str:
         return self.resolve(repository, call.option("Revision", self.branch))
@@ -141,7 +123,7 @@ class ModelScopeHub(Hub):
             raise Refusal(404, f"No such file: {path}")
         if blob.large:
             return Answer(302, b"", self.stored_at(path, blob.sha256))
-        return Answer(200, blob.data)  # all of it: the real hub does not heed Range here
+        return Answer(200, blob.data)
 
 
 def serve() -> AbstractContextManager[ModelScopeHub]:

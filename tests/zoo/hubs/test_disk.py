@@ -1,4 +1,4 @@
-"""A folder in the place of a hub: what is pushed to it is listed, pulled and checked."""
+"""A folder instead of a hub: its artifacts are pushed, listed, pulled and checked."""
 
 import pytest
 from support.command_line import succeeded
@@ -15,10 +15,9 @@ FOLDER = "./carried"
 
 @pytest.fixture
 def pushed(zoo, made):
-    """What `push` printed, and the files in the folder."""
+    """The output of `push`, and the folder of the artifact."""
     pushed = ok(zoo.run("push", made, FOLDER, "--json"))
-    place = zoo.folder / FOLDER / pushed["path"]
-    return pushed, place
+    return pushed, zoo.folder / FOLDER / pushed["path"]
 
 
 def test_what_is_pushed_to_a_folder_is_listed_and_pulled_wherever_it_is_carried(zoo, made, pushed):

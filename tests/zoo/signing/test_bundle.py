@@ -1,15 +1,14 @@
-"""Signature files that are none, and signatures that were tampered with."""
+"""Damaged signature files, and manipulated signatures."""
 
 import base64
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.settings import Signatures
-from rotationzoo.zoo.signing import LIMIT, Signed, check_signature, make_demand
+from rotationzoo.zoo.signing import Signed, SigningTool, check_signature, make_demand
 
 FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
 
@@ -17,8 +16,6 @@ FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
 @pytest.fixture
 def signed(keys) -> dict:
     """A signature of `FILES`, as JSON."""
-    from rotationzoo.zoo.signing import SigningTool
-
     data, signer = SigningTool(keys.ours).sign(FILES, "oscar-0123")
     assert signer == make_demand(Signatures(signers=[str(keys.public)])).signers[0]
     return json.loads(data)
@@ -29,23 +26,20 @@ def check(content: dict, keys) -> None:
     check_signature(Signed("it", FILES, json.dumps(content).encode()), demand)
 
 
-@contextmanager
-def edited_statement(content: dict) -> Iterator[dict]:
-    """What a signature states, which is put back when the block ends."""
-    envelope = content["dsseEnvelope"]
-    said = json.loads(base64.b64decode(envelope["payload"]))
-    yield said
-    envelope["payload"] = base64.b64encode(json.dumps(said).encode()).decode()
-
-
 def stating(change: Callable[[dict], object]) -> Callable[[dict], None]:
-    """A change of the signature that makes this change of its statement."""
+    """The same change, of the statement in a signature."""
 
     def apply(content: dict) -> None:
-        with edited_statement(content) as said:
-            change(said)
+        envelope = content["dsseEnvelope"]
+        said = json.loads(base64.b64decode(envelope["payload"]))
+        change(said)
+        envelope["payload"] = base64.b64encode(json.dumps(said).encode()).decode()
 
     return apply
+
+
+def resources(said: dict) -> list[dict]:
+    return said["predicate"]["resources"]
 
 
 @pytest.mark.hostile("malformed")
@@ -64,45 +58,43 @@ def stating(change: Callable[[dict], object]) -> Callable[[dict], None]:
         lambda parts: parts["dsseEnvelope"].update(signatures=[{"sig": "AAAA"}] * 2),
         stating(lambda said: said.update(_type="other")),
         stating(lambda said: said.update(predicateType="https://slsa.dev/provenance/v1")),
-        stating(lambda said: said["predicate"]["resources"][0].update(algorithm="md5")),
-        stating(
-            lambda said: said["predicate"].update(resources=2 * said["predicate"]["resources"])
-        ),
+        stating(lambda said: resources(said)[0].update(algorithm="md5")),
+        stating(lambda said: resources(said).extend(resources(said))),
     ],
 )
 def test_a_signature_that_lacks_a_part_or_states_something_else_is_damaged(signed, keys, change):
     change(signed)
-    with pytest.raises(RotationZooError, match=r"the signature of it (is damaged|does not hold)"):
+    with pytest.raises(RotationZooError, match=r"the signature of it is (damaged|invalid)"):
         check(signed, keys)
 
 
+ZEROS = base64.b64encode(b"0" * 70).decode()
+
+
 @pytest.mark.hostile("hub")
-@pytest.mark.parametrize("what", ["statement", "signature", "file", "no file", "one file more"])
-def test_a_signature_that_was_tampered_with_does_not_hold(signed, keys, what):
-    with edited_statement(signed) as said:
-        resources = said["predicate"]["resources"]
-        if what == "statement":
-            said["subject"][0]["name"] = "another model"
-        if what == "file":
-            resources[0]["digest"] = "0" * 64
-        if what == "no file":
-            del resources[0]
-        if what == "one file more":
-            resources.append({**resources[0], "name": "more.bin"})
-    if what == "signature":
-        signed["dsseEnvelope"]["signatures"][0]["sig"] = base64.b64encode(b"0" * 70).decode()
-    with pytest.raises(RotationZooError, match=r"does not hold|is for other files") as refusal:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts["dsseEnvelope"]["signatures"][0].update(sig=ZEROS),
+        stating(lambda said: said["subject"][0].update(name="another model")),
+        stating(lambda said: resources(said)[0].update(digest="0" * 64)),
+        stating(lambda said: resources(said).pop()),
+        stating(lambda said: resources(said).append({**resources(said)[0], "name": "more.bin"})),
+    ],
+    ids=["signature", "statement", "file", "no file", "one file more"],
+)
+def test_a_manipulated_signature_is_invalid(signed, keys, change):
+    change(signed)
+    with pytest.raises(RotationZooError, match=r"is invalid|is for other files") as refusal:
         check(signed, keys)
     assert refusal.value.hint
 
 
 @pytest.mark.hostile("hub")
 def test_a_signature_with_the_hint_of_a_key_that_did_not_make_it(signed, keys):
-    from rotationzoo.zoo.signing import SigningTool
-
     other = json.loads(SigningTool(keys.other).sign(FILES, "oscar-0123")[0])
     other["verificationMaterial"] = signed["verificationMaterial"]
-    with pytest.raises(RotationZooError, match="does not hold: it was not made with that key"):
+    with pytest.raises(RotationZooError, match="is invalid: it was not made with that key"):
         check(other, keys)
 
 
@@ -113,12 +105,6 @@ def test_a_certificate_that_is_none(signed, keys, certificate):
     signed["verificationMaterial"] = {"certificate": {"rawBytes": raw}}
     with pytest.raises(RotationZooError, match="no certificate that names its signer"):
         check(signed, keys)
-
-
-@pytest.mark.hostile("size")
-def test_a_signature_that_is_too_large(keys):
-    with pytest.raises(RotationZooError, match="no signature has more than"):
-        check_signature(Signed("it", FILES, b" " * (LIMIT + 1)), make_demand(Signatures()))
 
 
 @pytest.mark.hostile("malformed")
