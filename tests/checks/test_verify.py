@@ -29,8 +29,9 @@ def copy(calibrated, tmp_path) -> Artifact:
 
 def swapped(tensors: dict) -> dict:
     """The tensors of keys under the names of values, and the reverse."""
-    other = {"key": "value", "value": "key"}
-    names = {re.sub("key|value", lambda side: other[side[0]], name): name for name in tensors}
+    other = {".key.": ".value.", ".value.": ".key."}
+    pattern = r"\.key\.|\.value\."
+    names = {re.sub(pattern, lambda side: other[side[0]], name): name for name in tensors}
     return {new: tensors[name] for new, name in names.items()}
 
 
