@@ -119,8 +119,12 @@ def _waits_itself(index: int) -> bool:
 def _launch_config(grid: tuple[int, int, int], threads: int, early: bool, shared: int) -> Any:
     from cuda.core import LaunchConfig
 
-    option = {_EARLY: True} if early else {}
-    return LaunchConfig(grid=grid, block=threads, shmem_size=shared, **option)
+    options: dict[str, Any] = {"grid": grid, "block": threads}
+    if early:
+        options[_EARLY] = True
+    if shared:
+        options["shmem_size"] = shared
+    return LaunchConfig(**options)
 
 
 def _values(arguments: tuple[Any, ...]) -> list[int | float]:

@@ -9,7 +9,15 @@ import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import TYPES, Launcher, build
-from rotationzoo.codec.kernels import Attend, Finish, Pages, Prepare, Segments, Strides, Window
+from rotationzoo.codec.kernels.parameters import (
+    Attend,
+    Finish,
+    Pages,
+    Prepare,
+    Segments,
+    Strides,
+    Window,
+)
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.slots import TOGETHER, count_slots, list_slots, slot_table
 from rotationzoo.codec.transform import SegmentLayout, list_scales

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotationzoo.codec import cuda, int2
-from rotationzoo.codec.kernels import Quantize
+from rotationzoo.codec.kernels.parameters import Quantize
 from rotationzoo.errors import RotationZooError
 
 _OLDEST_GPU = 8, 0  # the compute capability that the kernels need

@@ -12,11 +12,10 @@ from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.codec.cuda import TYPES, Launcher, allow_shared, build
 from rotationzoo.codec.cuda_attention import choose_splits
 from rotationzoo.codec.formats import SEGMENTS
-from rotationzoo.codec.kernels import (
+from rotationzoo.codec.kernels.parameters import (
     AttendLatents,
     Begin,
     CopiedPages,
-    LatentRows,
     MergeLatents,
     Pages,
     ScaleQueries,
@@ -286,7 +285,8 @@ def attend(
         pieces=_piece_table(layout, variant.pieces, query.device),
         middles=_middles(layout, query.device),
         levels=None if begin else list_scales(query.device),
-        row=LatentRows(_code_bytes(layout), _row_stride(layout)),
+        row_bytes=_code_bytes(layout),
+        row_stride=_row_stride(layout),
         begin=begin or Begin(0, 0),
         rope=layout.bytes,
         starts=starts,

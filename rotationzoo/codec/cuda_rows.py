@@ -6,7 +6,7 @@ from rotationzoo.codec import cuda
 from rotationzoo.codec.cuda import Packed, Variant
 from rotationzoo.codec.cuda_encoder import clip_encoder
 from rotationzoo.codec.formats import SGLANG, Format
-from rotationzoo.codec.kernels import Dequantize
+from rotationzoo.codec.kernels.parameters import Dequantize
 
 
 def quantize(

@@ -10,7 +10,7 @@ import torch
 from rotationzoo.codec import int2
 from rotationzoo.codec.cuda import Launcher, Variant, build, run_beside
 from rotationzoo.codec.cuda_encoder import kernels_run_on, supports
-from rotationzoo.codec.kernels import IntoPages, StoreSegments
+from rotationzoo.codec.kernels.parameters import IntoPages, StoreSegments
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 
 FEW = 2000

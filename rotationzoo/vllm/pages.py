@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from rotationzoo.codec import attention, cuda, cuda_attention, cuda_segments, kernels
+from rotationzoo.codec import attention, cuda, cuda_attention, cuda_segments
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import Encoder, kernels_run_on
+from rotationzoo.codec.kernels import parameters
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.codec.transform import SegmentLayout, list_scales
@@ -128,11 +129,11 @@ class LayerPages:
             return
         size = self.copies["key"].element_size()
         key, value = (
-            kernels.CopiedRows(rows[side], rows[side].stride(0) * size, self.copies[side])
+            parameters.CopiedRows(rows[side], rows[side].stride(0) * size, self.copies[side])
             for side in SIDES
         )
         places = step.page_offsets, step.slots
-        arguments = kernels.CopyRows(*places, dim * size, key=key, value=value)
+        arguments = parameters.CopyRows(*places, dim * size, key=key, value=value)
         kernel = _store_kernel("copy_rows", self.tokens, device)
         Launcher(device)(kernel, (tokens, heads, 2), 64, arguments)
 
@@ -167,7 +168,7 @@ class LayerPages:
         """Write packed rows to pages, in one launch."""
         layout, memory = self.layouts[side], self.memory[side]
         assert isinstance(layout, PageLayout)
-        arguments = kernels.Store(
+        arguments = parameters.Store(
             codes=packed.codes,
             numbers=packed.metadata,
             pages=step.pages,
@@ -175,7 +176,7 @@ class LayerPages:
             memory=memory,
             page_bytes=self.page_bytes,
             code_bytes=layout.dim // 4,
-            begin=kernels.Begin(*layout.starts[1:3]),
+            begin=parameters.Begin(*layout.starts[1:3]),
             groups=layout.groups,
             number_bytes=packed.metadata.element_size(),
             bad=self.bad[self.counted.index(side)],
@@ -210,13 +211,15 @@ class LayerPages:
         return self.codec.rounding == "transform" and kernels_run_on(self.bad.device)
 
     @cached_property
-    def segments(self) -> dict[str, kernels.IntoPages]:
+    def segments(self) -> dict[str, parameters.IntoPages]:
         """The arguments of these kernels for the pages of each side."""
         into = {}
         for side, bad in zip(self.sides, self.bad, strict=False):
             layout, steps = self.layouts[side], self.codec.steps(self.layer, side)
             assert isinstance(layout, SegmentLayout)
-            into[side] = kernels.IntoPages(steps, layout.places(bad.device), self.memory[side], bad)
+            into[side] = parameters.IntoPages(
+                steps, layout.places(bad.device), self.memory[side], bad
+            )
         return into
 
     def _store_segments(self, step: Step, rows: Rows) -> None:
@@ -230,8 +233,8 @@ class LayerPages:
                 matrix = self.codec.forward(self.layer, side)
                 mean = self.codec.rotations[self.layer][side].mean
                 given = rows[side], rows[side].stride(0)
-                both.append(kernels.SegmentSide(*given, matrix, mean, into))
-            few = kernels.StoreFewSegments(*pages, list_scales(device), *both)
+                both.append(parameters.SegmentSide(*given, matrix, mean, into))
+            few = parameters.StoreFewSegments(*pages, list_scales(device), *both)
             kernel = cuda_segments.compiled("store_few_segments", *of_pages)
             Launcher(device)(kernel, (tokens, heads, 2), 4 * dim, few)
             return

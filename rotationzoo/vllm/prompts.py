@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import torch
 
-from rotationzoo.codec import kernels
 from rotationzoo.codec.attention import Scores, attend_rows
 from rotationzoo.codec.cuda import THREADS, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.kernels import parameters
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.rotations import SIDES
@@ -20,7 +20,7 @@ from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
 from rotationzoo.vllm.steps import Step
 from rotationzoo.vllm.streams import find_stream
 
-_Restore = kernels.Gather | kernels.RestoreRows | kernels.RestoreSegments
+_Restore = parameters.Gather | parameters.RestoreRows | parameters.RestoreSegments
 _BEHIND = 256  # the most tokens after the last one that may share its tile
 Size = tuple[tuple[int, ...], torch.dtype]
 Lend = Callable[..., list[torch.Tensor]]
@@ -213,10 +213,10 @@ class LayerReader:
             mean = self.pages.codec.rotations[self.pages.layer].key.mean
             held, sides = self.pages.copies, zip(SIDES, into, strict=True)
             key, value = (
-                kernels.GatheredRows(held[side], new[side], new[side].stride(0), target)
+                parameters.GatheredRows(held[side], new[side], new[side].stride(0), target)
                 for side, target in sides
             )
-            arguments = kernels.Gather(
+            arguments = parameters.Gather(
                 tokens=_tokens(exact.read, table),
                 room=len(into[0]),
                 slot_of=step.slot_of,
@@ -250,16 +250,16 @@ class LayerReader:
         given = _tokens(segment, table), len(into[0]), pages.page_bytes
         if pages.has_segments:
             of_sides = (
-                kernels.RestoredSegments(each.places, each.memory, to)
+                parameters.RestoredSegments(each.places, each.memory, to)
                 for each, to in zip(pages.segments.values(), into, strict=True)
             )
-            restored = kernels.RestoreSegments(*given, list_scales(table.device), *of_sides)
+            restored = parameters.RestoreSegments(*given, list_scales(table.device), *of_sides)
             self._launch("restore_segments", segment, restored)
             return
         memory = (pages.memory[side] for side in SIDES)
-        both = [kernels.RestoredRows(*pair) for pair in zip(memory, into, strict=True)]
+        both = [parameters.RestoredRows(*pair) for pair in zip(memory, into, strict=True)]
         if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
-            arguments = kernels.RestoreRows(*given, kernels.Begin(*layout.starts[1:3]), *both)
+            arguments = parameters.RestoreRows(*given, parameters.Begin(*layout.starts[1:3]), *both)
             self._launch("restore_rows", segment, arguments)
             return
         places = self._places(table, *segment.positions)
@@ -297,10 +297,10 @@ def _restore_kernel(
     return Kernel(code.get_kernel(name), variant.block_rows)
 
 
-def _tokens(of: Segment, table: torch.Tensor) -> kernels.Tokens:
+def _tokens(of: Segment, table: torch.Tensor) -> parameters.Tokens:
     """A kernel's argument for tokens of prompts whose pages are in this table."""
     starts = of.bounds, of.firsts, of.jumps, of.gaps
-    return kernels.Tokens(*starts, prompts=len(of.firsts), table=table, stride=table.stride(0))
+    return parameters.Tokens(*starts, prompts=len(of.firsts), table=table, stride=table.stride(0))
 
 
 def _allocate(device: torch.device, *sizes: Size) -> list[torch.Tensor]:

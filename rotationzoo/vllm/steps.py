@@ -12,7 +12,7 @@ import torch
 
 from rotationzoo.codec.cuda import Launcher, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
-from rotationzoo.codec.kernels import Plan
+from rotationzoo.codec.kernels.parameters import Plan
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.vllm import segments
 from rotationzoo.vllm.segments import Known, Prompts, Reads, find_reads, plan_prompts

@@ -15,6 +15,10 @@ are cold, and the medians are over CUDA graph replays. In the same run:
 * `N tokens`: the same for N new tokens of each request, which the decode kernel reads;
 * `bf16`: torch's `scaled_dot_product_attention` over contiguous rows, with its fastest kernel.
 
+A shape is requests, tokens of each, query heads, KV heads, channels of a head, and those of an
+exact key beside a latent (MLA): with `1x32768x128x1x512x64`, `LatentPages` reads, and `bf16` is
+vLLM's kernel for such layers (FlashAttention 3, in pages).
+
 Prompts are measured in a whole vLLM, by serve_engine.py.
 """
 
@@ -43,7 +47,8 @@ from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.geometry import Layer
 from rotationzoo.recipe.loading import PRESETS
-from rotationzoo.rotations import SIDES, Rotation
+from rotationzoo.rotations import Rotation
+from rotationzoo.vllm.latents import LatentPages, LatentReader
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.segments import LONG, Known
@@ -69,13 +74,12 @@ class Shape:
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
-    rope_dim: int | None = None
-    """Of the exact key beside a latent."""
+    rope_dim: int = 0
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values in bfloat16."""
-        return 2 * 2 * self.kv_heads * self.dim
+        return 2 * self.kv_heads * (self.dim + (self.rope_dim or self.dim))
 
     @property
     def bytes(self) -> int:
@@ -86,9 +90,15 @@ class Shape:
 def bound_of(shape: Shape, settings: CacheSettings) -> int:
     """Bytes of codes and of exact tokens, without the padding of the last page: all that a step
     reads."""
-    layouts = [settings.codec.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES]
-    packed, exact = sum(sum(layout.row_bytes) for layout in layouts), SINK + RECENT
+    packed = sum(sum(layout.row_bytes) for layout in layouts_of(settings)) + 2 * shape.rope_dim
+    exact = SINK + RECENT
     return int(shape.batch * ((shape.context - exact) * packed + exact * shape.token_bytes))
+
+
+def layouts_of(settings: CacheSettings) -> list[PageLayout | SegmentLayout]:
+    """The pages of keys and values, or of latents."""
+    codec, format = settings.codec, settings.layout.format
+    return [codec.page_layout(0, side, PAGE, format) for side in codec.rotations.cached.sides]
 
 
 def random_pages(layout: PageLayout | SegmentLayout, count: int, device: str) -> torch.Tensor:
@@ -113,7 +123,7 @@ def settings_of(
     """Random rotations; with transform coding in so many bits in the format `segments`, of channels
     whose deviations fall from 1 to e^-fall: 0 is what random weights have."""
     sizes = shape.heads, shape.kv_heads, shape.dim, shape.dim
-    geometry = [Layer(0, 0, *sizes, rope_dim=shape.rope_dim)]
+    geometry = [Layer(0, 0, *sizes, rope_dim=shape.rope_dim or None)]
     generator = torch.Generator().manual_seed(0)
 
     def complete(_: int, __: str, rotation: Rotation) -> Rotation:
@@ -143,24 +153,25 @@ class Server:
         self.shape, self.settings = shape, settings
         each = -(-(shape.context + 1) // PAGE)
         count = shape.batch * each + 1
+        layouts, beside = layouts_of(settings), PAGE * shape.rope_dim
+        taken = sum(layout.bytes for layout in layouts) + 2 * beside
+        cell = -(-taken // (shape.kv_heads * PAGE))
+        kind = LatentPages if beside else LayerPages
         self.planner = Planner(
             settings.layout, PAGE, count, shape.batch, torch.device("cuda"), LONG, verified
         )
         self.table = (torch.randperm(count - 1, device="cuda") + 1).view(shape.batch, each)
-        self.layers = [self._make_layer(count) for _ in range(copies)]
-        for layer in self.layers:
+        self.layers = []
+        for _ in range(copies):
+            parts = [random_pages(layout, count, "cuda") for layout in layouts]
+            parts.append(torch.randn(count, beside, device="cuda").bfloat16().view(torch.uint8))
+            padding = cell * shape.kv_heads * PAGE - taken
+            filled = torch.nn.functional.pad(torch.cat(parts, 1), (0, padding))
+            cache = filled.view(count, shape.kv_heads, PAGE, cell)
+            layer = kind(settings, 0, cache, self.planner.slots, torch.bfloat16)
             for copied in layer.copies.values():
                 copied.normal_()
-
-    def _make_layer(self, count: int) -> LayerPages:
-        """A layer with so many pages of random codes."""
-        codec, format, heads = self.settings.codec, self.settings.layout.format, self.shape.kv_heads
-        layouts = [codec.page_layout(0, side, PAGE, format) for side in SIDES]
-        cell = -(-sum(layout.bytes for layout in layouts) // (heads * PAGE))
-        pages = torch.cat([random_pages(layout, count, "cuda") for layout in layouts], 1)
-        filled = torch.nn.functional.pad(pages, (0, cell * heads * PAGE - pages.shape[1]))
-        cache = filled.view(count, heads, PAGE, cell)
-        return LayerPages(self.settings, 0, cache, self.planner.slots, torch.bfloat16)
+            self.layers.append(layer)
 
     def numbers(self, counts: list[int], lengths: list[int], few: int) -> tuple:
         """The arguments of `plan`, where the first requests get `counts` new tokens, and `few` of
@@ -189,14 +200,15 @@ def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object
     """The parts of a step with `new` tokens of each request that are timed."""
     shape, step, rows = server.shape, server.step(new, new), new * server.shape.batch
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-    query, scores = draw(rows, shape.heads, shape.dim), Scores(shape.dim**-0.5)
-    given = {side: draw(rows, shape.kv_heads, shape.dim) for side in SIDES}
-    output = torch.empty_like(query)
-    both = query, scores, output
+    query, scores = draw(rows, shape.heads, shape.dim + shape.rope_dim), Scores(shape.dim**-0.5)
+    key = draw(rows, shape.kv_heads, shape.dim + shape.rope_dim)
+    given = {"key": key, "value": draw(rows, shape.kv_heads, shape.dim)}
+    output = torch.empty_like(query[..., : shape.dim])
+    both, reader = (query, scores, output), LatentReader if shape.rope_dim else LayerReader
     return {
         "reading": lambda layer: layer.attend(step, *both),
         "storing": lambda layer: layer.store(step, given),
-        "whole step": lambda layer: LayerReader(layer).run(step, query, given, scores, output),
+        "whole step": lambda layer: reader(layer).run(step, query, given, scores, output),
     }
 
 
@@ -211,7 +223,38 @@ def time_shape(
         yield f"{new} tokens", timed(ways_of(server, new)["whole step"], server.layers)
     del server
     torch.cuda.empty_cache()
-    yield "bf16", time_bfloat16(shape)
+    yield "bf16", time_latents(shape) if shape.rope_dim else time_bfloat16(shape)
+
+
+def time_latents(shape: Shape) -> float:
+    """Seconds of vLLM's kernel for latents in pages."""
+    from vllm.v1.attention.backends import fa_utils
+
+    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    rank, pages = shape.dim, shape.batch * shape.context // PAGE
+    rows = pages, PAGE, 1, rank + shape.rope_dim
+    query = draw(shape.batch, shape.heads, rows[-1])
+    count = partial(torch.tensor, dtype=torch.int32, device="cuda")
+    bounds, lengths = count(range(shape.batch + 1)), count([shape.context] * shape.batch)
+    table = torch.randperm(pages, device="cuda").int().view(shape.batch, -1)
+
+    def read(cache: torch.Tensor) -> None:
+        fa_utils.flash_attn_varlen_func(
+            q=query[..., rank:],
+            k=cache[..., rank:],
+            v=cache[..., :rank],
+            q_v=query[..., :rank],
+            cu_seqlens_q=bounds,
+            seqused_k=lengths,
+            max_seqlen_q=1,
+            max_seqlen_k=shape.context,
+            block_table=table,
+            causal=True,
+            fa_version=3,
+            num_splits=32,  # vLLM's most in a graph
+        )
+
+    return timed(read, list(draw(copies_of(shape.bytes), *rows)))
 
 
 def time_bfloat16(shape: Shape) -> float:

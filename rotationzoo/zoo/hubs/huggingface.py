@@ -107,8 +107,8 @@ class HuggingFace(Hub):
         with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
             hf_raise_for_status(response)
             what = f"{path} of {repo} on Hugging Face"
-            chunks, headers = response.iter_bytes(), response.headers
-            limits.save_chunks(chunks, folder / path, size, what, headers)
+            chunks, told = response.iter_bytes(), response.headers
+            limits.save_chunks(chunks, folder / path, size, what, told)
 
     def publish(self, publication: Publication) -> Published:
         from huggingface_hub import CommitOperationAdd

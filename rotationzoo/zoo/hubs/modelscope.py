@@ -192,8 +192,8 @@ class ModelScope(Hub):
         with self.files.get(url, headers=headers, cookies=cookies, stream=True) as response:
             raise_for_status(response)
             what = f"{path} of {repo} on ModelScope"
-            chunks, headers = read_chunks(response), response.headers
-            limits.save_chunks(chunks, folder / path, size, what, headers)
+            chunks, told = read_chunks(response), response.headers
+            limits.save_chunks(chunks, folder / path, size, what, told)
 
     def publish(self, publication: Publication) -> Published:
         """Commit, then add the tag for complete files. `create_pr` has no effect."""
