@@ -32,10 +32,8 @@ import torch
 from measuring import DEVICE, make_parser, run_arms, start_engine
 from traffic_alone import Alone, Likeliest, Stay, Watch, sampling
 
-FLOOR = {"float32": 0.003, "bfloat16": 0.03}
-"""Nats by which correct answers may differ."""
-BESIDE = 0.2
-"""The share of requests that are also asked next to a stranger."""
+FLOOR = {"float32": 0.003, "bfloat16": 0.03}  # nats by which correct answers may differ
+BESIDE = 0.2  # the share of requests that are also asked next to a stranger
 SIZES = {
     "prefix": 20_000, "own": 4000, "answer": 40, "chunks": [512, 1024, 2048, 4096, 8192],
     "active": 16, "seqs": 256, "longest": 65_536, "stranger": 700,
@@ -54,10 +52,8 @@ class Question:
 
     prompt: list[int]
     samples: int
-    answers: dict[int, Any] = field(default_factory=dict)
-    """vLLM's request of each sample, if it exists."""
-    names: list[str] = field(default_factory=list)
-    """Of the samples, in the engine."""
+    answers: dict[int, Any] = field(default_factory=dict)  # vLLM's request of each sample
+    names: list[str] = field(default_factory=list)  # of the samples, in the engine
     done: bool = False
 
 

@@ -88,8 +88,7 @@ class Shape:
 
 
 def bound_of(shape: Shape, settings: CacheSettings) -> int:
-    """Bytes of codes and of exact tokens, without the padding of the last page: all that a step
-    reads."""
+    """Bytes of codes and exact tokens that a step reads, without the padding of the last page."""
     packed = sum(sum(layout.row_bytes) for layout in layouts_of(settings)) + 2 * shape.rope_dim
     exact = SINK + RECENT
     return int(shape.batch * ((shape.context - exact) * packed + exact * shape.token_bytes))
@@ -102,8 +101,7 @@ def layouts_of(settings: CacheSettings) -> list[PageLayout | SegmentLayout]:
 
 
 def random_pages(layout: PageLayout | SegmentLayout, count: int, device: str) -> torch.Tensor:
-    """Pages of random codes, uint8 `[count, bytes of a page]`, with scales and offsets as those of
-    rows of variance 1."""
+    """Pages of random codes, uint8 `[count, bytes]`, with the scales of rows of variance 1."""
     pages = torch.randint(0, 256, (count, layout.bytes), dtype=torch.uint8, device=device)
     sections = layout.view(pages)
     if isinstance(sections, list):
@@ -174,8 +172,7 @@ class Server:
             self.layers.append(layer)
 
     def numbers(self, counts: list[int], lengths: list[int], few: int) -> tuple:
-        """The arguments of `plan`, where the first requests get `counts` new tokens, and `few` of
-        them are few."""
+        """The arguments of `plan`: requests get `counts` new tokens, of which `few` are few."""
         rows = len(counts)
         parts = [
             torch.arange(end - count, end, device="cuda")
@@ -235,24 +232,14 @@ def time_latents(shape: Shape) -> float:
     rows = pages, PAGE, 1, rank + shape.rope_dim
     query = draw(shape.batch, shape.heads, rows[-1])
     count = partial(torch.tensor, dtype=torch.int32, device="cuda")
-    bounds, lengths = count(range(shape.batch + 1)), count([shape.context] * shape.batch)
     table = torch.randperm(pages, device="cuda").int().view(shape.batch, -1)
+    own = {"max_seqlen_q": 1, "max_seqlen_k": shape.context, "block_table": table, "causal": True}
+    own |= {"cu_seqlens_q": count(range(shape.batch + 1)), "fa_version": 3}
+    own |= {"seqused_k": count([shape.context] * shape.batch), "num_splits": 32}  # as in a graph
 
     def read(cache: torch.Tensor) -> None:
-        fa_utils.flash_attn_varlen_func(
-            q=query[..., rank:],
-            k=cache[..., rank:],
-            v=cache[..., :rank],
-            q_v=query[..., :rank],
-            cu_seqlens_q=bounds,
-            seqused_k=lengths,
-            max_seqlen_q=1,
-            max_seqlen_k=shape.context,
-            block_table=table,
-            causal=True,
-            fa_version=3,
-            num_splits=32,  # vLLM's most in a graph
-        )
+        rows = {"q": query[..., rank:], "k": cache[..., rank:], "v": cache[..., :rank]}
+        fa_utils.flash_attn_varlen_func(**rows, **own, q_v=query[..., :rank])
 
     return timed(read, list(draw(copies_of(shape.bytes), *rows)))
 
@@ -299,10 +286,8 @@ def copies_of(size: int) -> int:
 
 
 def timed(read: Callable[[Any], object], caches: Sequence[Any]) -> float:
-    """The seconds of reading a cache: the median of replays that read one cache after another.
-
-    They are captured in one CUDA graph, so that the work of the CPU for a launch does not count.
-    """
+    """The median seconds of reading a cache. All caches are read in turn in one CUDA graph, so that
+    the CPU's time for launches does not count."""
     launches: list[Launch] = [partial(read, cache) for cache in caches]
     for launch in (launches[0], launches[-1], launches[0]):
         launch()  # compiles and tunes
@@ -335,8 +320,7 @@ def _elapsed(work: Launch, repeats: int) -> list[float]:
 
 
 def bandwidth(size: int = 2 << 30) -> float:
-    """Bytes per second of the fastest of torch's reductions that read `size` bytes and write next
-    to nothing."""
+    """Bytes per second of the fastest of torch's reductions that read `size` bytes."""
     source = torch.randn(size // 4, device="cuda")
     rows = source.view(-1, 1 << 16)
     half = source.view(torch.bfloat16).view(-1, 1 << 16)

@@ -24,8 +24,7 @@ CORRELATIONS, SHARES, PROMPTS = (0, 0.1, 0.3), (0.8, 0.9, 0.95, 0.98), (2, 4, 8,
 DESIGNS = (8,), (8, 8), (8, 8, 4, 4, 4)  # questions of a prompt of each task
 ABLE = 0.95, 0.5  # of the questions that the exact model answers
 GENERATOR = np.random.default_rng(0)
-Drawn = list[tuple[np.ndarray, np.ndarray]]
-"""Kept and right answers of each task, `[draws, prompts]`."""
+Drawn = list[tuple[np.ndarray, np.ndarray]]  # kept and right answers of tasks, [draws, prompts]
 
 
 def draw(

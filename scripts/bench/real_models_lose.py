@@ -58,8 +58,7 @@ from rotationzoo.simulation.simulated import SimulatedCodec, Simulation
 sys.path.append(str(Path(__file__).parents[1] / "lab"))  # scripts are not a package
 from real_questions import LENGTHS, SPLITS, TASKS
 
-OTHERS = ("exl3-2", KIVI, "turboquant_3bit_nc", "exl3-3", "q4_0", "fp8")
-"""Arms of part k."""
+OTHERS = ("exl3-2", KIVI, "turboquant_3bit_nc", "exl3-3", "q4_0", "fp8")  # arms of part k
 TEXT_LENGTH = 2048
 
 

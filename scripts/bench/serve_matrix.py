@@ -43,14 +43,10 @@ class Feature:
     """A column."""
 
     title: str
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of vLLM."""
-    family: str = ""
-    """The model that it is a property of."""
-    counts: bool = False
-    """Whether the same request alone has it too, because it changes numbers."""
-    chunk: int = 3
-    """Chunks of a prompt are so many times `CHUNK`, or a block."""
+    engine: dict[str, Any] = field(default_factory=dict)  # options of vLLM
+    family: str = ""  # the model that it is a property of
+    counts: bool = False  # whether the same request alone has it too, because it changes numbers
+    chunk: int = 3  # chunks of a prompt are so many times `CHUNK`, or a block
 
 
 def draft(method: str, **more: Any) -> dict[str, Any]:
@@ -358,8 +354,7 @@ def key_of(answer: dict[str, Any]) -> str:
 class Found:
     """The result of a cell."""
 
-    word: str
-    """`equal`, `WRONG`, `refused`, `FAILED` (to start or to answer) or `NOT COMPARED`."""
+    word: str  # `equal`, `WRONG`, `refused`, `FAILED` (to start or to answer) or `NOT COMPARED`
     why: str = ""
 
 

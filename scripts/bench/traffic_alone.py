@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-Likeliest = tuple[torch.Tensor, torch.Tensor]
-"""Tokens `[N]` and their log probabilities `[N]`."""
+Likeliest = tuple[torch.Tensor, torch.Tensor]  # tokens [N] and their log probabilities [N]
 
 
 def sampling(tokens: int, **others: Any) -> Any:
@@ -29,26 +28,17 @@ def sampling(tokens: int, **others: Any) -> Any:
 class Stay:
     """One stay of a request in the engine."""
 
-    request: Any
-    """vLLM's own."""
-    cached: int
-    """Tokens that were in the cache."""
-    given: int
-    """Tokens that it began with: the prompt, and earlier tokens of the answer."""
-    shared: list[tuple["Stay", int]] = field(default_factory=list)
-    """The stays whose blocks it found, and which blocks."""
-    met: int = 0
-    """Tokens that it found, and that the same step stored."""
+    request: Any  # vLLM's own
+    cached: int  # tokens that were in the cache
+    given: int  # tokens that it began with: the prompt, and earlier tokens of the answer
+    shared: list[tuple["Stay", int]] = field(default_factory=list)  # whose blocks it found
+    met: int = 0  # tokens that it found, and that the same step stored
+    # For the start of each chunk, which of the pages before it had exact copies.
     copied: dict[int, torch.Tensor] = field(default_factory=dict)
-    """For the start of each chunk, which of the pages before it had exact copies."""
-    ends: list[int] = field(default_factory=list)
-    """Where its chunks end."""
-    tokens: list[int] = field(default_factory=list)
-    """All its tokens at the end."""
-    unknown: str = ""
-    """Why its state cannot be restored."""
-    blocks: list[Any] = field(default_factory=list)
-    """Of the stay alone."""
+    ends: list[int] = field(default_factory=list)  # where its chunks end
+    tokens: list[int] = field(default_factory=list)  # all its tokens at the end
+    unknown: str = ""  # why its state cannot be restored
+    blocks: list[Any] = field(default_factory=list)  # of the stay alone
 
     @property
     def stored(self) -> int:

@@ -25,8 +25,7 @@ from rotationzoo.text.documents import HELD_OUT, Sample
 from rotationzoo.text.rows import start_tokens, tokenize
 
 TASKS = ("needles", "key-value", recall.QUOTE)
-LENGTHS = (1024, 2048, 4096, 6144)
-"""Tokens of a prompt."""
+LENGTHS = (1024, 2048, 4096, 6144)  # tokens of a prompt
 _SEEDS = 100_000  # a half's own: more than the longest prompt, which is added
 
 
@@ -35,10 +34,8 @@ class Split:
     """One half of the texts and questions."""
 
     name: str
-    turn: int
-    """Its place among the two halves, which get documents in turn."""
-    pool: str
-    """The words of its keys: a key of `questions.POOLS`."""
+    turn: int  # its place among the two halves, which get documents in turn
+    pool: str  # the words of its keys: a key of `questions.POOLS`
 
     @property
     def documents(self) -> list[str]:

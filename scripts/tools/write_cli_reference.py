@@ -22,8 +22,7 @@ from rotationzoo.cli.app import COMMANDS
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 BEGIN = "<!-- written by scripts/tools/write_cli_reference.py -->\n"
 END = "<!-- end of the commands -->\n"
-SHARED = 2
-"""An option that this many commands share is described once."""
+SHARED = 2  # an option that this many commands share is described once
 TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", datetime: "DAY"}
 
 
