@@ -61,8 +61,7 @@ what a launch reads can still be in it. Overwriting the L2 cache between launche
 leave it full of lines that the next launch has to write back."""
 _SHORTEST = 2e-3  # seconds of a replay; shorter ones would be timed with the gaps between them
 _REPLAYS, _SECONDS = (9, 200), 0.15  # their number, and about how many seconds they take
-PAGE = 64
-SINK, RECENT = 64, 256
+PAGE, SINK, RECENT = 64, 64, 256
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,9 @@ class Shape:
 
 
 def bound_of(shape: Shape, settings: CacheSettings) -> int:
-    """Bytes of codes and exact tokens that a step reads, without the padding of the last page."""
-    packed = sum(sum(layout.row_bytes) for layout in layouts_of(settings)) + 2 * shape.rope_dim
-    exact = SINK + RECENT
+    """Bytes of codes and exact tokens that a step reads, without padding."""
+    exact, of_sides = SINK + RECENT, (sum(layout.row_bytes) for layout in layouts_of(settings))
+    packed = sum(of_sides) + 2 * shape.rope_dim
     return int(shape.batch * ((shape.context - exact) * packed + exact * shape.token_bytes))
 
 

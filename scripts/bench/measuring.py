@@ -42,8 +42,7 @@ def start_engine(model: str, stored: str, artifact: str | None, **options: Any) 
 
 
 def run_arms(arms: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Run this script again for each arm, in a separate process, and read the last line of JSON
-    that it prints. Exits if one fails."""
+    """Run this script for each arm in a process, and read its last line of JSON, or exit."""
     for arm in arms:
         command = [sys.executable, *sys.argv, "--arms", arm]
         done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
