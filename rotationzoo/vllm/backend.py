@@ -324,7 +324,8 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         finally:
             for place in places:
                 base.AttentionBackendEnum[place].clear_override()
-            base.register_backend(base.AttentionBackendEnum.CUSTOM, GPU_HEADS)
+            if cached is LATENTS:
+                base.register_backend(base.AttentionBackendEnum.CUSTOM, GPU_HEADS)
             base._cached_get_attn_backend.cache_clear()  # other models of this process keep vLLM's
         layers = config.compilation_config.static_forward_context
         self.stored = {}

@@ -57,9 +57,7 @@ class Step:
     decode: DecodeMetadata  # of the requests with few new tokens, which come first
     room: int  # pages of one request, at most
     prompts: Prompts | None  # the other requests
-    slot_of: (
-        torch.Tensor
-    )  # int64 [pages]: the slot of each page's copies, or 0, until the next step
+    slot_of: torch.Tensor  # int64 [pages]: the slot of each page's copies, or 0, in this step
     meets: bool  # whether a request may read tokens that another one stores in this step
 
 
