@@ -26,7 +26,7 @@ from rotationzoo.vllm.metrics import BadRows, Metrics
 from rotationzoo.vllm.pages import LayerPages, page_tokens, split_blocks
 from rotationzoo.vllm.plugin import claim
 from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
-from rotationzoo.vllm.segments import FEW, Known
+from rotationzoo.vllm.segments import DECODE_THRESHOLD, HostMetadata
 from rotationzoo.vllm.steps import Planner, Step, count_slots
 from rotationzoo.vllm.streams import may_meet
 
@@ -49,8 +49,8 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.few = max(FEW, serving.verified_tokens(vllm_config))
-        self._init_reorder_batch_threshold(self.few)
+        self.threshold = max(DECODE_THRESHOLD, serving.verified_tokens(vllm_config))
+        self._init_reorder_batch_threshold(self.threshold)
         self.meets = True  # until the worker sets it
         self.tokens = page_tokens(kv_cache_spec.block_size)
         self.pages = kv_cache_spec.block_size // self.tokens  # of a block
@@ -87,10 +87,12 @@ class RotatedBuilder(base.AttentionMetadataBuilder[RotatedMetadata]):  # type: i
         lengths = common.seq_lens_cpu_upper_bound
         lengths = common.seq_lens if lengths is None else lengths
         counts = common.query_start_loc_cpu.diff().long()
-        known = Known(counts, lengths.cpu().long(), common.max_seq_len, self.few, self.meets)
+        host = HostMetadata(
+            counts, lengths.cpu().long(), common.max_seq_len, self.threshold, self.meets
+        )
         table, mapping = self._pages_of(common.block_table_tensor), common.slot_mapping
         new, tokens = common.query_start_loc.diff(), common.num_actual_tokens
-        step = self.planner.plan(table, common.seq_lens, new, mapping[:tokens], known)
+        step = self.planner.plan(table, common.seq_lens, new, mapping[:tokens], host)
         return RotatedMetadata(tokens, step)
 
     def forget(self, blocks: list[int]) -> None:
@@ -146,7 +148,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
-        self.most_tokens = config.scheduler_config.max_num_batched_tokens
+        self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.reader: LayerReader | None = None
         self.reserved: torch.Tensor | None = None
         self.bad: torch.Tensor | None = None  # counts rows that are not finite
@@ -226,9 +228,9 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             tokens = page_tokens(self.config.cache_config.block_size)
             slots = count_slots(self.settings.layout, tokens, *self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
-            queries = self.most_tokens, self.num_heads, self.head_size
+            queries = self.max_tokens, self.num_heads, self.head_size
             windows = self.settings.layout.sink + self.settings.layout.recent
-            room = max(self.attention.segment, self.most_tokens + windows)
+            room = max(self.attention.segment, self.max_tokens + windows)
             sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
             base.current_workspace_manager().get_simultaneous(*sizes)
 

@@ -82,8 +82,8 @@ class LatentImpl(RotatedImpl):
         windows = self.settings.layout.sink + self.settings.layout.recent
         slots = count_slots(self.settings.layout, PAGE, *self.most_requests)
         self.reserved = like.new_empty(slots, PAGE, self.head_size)
-        room = max(self.attention.segment, self.most_tokens + windows)
-        queries = self.most_tokens, self.num_heads, self.head_size
+        room = max(self.attention.segment, self.max_tokens + windows)
+        queries = self.max_tokens, self.num_heads, self.head_size
         lend_scratch(*scratch_sizes(queries, 1, room, like.dtype, self.value_size))
 
     def do_kv_cache_update(self, latents: torch.Tensor, rope: torch.Tensor, *_: Any) -> None:

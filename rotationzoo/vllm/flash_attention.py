@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from rotationzoo.codec.attention import Scores
-from rotationzoo.vllm.prompts import Packed, Read, TorchAttention
+from rotationzoo.vllm.prompts import Ragged, Read, TorchAttention
 from rotationzoo.vllm.segments import LONG
 from rotationzoo.vllm.upstream import FlashAttentionBackend, fa_utils, merge_attn_states
 
@@ -45,7 +45,7 @@ class FlashAttention(TorchAttention):
         self.version = version
 
     def attend(
-        self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
+        self, queries: Ragged, read: Ragged, scores: Scores, causal: bool, output: torch.Tensor
     ) -> Read:
         """As in `TorchAttention`."""
         sinks = None if scores.sinks is None else scores.sinks.to(output.dtype)

@@ -38,7 +38,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Ragged:
     """Rows of C prompts, one prompt after another."""
 
     rows: Sequence[torch.Tensor]
@@ -54,7 +54,7 @@ class TorchAttention:
     queries = 512  # queries whose attention weights are computed at a time
 
     def attend(
-        self, queries: Packed, read: Packed, scores: Scores, causal: bool, output: torch.Tensor
+        self, queries: Ragged, read: Ragged, scores: Scores, causal: bool, output: torch.Tensor
     ) -> Read:
         """Let the queries of each prompt attend to its keys and values, and write to `output`
         `[T, H_q, D]`. A query without keys gets zeros and minus infinity. `causal`: the queries
@@ -125,15 +125,15 @@ class LayerReader:
             overlaps = not pages.is_few(rows)
         stream.start(overlaps, pages.store, step, rows)
         pages.copy(step, rows)
-        few = len(query)
+        decodes = len(query)
         if prompts is not None:
-            few, many = prompts.token, slice(prompts.token, None)
+            decodes, many = prompts.token, slice(prompts.token, None)
             new = {side: of_side[many] for side, of_side in rows.items()}
             self._attend_prompts(step, query[many], new, scores, output[many])
         if prompts is not None or not step.decode.copied:
             stream.wait()
-        if few:
-            pages.attend(step, query[:few], scores, output[:few])
+        if decodes:
+            pages.attend(step, query[:decodes], scores, output[:decodes])
         stream.wait()
 
     def _attend_prompts(
@@ -144,8 +144,8 @@ class LayerReader:
         assert prompts is not None
         if not prompts.exact:  # one prompt without context
             new = prompts.bounds, prompts.longest
-            read = Packed((self._exact_keys(rows["key"]), rows["value"]), *new)
-            self.attention.attend(Packed((query,), *new), read, scores, True, output)
+            read = Ragged((self._exact_keys(rows["key"]), rows["value"]), *new)
+            self.attention.attend(Ragged((query,), *new), read, scores, True, output)
             return
         room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
         heads = rows["key"].shape[1]
@@ -155,8 +155,8 @@ class LayerReader:
         for group in prompts.exact:
             self._gather(step, group, rows, read_rows)
             queries, into = (each[group.tokens] for each in (query, exact))
-            own = Packed((queries,), group.bounds, group.longest)
-            read = Packed(read_rows, group.read.bounds, group.read.longest)
+            own = Ragged((queries,), group.bounds, group.longest)
+            read = Ragged(read_rows, group.read.bounds, group.read.longest)
             totals.append(self.attention.attend(own, read, scores, True, into).totals)
         if not prompts.codes:
             return
@@ -174,11 +174,11 @@ class LayerReader:
         self._turns = self._turns or self._make_turns(query)
         to_codes, from_codes, mean = self._turns
         _, turned, into, second, spare, *rows = scratch
-        queries = Packed((_multiply(query, to_codes, turned),), prompts.bounds, prompts.longest)
+        queries = Ragged((_multiply(query, to_codes, turned),), prompts.bounds, prompts.longest)
         codes = None
         for segment in prompts.codes:
             self._restore(prompts.page_table, segment, rows)
-            read = Packed(rows, segment.bounds, segment.longest)
+            read = Ragged(rows, segment.bounds, segment.longest)
             part = self.attention.attend(queries, read, scores, False, into)
             if codes is not None:
                 part, spare = self.attention.merge(codes, part, spare), codes.output

@@ -10,34 +10,34 @@ import torch
 
 LONG = 32_768  # tokens of a segment on a GPU
 SHORT = 4096  # and for torch's attention, which stores a weight for each
-FEW = 8
+DECODE_THRESHOLD = 8
 """The most new tokens of a request that the decoding kernel takes. On an H100, with 4 query heads
 per KV head, it needs 0.35 to 0.77 of a prompt's time; for 16 tokens, 0.60 to 1.30."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of a step without waiting for a device: int64 tensors on the CPU."""
+class HostMetadata:
+    """What the host knows of a step without waiting for a device: int64 tensors on the CPU."""
 
-    counts: torch.Tensor  # [B]: new tokens of each request; those with few new tokens come first
-    lengths: torch.Tensor  # [B]: tokens of each request; an upper bound where few are new
-    most_tokens: int  # of any request, at most
-    few: int = FEW  # up to this number, new tokens are few
+    counts: torch.Tensor  # [B]: new tokens of each request; decodes come before prompts
+    lengths: torch.Tensor  # [B]: tokens of each request; of decodes, an upper bound
+    max_tokens: int  # of any request, at most
+    threshold: int = DECODE_THRESHOLD  # requests with more new tokens are prompts
     meets: bool = True  # whether a request may read tokens that another one stores in this step
 
     @cached_property
     def decodes(self) -> int:
-        """The number of requests before the first with many new tokens."""
-        many = (self.counts > self.few).nonzero()
-        return int(many[0]) if len(many) else len(self.counts)
+        """How many requests are decodes: they come before the first prompt."""
+        prompts = (self.counts > self.threshold).nonzero()
+        return int(prompts[0]) if len(prompts) else len(self.counts)
 
     @cached_property
-    def most_new(self) -> int:
+    def max_new(self) -> int:
         """The most new tokens of these requests."""
         return max(1, int(self.counts[: self.decodes].max())) if self.decodes else 1
 
     @property
-    def few_tokens(self) -> int:
+    def decode_tokens(self) -> int:
         return int(self.counts[: self.decodes].sum())
 
     @property
@@ -55,7 +55,7 @@ class Known:
 
     def spread(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """`DecodeMetadata.spread` for the first requests, which have `tokens` rows."""
-        counts, new = self.counts[: self.decodes], self.most_new
+        counts, new = self.counts[: self.decodes], self.max_new
         # Requests without tokens pad the batch of a graph.
         if ((counts == new) | (counts == 0)).all() and tokens == len(counts) * new:
             return None
@@ -151,16 +151,16 @@ def find_reads(
     return Reads(contexts, starts, gaps, own, exact, codes, offsets + starts)
 
 
-def _cut(known: Known, windows: int, most: int) -> tuple[list[Any], list[tuple[int, int]]]:
+def _cut(host: HostMetadata, windows: int, most: int) -> tuple[list[Any], list[tuple[int, int]]]:
     """For each group of prompts: its slice of the prompts and of their new tokens, the most new
     tokens of one, and the tokens that all and that one reads exact, at most. For each segment: the
     tokens of all prompts and of one, at most."""
-    new, contexts = known.counts[known.decodes :], known.contexts
+    new, contexts = host.counts[host.decodes :], host.contexts
     groups, begin = [], 0
     sizes = contexts.clamp(max=windows) + new
     ends, firsts = sizes.cumsum(0), new.cumsum(0) - new
     # A single prompt without context reads its new tokens in place; several cannot (`restore.cu`).
-    while (known.count_segments(most) or len(sizes) > 1) and begin < len(sizes):
+    while (host.count_segments(most) or len(sizes) > 1) and begin < len(sizes):
         limit = int(ends[begin] - sizes[begin]) + most
         end = max(begin + 1, int(torch.searchsorted(ends, limit, right=True)))
         part, first = slice(begin, end), int(firsts[begin])
@@ -175,13 +175,13 @@ def _cut(known: Known, windows: int, most: int) -> tuple[list[Any], list[tuple[i
 
 
 def plan_prompts(
-    known: Known, reads: Reads, page_table: torch.Tensor, windows: int, most: int
+    host: HostMetadata, reads: Reads, page_table: torch.Tensor, windows: int, most: int
 ) -> Prompts:
     """Group the prompts of a step so that a group reads at most `most` tokens exact, or is a single
     prompt; of a prompt, these are the new tokens and at most `windows` others. Cut all else into
     segments of `most` tokens. Nothing waits for the device, and nothing loops over prompts."""
-    groups, rooms = _cut(known, windows, most)
-    none, exact, table = torch.zeros_like(reads.firsts), [], page_table[known.decodes :]
+    groups, rooms = _cut(host, windows, most)
+    none, exact, table = torch.zeros_like(reads.firsts), [], page_table[host.decodes :]
     for part, tokens, longest, *room in groups:
         ends = slice(part.start, part.stop + 1)
         bounds, own = reads.exact_bounds[ends], reads.new_bounds[ends]
@@ -191,8 +191,8 @@ def plan_prompts(
         exact.append(Exact(table[part], reads.contexts[part], tokens, own, longest, read))
     several = zip(reads.code_bounds, reads.code_firsts, rooms, strict=True)
     codes = [Segment(bounds, first, none, none, *room) for bounds, first, room in several]
-    longest = int(known.counts[known.decodes :].max())
-    return Prompts(known.few_tokens, table, reads.new_bounds, longest, exact, codes)
+    longest = int(host.counts[host.decodes :].max())
+    return Prompts(host.decode_tokens, table, reads.new_bounds, longest, exact, codes)
 
 
 def move(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.kernels.parameters import Plan
 from rotationzoo.codec.windows import CacheLayout
 from rotationzoo.vllm import segments
-from rotationzoo.vllm.segments import Known, Prompts, Reads, find_reads, plan_prompts
+from rotationzoo.vllm.segments import HostMetadata, Prompts, Reads, find_reads, plan_prompts
 
 _THREADS = 1024  # of its block
 _NEVER = 2**62  # when slot 0 is used next: it takes copies that are never read
@@ -90,7 +90,8 @@ class Planner:
         self._used[0] = _NEVER
         self._forgotten = torch.zeros(1, dtype=torch.int64, device=device)
         self._now = 0
-        self._most_rows, self._segment = max(segments.FEW, verified) * most_requests, segment
+        self._most_rows = max(segments.DECODE_THRESHOLD, verified) * most_requests
+        self._segment = segment
         self._verified = verified
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
@@ -100,17 +101,17 @@ class Planner:
         lengths: torch.Tensor,
         counts: torch.Tensor,
         mapping: torch.Tensor,
-        known: Known,
+        host: HostMetadata,
     ) -> Step:
         """Plan the step of B requests with T new tokens. On the device, `table` int32 `[B, N]` has
         their pages and `lengths` int32 `[B]` their tokens, of which the last `counts` `[B]` are
         new. `mapping` int64 `[T]` says where each new token is stored: page times tokens of a page
         plus offset, or -1 for padding. Steps of few tokens reuse the same addresses, for graphs."""
         self._now += 1
-        rows, new = known.decodes, known.most_new
+        rows, new = host.decodes, host.max_new
         recent_pages = _window_pages(self.layout, self.tokens, new)[1]
         # Graphs replay only few tokens. The tokens of a prompt must not move their buffers.
-        like = self._new if known.has_prompts else self._buffer
+        like = self._new if host.has_prompts else self._buffer
         page_table = like("page_table", len(table), table.shape[1], dtype=torch.int64)
         page_table.copy_(table)
         pages, page_offsets, slots = (
@@ -122,28 +123,28 @@ class Planner:
         sink = CopiedTokens(like("sink slots", rows, self.sink_pages), None, sink_lengths)
         recent = CopiedTokens(like("recent slots", rows, recent_pages), *recents)
         # The batch of a graph has padding, which belongs to no request.
-        spread = known.spread(known.few_tokens if known.has_prompts else len(mapping), table.device)
+        spread = host.spread(host.decode_tokens if host.has_prompts else len(mapping), table.device)
         bounds = page_table[:rows], starts, floors, ends
         # A request may begin right after the new tokens of another. Its last query reads both
         # exact where `recent` holds twice as many.
         copied = new <= min(self._verified, self.recent // 2)
         decode = DecodeMetadata(new, copied, spread, *bounds, sink, recent)
-        room = -(-known.most_tokens // self.tokens)
+        room = -(-host.max_tokens // self.tokens)
         self._last = decode, lengths, counts
-        step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of, known.meets)
-        many, reads = known.count_segments(self._segment), None
+        step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of, host.meets)
+        many, reads = host.count_segments(self._segment), None
         if kernels_run_on(table.device):
-            if known.has_prompts:
+            if host.has_prompts:
                 reads = Reads.allocate(len(table) - rows, many, table.device)
             numbers = table.int(), lengths.int(), counts.int(), mapping.long()
             self._plan_in_kernel(step, reads, *numbers)
         else:
             numbers = table.long(), lengths.long(), counts.long(), mapping.long()
             reads = self._plan_in_torch(step, many, *numbers)
-        if reads is None or not known.has_prompts:
+        if reads is None or not host.has_prompts:
             return step
         windows = self.sink + self.recent
-        prompts = plan_prompts(known, reads, page_table, windows, self._segment)
+        prompts = plan_prompts(host, reads, page_table, windows, self._segment)
         return replace(step, prompts=prompts)
 
     def forget(self, pages: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ from rotationzoo.rotations import Rotation
 from rotationzoo.vllm.latents import LatentPages, LatentReader
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.prompts import LayerReader
-from rotationzoo.vllm.segments import LONG, Known
+from rotationzoo.vllm.segments import LONG, HostMetadata
 from rotationzoo.vllm.steps import Planner, Step
 
 Launch = Callable[[], object]
@@ -182,8 +182,8 @@ class Server:
         )
         both = (torch.tensor(each, device="cuda", dtype=torch.int32) for each in (lengths, counts))
         several = torch.tensor(counts), torch.tensor(lengths)
-        known = Known(*several, self.table.shape[1] * PAGE, few)
-        return self.table[:rows].int(), *both, mapping, known
+        host = HostMetadata(*several, self.table.shape[1] * PAGE, few)
+        return self.table[:rows].int(), *both, mapping, host
 
     def step(self, new: int, few: int) -> Step:
         """A step with `new` tokens of each request, whose windows have copies."""

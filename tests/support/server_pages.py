@@ -16,7 +16,7 @@ from rotationzoo.vllm import segments
 from rotationzoo.vllm.latents import LatentPages, LatentReader
 from rotationzoo.vllm.pages import LayerPages
 from rotationzoo.vllm.prompts import LayerReader, TorchAttention
-from rotationzoo.vllm.segments import Known
+from rotationzoo.vllm.segments import HostMetadata
 from rotationzoo.vllm.settings import cell_bytes
 from rotationzoo.vllm.steps import Planner
 from support.caches import with_means, with_transforms
@@ -53,7 +53,7 @@ class Server:
         segment=segments.SHORT,
         verified=1,
     ):
-        self.tokens, self.few = tokens, max(segments.FEW, verified)
+        self.tokens, self.threshold = tokens, max(segments.DECODE_THRESHOLD, verified)
         rotation, kinds, beside = settings.codec.rotations[0].key, (LayerPages, LayerReader), 0
         if settings.codec.rotations.cached is LATENTS:
             kinds, beside = (LatentPages, LatentReader), ROPE
@@ -100,20 +100,20 @@ class Server:
             mapping += [pages[at // tokens] * tokens + at % tokens for at in range(start, end)]
         lengths = torch.tensor([self.lengths[request] for request in counts])
         new, most = torch.tensor([*counts.values()]), int(lengths.max())
-        known = Known(new, lengths, most, self.few, meets=not read.isdisjoint(filled))
-        numbers = [lengths.int(), known.counts.int(), torch.tensor(mapping)]
-        return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), known)
+        host = HostMetadata(new, lengths, most, self.threshold, meets=not read.isdisjoint(filled))
+        numbers = [lengths.int(), host.counts.int(), torch.tensor(mapping)]
+        return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), host)
 
     def plan_padding(self, tokens: int):
         """Plan the step of a graph's batch whose new tokens belong to nobody."""
         none, padding = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), -1)
-        table, known = torch.zeros(tokens, WIDTH, dtype=torch.int32), Known(none + 1, none, 1)
-        return self.planner.plan(table, none, none, padding, known)
+        table, host = torch.zeros(tokens, WIDTH, dtype=torch.int32), HostMetadata(none + 1, none, 1)
+        return self.planner.plan(table, none, none, padding, host)
 
     def run(self, rows: dict) -> dict:
         """One step: request -> its new rows of each side `[T, H, D]`; and what each reads. As in
         vLLM, requests with few new tokens come first."""
-        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > self.few))
+        rows = dict(sorted(rows.items(), key=lambda item: len(item[1]["key"]) > self.threshold))
         step = self.plan({request: len(each["key"]) for request, each in rows.items()})
         both = {
             side: torch.cat([each[side] for each in rows.values()]).to(self.device, self.dtype)

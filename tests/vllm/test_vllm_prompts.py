@@ -5,14 +5,14 @@ import torch
 from support.codec import on_gpu
 
 from rotationzoo.codec.attention import Scores
-from rotationzoo.vllm.prompts import Packed, Read, TorchAttention
+from rotationzoo.vllm.prompts import Ragged, Read, TorchAttention
 
 QUERIES, KEYS = [5, 1, 70, 30], [0, 300, 9, 64]
 
 
-def packed(counts, *rows) -> Packed:
+def packed(counts, *rows) -> Ragged:
     bounds = torch.tensor([0, *counts]).cumsum(0).int().to(rows[0].device)
-    return Packed(rows, bounds, max(counts))
+    return Ragged(rows, bounds, max(counts))
 
 
 def draw(dim, device, seed=0) -> list[torch.Tensor]:
