@@ -80,8 +80,10 @@ class LatentPages(LayerPages):
         self._count(step, ROPE, int2.find_refused(rope.transpose(0, 1).float()))
         self.rope(self.memory[ROPE])[step.pages, step.page_offsets] = rope[:, 0]
 
-    def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
-        blocks = (PageBlocks(self.memory[name], decode.page_table, room) for name in (LATENT, ROPE))
+    def _packed(self, decode: DecodeMetadata, pages: int, side: str) -> PackedSide:
+        blocks = (
+            PageBlocks(self.memory[name], decode.page_table, pages) for name in (LATENT, ROPE)
+        )
         latents, rope = blocks
         packed = self.codec.packed_side(self.layer, LATENT, self.layouts[LATENT], latents)
         base = self.memory[LATENT].data_ptr()

@@ -36,13 +36,13 @@ class PageBlocks(Sequence[torch.Tensor]):
 
     memory: torch.Tensor  # uint8 [pages, bytes of the section]
     page_table: torch.Tensor  # int64 [B, N]: the pages of each request
-    room: int
+    length: int  # pages of one request
 
     def __len__(self) -> int:
-        return self.room
+        return self.length
 
     def __getitem__(self, number: Any) -> Any:
-        if number >= self.room:
+        if number >= self.length:
             raise IndexError(number)
         return self.memory[self.page_table[:, number]]
 
@@ -250,7 +250,7 @@ class LayerPages:
         own, are read exact. Tokens without copies are read from codes, and so are those before them
         in the window."""
         decode = step.decode
-        key, value = (self._packed(decode, step.room, side) for side in SIDES)
+        key, value = (self._packed(decode, step.max_pages, side) for side in SIDES)
         floors = decode.floors if decode.new > 1 else None
         packed = PackedTokens(key, value, decode.ends, decode.starts, floors)
         windows = self._window(decode.sink), self._window(decode.recent)
@@ -288,9 +288,9 @@ class LayerPages:
         """Let a kernel read, with the arguments of `attention.attend`."""
         cuda_attention.attend(queries, packed, *windows, scores, output=output)
 
-    def _packed(self, decode: DecodeMetadata, room: int, side: str) -> PackedSide:
+    def _packed(self, decode: DecodeMetadata, pages: int, side: str) -> PackedSide:
         memory, table = self.memory[side], decode.page_table
-        blocks = PageBlocks(memory, table, room)
+        blocks = PageBlocks(memory, table, pages)
         packed = self.codec.packed_side(self.layer, side, self.layouts[side], blocks)
         return replace(packed, table=table, base=memory.data_ptr(), unit=self.page_bytes)
 

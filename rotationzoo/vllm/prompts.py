@@ -147,7 +147,7 @@ class LayerReader:
             read = Ragged((self._exact_keys(rows["key"]), rows["value"]), *new)
             self.attention.attend(Ragged((query,), *new), read, scores, True, output)
             return
-        room = max(self.attention.segment, *(group.read.room for group in prompts.exact))
+        room = max(self.attention.segment, *(group.read.max_tokens for group in prompts.exact))
         heads = rows["key"].shape[1]
         sizes = scratch_sizes(query.shape, heads, room, query.dtype, output.shape[-1])
         scratch, totals = self.lend(*sizes), []
@@ -278,7 +278,7 @@ class LayerReader:
         """Launch a kernel of `restore.cu` or `segments.cu` for both sides of a segment."""
         device, pages = of.bounds.device, self.pages
         kernel = _restore_kernel(name, pages.layouts["key"], pages.copies["key"].dtype, device)
-        rows = min(of.room + _BEHIND, arguments.room)
+        rows = min(of.max_tokens + _BEHIND, arguments.room)
         grid = -(-rows // kernel.block_rows), pages.heads, 2
         Launcher(device)(kernel.function, grid, THREADS, arguments, early=False)
 

@@ -75,7 +75,7 @@ class Segment:
     firsts: torch.Tensor  # [C]
     jumps: torch.Tensor  # [C]
     gaps: torch.Tensor  # [C]
-    room: int  # tokens, at most
+    max_tokens: int
     longest: int  # tokens of one prompt, at most
 
     @cached_property
@@ -182,15 +182,15 @@ def plan_prompts(
     segments of `most` tokens. Nothing waits for the device, and nothing loops over prompts."""
     groups, rooms = _cut(host, windows, most)
     none, exact, table = torch.zeros_like(reads.firsts), [], page_table[host.decodes :]
-    for part, tokens, longest, *room in groups:
+    for part, tokens, longest, *sizes in groups:
         ends = slice(part.start, part.stop + 1)
         bounds, own = reads.exact_bounds[ends], reads.new_bounds[ends]
         if part.start:
             bounds, own = bounds - bounds[0], own - own[0]
-        read = Segment(bounds, none[part], reads.firsts[part], reads.gaps[part], *room)
+        read = Segment(bounds, none[part], reads.firsts[part], reads.gaps[part], *sizes)
         exact.append(Exact(table[part], reads.contexts[part], tokens, own, longest, read))
     several = zip(reads.code_bounds, reads.code_firsts, rooms, strict=True)
-    codes = [Segment(bounds, first, none, none, *room) for bounds, first, room in several]
+    codes = [Segment(bounds, first, none, none, *sizes) for bounds, first, sizes in several]
     longest = int(host.counts[host.decodes :].max())
     return Prompts(host.decode_tokens, table, reads.new_bounds, longest, exact, codes)
 

@@ -36,7 +36,7 @@ class LayerRun:
         sizes = self.impl.head_size, self.impl.value_size
         self.dims: dict[str, int] = dict(zip(SIDES, sizes, strict=True))
         self.dtype: torch.dtype = config.model_config.dtype
-        self.room = (len(self.cache) - 1) * self.block  # vLLM does not use block 0
+        self.max_tokens = (len(self.cache) - 1) * self.block  # vLLM does not use block 0
 
     def step(self, start: int, query: torch.Tensor, rows: Rows, alone: bool) -> torch.Tensor:
         """Store new `rows` `[T, H, D]` from this position on, and return the attention output of
@@ -91,7 +91,7 @@ def check_layer(run: LayerRun, layer: int, most: int) -> float:
     random, later = torch.Generator().manual_seed(layer), 1 + CHUNK + FEW
     layout = run.settings.layout
     wanted = layout.sink + layout.recent + 2 * CHUNK
-    prompt = min(wanted, most, run.room - later)
+    prompt = min(wanted, most, run.max_tokens - later)
     kept = run.cache[-(-(prompt + later) // run.block) * -1 :]
     before = kept.clone()
 

@@ -55,7 +55,7 @@ class Step:
     page_offsets: torch.Tensor  # int64 [T]: its offset in the page, in tokens
     slots: torch.Tensor  # int64 [T]: the slot of its page's copies; slot 0 belongs to no page
     decode: DecodeMetadata  # of the requests with few new tokens, which come first
-    room: int  # pages of one request, at most
+    max_pages: int  # of one request
     prompts: Prompts | None  # the other requests
     slot_of: torch.Tensor  # int64 [pages]: the slot of each page's copies, or 0, in this step
     meets: bool  # whether a request may read tokens that another one stores in this step
@@ -129,9 +129,9 @@ class Planner:
         # exact where `recent` holds twice as many.
         copied = new <= min(self._verified, self.recent // 2)
         decode = DecodeMetadata(new, copied, spread, *bounds, sink, recent)
-        room = -(-host.max_tokens // self.tokens)
+        max_pages = -(-host.max_tokens // self.tokens)
         self._last = decode, lengths, counts
-        step = Step(pages, page_offsets, slots, decode, room, None, self.slot_of, host.meets)
+        step = Step(pages, page_offsets, slots, decode, max_pages, None, self.slot_of, host.meets)
         many, reads = host.count_segments(self._segment), None
         if kernels_run_on(table.device):
             if host.has_prompts:
