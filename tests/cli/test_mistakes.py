@@ -28,6 +28,7 @@ MISTAKES = [
     ("calibrate demo --key-bits 3", 2, "give bits, or key_bits and value_bits together"),
     ("calibrate demo --bits 2.5 --key-bits 3", 2, "give bits, or key_bits and value_bits"),
     ("calibrate demo --for vlm", 2, "'vlm' is not one of"),
+    ("calibrate demo --recipe oscar --length 32", 1, "nothing past the 64 sink tokens"),
     ("calibrate demo --bits abc", 2, "Invalid value for '--bits': "),
     ("calibrate demo --keep 0", 2, "--keep is percent of the answers, from 1 to below 100"),
     ("evaluate demo {made} --keep 0.95", 2, "write it as: --keep 95"),

@@ -199,7 +199,7 @@ def test_both_ways_to_store_rows_are_arms_and_transform_coding_is_judged(inducti
     by_shapes = stored_bits(Artifact.open(mine), CONTEXT)
     assert by_shapes == pytest.approx(coded["bits_per_element"])
     verdict = report["verdict"]
-    evaluate_view.show_evaluation(Output(False, False), measured)
+    evaluate_view.show_evaluation(Output(), measured)
     assert capsys.readouterr().out.splitlines() == verdict["words"] == str(measured).splitlines()
     saved = json.loads((mine / "evaluation.json").read_text())
     assert saved["windows"][0]["verdict"] == verdict

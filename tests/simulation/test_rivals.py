@@ -17,6 +17,7 @@ from rotationzoo.simulation.rivals import (
     read_int4_per_token_head,
     read_lloyd_max,
     read_q4_0,
+    read_uniform,
 )
 
 ROWS = torch.randn(3, 2, 17, 128, generator=torch.Generator().manual_seed(0))
@@ -42,6 +43,15 @@ def turn(rows: np.ndarray) -> np.ndarray:
 
 def difference(rows: torch.Tensor, expected: np.ndarray) -> float:
     return float(np.linalg.norm(rows.numpy() - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_turboquant_rounds_values_between_their_extremes(bits):
+    low, high = ROWS.numpy().min(-1, keepdims=True), ROWS.numpy().max(-1, keepdims=True)
+    step = (high - low) / (2**bits - 1)
+    codes = np.rint((ROWS.numpy() - low) / step)
+    expected = codes * step.astype(np.float16) + low.astype(np.float16)  # as they are stored
+    assert difference(read_uniform(ROWS, bits), expected) < CLOSE
 
 
 def test_int4_per_token_head_against_a_loop():

@@ -132,6 +132,7 @@ ASKS_TOO_MUCH = {
     "alignment": with_field(4, struct.pack("<I", 0), ALIGNMENT),
     "alignment of no power of two": with_field(4, struct.pack("<I", 24), ALIGNMENT),
     "version": gguf_bytes(version=77),
+    "bytes of other machines": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
 }
 
 
@@ -140,6 +141,12 @@ ASKS_TOO_MUCH = {
 def test_a_gguf_that_asks_for_more_than_it_has(tmp_path, name):
     (tmp_path / "x.gguf").write_bytes(ASKS_TOO_MUCH[name] + bytes(512))
     assert "is not a valid GGUF file" in refused(open_gguf, tmp_path / "x.gguf")
+
+
+def test_one_part_of_a_model_is_refused(tmp_path):
+    part = with_field(2, struct.pack("<H", 4), b"split.count")
+    (tmp_path / "x.gguf").write_bytes(part + bytes(512))
+    assert "is one part of several" in refused(open_gguf, tmp_path / "x.gguf")
 
 
 @pytest.mark.hostile("malformed")
