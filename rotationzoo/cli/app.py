@@ -136,7 +136,7 @@ def _option(name: str, kind: Any, about: Mapping[str, Any], default: Any) -> ins
     if default is False and not names:  # or Typer would add a `--no-...`
         names = (f"--{name.replace('_', '-')}",)
     if inspect.isfunction(typed):
-        typed, more = str | None, {"parser": typed, "metavar": "TEXT", **more}
+        typed, more = str | None, {"parser": typed, "metavar": "<str>", **more}
     kind = typed or kind
     if default in (MISSING, inspect.Parameter.empty, ()):
         default = None if NoneType in get_args(kind) else ...
