@@ -48,7 +48,7 @@ def test_it_is_read_as_the_simulation_says(name, layout):
         own = read_in_calls(model, DynamicCache(config=model.config), IDS, step)
         if distance(own, exact) > 0.5:  # with transformers 5.17
             pytest.skip("this transformers reads no cache of this family right")
-    # The codec moves the logits by .03 to 1.
+    # The codec moves the logits by 0.03 to 1.
     assert distance(read, simulated) <= CLOSE
     assert distance(simulated, exact) > 0.01
 

@@ -136,7 +136,7 @@ def test_rotating_in_the_kernel(device, dim):
     )
     exact = rows.double() @ rotation.double()
     bound = dim * 2.0**-24 * (rows.double().abs() @ rotation.double().abs())
-    assert ((rotated.cpu() - exact).abs() <= bound).all()  # measured .09 of it
+    assert ((rotated.cpu() - exact).abs() <= bound).all()  # measured 0.09 of it
     expected = int2.quantize(rotated.cpu(), 0.96)
     assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, int2.SGLANG))
     back = cuda_rows.dequantize(packed, torch.float32, rotation.to(device)).cpu()

@@ -77,7 +77,7 @@ def test_turboquant_keeps_the_norm_of_keys(bits):
     # The norm is stored in float16, whose relative rounding error is at most 2^-11.
     ratio = restored.norm(dim=-1) / ROWS.norm(dim=-1)
     assert (ratio - 1).abs().max() < 2**-11 + 1e-5
-    # The distortion of Lloyd-Max on N(0, 1) is .0345 with 3 bits and .0095 with 4 (Max 1960).
+    # The distortion of Lloyd-Max on N(0, 1) is 0.0345 with 3 bits and 0.0095 with 4 (Max 1960).
     normal = torch.randn(4096, 128, generator=torch.Generator().manual_seed(2))
     error = (read_lloyd_max(normal, bits) - normal).square().mean().item()
     assert error == pytest.approx({3: 0.0345, 4: 0.0095}[bits], rel=0.06)

@@ -15,7 +15,7 @@ ANSWER = DIM * (BACK + 1)  # the slot after those of a token and of the six befo
 CONSTANT = ANSWER + DIM
 SHARP = 20.0  # how much sharper attention is than its scores
 CHANNELS = HEAD_DIM // 2
-# RoPE turns the pairs of channels from `STEADY` on by at most .07 radians in 2,048 tokens. Those
+# RoPE turns the pairs of channels from `STEADY` on by at most 0.07 radians in 2,048 tokens. Those
 # before `POSITIONS` turn fast enough to tell a position from its neighbours.
 STEADY, POSITIONS = CHANNELS - DIM * BACK // 2, 45
 

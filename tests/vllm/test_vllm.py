@@ -157,7 +157,7 @@ def test_other_families(family, recipe, prompts, tmp_path):
         plain = serve(tmp_path, None, [[answer["ids"]]], **options, tokens=1)["rounds"][0][0]
         rounding = differences(plain["prompt"], exact).mean()
         print(f"measured of vLLM's own cache: {rounding:.1e}")
-        # .0089 and .025 were measured, and .0026 and .0094 of vLLM itself: codes flip.
+        # 0.0089 and 0.025 were measured, and 0.0026 and 0.0094 of vLLM itself: codes flip.
         assert differences(found, expected).mean() < 5 * rounding
         return
     assert_same(found, expected)
@@ -229,7 +229,7 @@ def probes(made, demo, tokenizer):
 
 @pytest.mark.parametrize(("recipe", "verdict"), [(None, "exact"), ("hadamard", "other")])
 def test_a_server_that_reads_something_else_is_told(made, probes, tmp_path, recipe, verdict):
-    """Measured: .00 of what rounding changes from the exact model, where nothing is rounded."""
+    """Measured: 0.00 of what rounding changes from the exact model, where nothing is rounded."""
     artifact = None
     if recipe is not None:
         artifact = calibrate_short("demo", tmp_path / "other", PRESETS[recipe]).folder
@@ -272,7 +272,7 @@ def test_questions_to_a_server_are_answered_as_an_evaluation_says(
         ranks = drive(tmp_path, job)
         readings = [Server(address, Artifact.open(made), probes).read() for _ in range(2)]
         assert_counted(address)
-    # Measured: .24 of what rounding changes, in chunks of 256 where the record has one of 1,024.
+    # Measured: 0.24 of what rounding changes, in chunks of 256 where the record has one of 1,024.
     assert [reading.verdict for reading in readings] == ["in use", "in use"], readings
     assert readings[1].artifact == Artifact.open(made).identity
     served = [

@@ -194,7 +194,7 @@ LATENT_CHUNK = 256 if AMX else 2048
 
 @ON_CPU
 def test_latents_are_read_as_by_the_cache_in_transformers(ids, tmp_path):
-    """8e-7 was measured. vLLM's own kernel for RoPE would make .38 here: see `plugin`."""
+    """8e-7 was measured. vLLM's own kernel for RoPE would make 0.38 here: see `plugin`."""
     model, folder, artifact = make_served("latents", tmp_path)
     options = {"model": str(folder), "prompts_too": True, "enable_prefix_caching": False}
     served = serve(tmp_path, artifact, [[ids[:1100]]], **options)
