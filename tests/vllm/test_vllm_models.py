@@ -203,8 +203,8 @@ def test_latents_are_read_as_by_the_cache_in_transformers(ids, tmp_path):
     exact = read_exact(model, answer["ids"])
     assert differences(expected, exact).mean() > 3 * CLOSE, "attention matters"
     assert_same([*answer["prompt"], *answer["answer"]], expected)
-    # 64 codes of 2 bits, a scale and an offset in float16, and 16 exact elements in float32
-    held, cell = 1 << 30, 64 // 4 + 4 + 16 * 4
+    # 128 codes of 2 bits, a scale and an offset in float16, and 16 exact elements in float32
+    held, cell = 1 << 30, 128 // 4 + 4 + 16 * 4
     assert served["blocks"] == held // (2 * cell * served["tokens"] // served["blocks"])
 
 
