@@ -26,10 +26,7 @@ from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.linalg.transform_coding import SEGMENT
 
 _PAGE = 64  # tokens: `TILE` in the source
-_MOST_PIECES = 3 / 8
-"""Of a channel: more take more registers than there are."""
-
-
+_MOST_PIECES = 3 / 8  # of a channel: more take more registers than there are
 Layout = PageLayout | SegmentLayout
 
 

@@ -5,14 +5,13 @@ latent. A page has the codes of its latents, then the exact keys with RoPE. Copi
 keys: values are their first channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from rotationzoo.codec import cuda_latents, int2
 from rotationzoo.codec.attention import PackedSide, PackedTokens, Scores
-from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.cuda_latents import Frame
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
@@ -28,11 +27,11 @@ ROPE = LATENTS.beside[0]
 class LatentKeys(PackedSide):
     """Packed latents, followed by exact keys with RoPE."""
 
-    rope: Sequence[torch.Tensor] = ()  # [B, 1, P, rope channels] for each block
+    rope: Callable[[], Sequence[torch.Tensor]] = tuple  # reads [B, 1, P, rope channels] of blocks
 
     def restore(self) -> torch.Tensor:
         """Every row of the pages in the model's frame, `[B, 1, T, D]`."""
-        return torch.cat([super().restore(), torch.cat([*self.rope], 2).to(self.matrix)], -1)
+        return torch.cat([super().restore(), torch.cat([*self.rope()], 2).to(self.matrix)], -1)
 
 
 class LatentPages(LayerPages):
@@ -88,10 +87,13 @@ class LatentPages(LayerPages):
         packed = self.codec.packed_side(self.layer, LATENT, self.layouts[LATENT], latents)
         base = self.memory[LATENT].data_ptr()
         packed = replace(packed, table=decode.page_table, base=base, unit=self.page_bytes)
-        if side == "value" or kernels_run_on(self.bad.device):  # which read exact keys themselves
+        if side == "value":
             return packed
-        exact = [self.rope(block)[:, None] for block in rope]
-        return LatentKeys(packed.blocks, packed.layout, packed.matrix, packed.mean, rope=exact)
+
+        def read_rope() -> list[torch.Tensor]:  # for the definition: a kernel reads it in the pages
+            return [self.rope(block)[:, None] for block in rope]
+
+        return LatentKeys(**vars(packed), rope=read_rope)
 
     def _has_kernel(self, packed: PackedTokens, windows: Windows, dtype: torch.dtype) -> bool:
         return cuda_latents.supports(packed.key.layout, self.rope_dim, dtype)

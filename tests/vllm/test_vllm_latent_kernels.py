@@ -21,7 +21,7 @@ from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout
 from rotationzoo.geometry import Layer
-from rotationzoo.vllm import latents, pages, prompts, steps
+from rotationzoo.vllm import pages, prompts, steps
 from rotationzoo.vllm.latents import LatentKeys
 
 PAGE, SCALE = 64, 0.07
@@ -95,7 +95,7 @@ def draw(case: Case) -> Inputs:
     side = PackedSide(blocks, layout, rotation[None].contiguous(), mean)
     keys = LatentKeys(
         side.blocks, layout, side.matrix, mean, table, memory.data_ptr(), memory.shape[1],
-        [exact[table[:, page] - 1][:, None] for page in range(count)],
+        lambda: [exact[table[:, page] - 1][:, None] for page in range(count)],
     )  # fmt: skip
     numbers = torch.tensor((case.lengths, case.starts), dtype=torch.int32, device=case.device)
     lengths, starts = numbers
@@ -212,11 +212,15 @@ CHUNKS = 70, 1, 3, 90, 1
 
 
 @on_cpu
-@pytest.mark.parametrize("format", ["vllm", "segments"])
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [("vllm", torch.float16), ("segments", torch.float16), ("vllm", torch.float32)],
+)
 def test_a_server_reads_what_the_definition_reads(
-    format, on_emulated_gpu, programs_on_cpu, monkeypatch
+    format, dtype, on_emulated_gpu, programs_on_cpu, monkeypatch
 ):
-    """Two requests, one of them always shorter, in prompts and steps of decoding."""
+    """Two requests, one of them always shorter, in prompts and steps of decoding. No kernel reads
+    float32."""
     geometry = [Layer(0, 0, 2, 1, RANK, RANK, rope_dim=ROPE)]
     settings = settings_of(format, sink=5, recent=40, kernel=True, geometry=geometry)
     monkeypatch.setattr(server_pages, "ROPE", ROPE)
@@ -224,9 +228,9 @@ def test_a_server_reads_what_the_definition_reads(
     monkeypatch.setattr(server_pages, "SCORES", Scores(0.005))
     found = []
     for has in (False, True):
-        for module in (pages, prompts, latents, cuda_segments, steps):
+        for module in (pages, prompts, cuda_segments, steps):
             monkeypatch.setattr(module, "kernels_run_on", lambda device, has=has: has)
-        server = Server(settings, tokens=PAGE, dtype=torch.float16, pages=12)
+        server = Server(settings, tokens=PAGE, dtype=dtype, pages=12)
         stored = server.layer.memory["latent"].untyped_storage()
         on_emulated_gpu(torch.empty(0, dtype=torch.uint8).set_(stored))
         for request in "ab":

@@ -12,7 +12,7 @@
 // subnormal one, piece * 2^-24, which tensor cores multiply exactly. Queries come in the order of pieces, times what these count.
 //
 // Work is split over tokens (flash-decoding). Warps share a page of 64 tokens: for scores, each takes some tokens and some columns, and
-// for outputs, 64 channels of all columns. Each block writes a maximum, a sum and an output without their scale; `merge_latents` merges
+// for outputs, some pieces of all columns. Each block writes a maximum, a sum and an output without their scale; `merge_latents` merges
 // them.
 //
 // Compile with -D: RANK (channels of a latent: 128, 256 or 512), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16, 32 or
