@@ -72,7 +72,8 @@ def save_chunks(
     """Write the chunks of an answer with these headers to a file of at most `size` bytes. Raises
     `HubError` for a larger file or a slower connection, and `RotationZooError` for a disk error."""
     stated = headers.get("content-length", "")
-    size = min(size, int(stated)) if stated.isdecimal() else size
+    if stated.isdecimal() and len(stated) < 20:  # Python refuses to read a number of any length
+        size = min(size, int(stated))
     seconds = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     # Name only the file: its folder may be temporary.
     writing = partial(disk_errors, Path(path.name), "use a larger disk")
