@@ -27,6 +27,8 @@ from rotationzoo.linalg.transform_coding import SEGMENT
 
 _PAGE = 64  # tokens: `TILE` in the source
 _MOST_PIECES = 3 / 8  # of a channel: more take more registers than there are
+_EXTRA = 8  # numbers of a row of codes behind its channels: `EXTRA` in the source
+_MERGING = 256  # threads of `merge_latents`, each for four of 128 channels
 Layout = PageLayout | SegmentLayout
 
 
@@ -77,15 +79,16 @@ class LatentVariant:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: `SHARED` in the source."""
-        rank, exact = self.layout.dim, 2 * self.rope + 16
+        padded, exact = 2 * (self.layout.dim + self.rope) + 16, 2 * self.rope + 16
         stage = _PAGE * (self.room + exact)
         if isinstance(self.layout, PageLayout):
             stage += 2 * _PAGE * self.layout.format.metadata_bits // 8
-        ring = max(3 * stage, _PAGE * (2 * rank + exact))
-        queries = self.columns * (2 * max(4 * self.pieces, rank) + exact)
+        row = 4 * (self.columns + 8)
+        parts = 16 * self.warps // self.columns
+        of_codes = 2 * stage + parts * _PAGE * row + self.columns * exact
+        ring = max(of_codes, (_PAGE + self.columns) * padded)
         down = self.warps // min(self.columns // 8, self.warps // 2)
-        weights = _PAGE // 2 * (self.columns + 8) * 4
-        return ring + queries + weights + (2 * down + 1) * self.columns * 4 + 16 * self.pieces
+        return ring + _PAGE // 2 * row + (2 * down + 1) * self.columns * 4 + 16 * self.pieces
 
 
 def supports(layout: Layout, rope: int, dtype: torch.dtype) -> bool:
@@ -105,10 +108,9 @@ def supports(layout: Layout, rope: int, dtype: torch.dtype) -> bool:
 
 def choose_columns(columns: int, layout: Layout) -> int:
     """How many of a request's columns one block handles."""
-    # Otherwise, what a warp has of 64 columns does not fit into its registers.
-    wide = layout.dim == 512 and len(list_pieces(layout)) <= 128
-    most = 64 if wide else 32
-    return min(most, 1 << max(4, (columns - 1).bit_length()))
+    # What a warp has of more columns and pieces does not fit into its registers.
+    has_few = 4 * len(list_pieces(layout)) <= layout.dim
+    return 32 if columns > 16 and has_few else 16
 
 
 @cache
@@ -131,9 +133,11 @@ def list_pieces(layout: Layout) -> list[tuple[int, int, int, int, int]]:
 @cache
 def _piece_table(layout: Layout, count: int, device: torch.device) -> torch.Tensor:
     """`Piece` in the source for each, int32 `[count, 4]`."""
-    table = torch.zeros(count, 4, dtype=torch.int32)
+    table, seen = torch.zeros(count, 4, dtype=torch.int32), set()
     for at, (word, mask, channel, step, power) in enumerate(list_pieces(layout)):
-        table[at] = torch.tensor([4 * word, mask * 0x10001, channel | step << 16, power])
+        place = channel | (channel in seen) << 12 | step << 16
+        table[at] = torch.tensor([4 * word, mask * 0x10001, place, power])
+        seen.add(channel)
     return table.to(device)
 
 
@@ -172,9 +176,7 @@ class Frame:
     """float32 `[R, 2]`: a query's product with the middles in the frame of the codes, and with the
     mean in its own."""
     from_codes: torch.Tensor
-    """`[R, R]`."""
-    mean: torch.Tensor | None
-    """`[R]`."""
+    """`[R + 8, R]`: behind the channels of the codes, what all weights of packed tokens add."""
 
     @classmethod
     def of(cls, side: PackedSide, dtype: torch.dtype) -> "Frame":
@@ -183,11 +185,10 @@ class Frame:
         turned = matrix.T  # with row = stored @ matrix, query . row = (query @ matrix.T) . stored
         channels, counts = _order_bytes(layout)
         ordered = turned[:, channels.to(matrix.device)] * counts.to(matrix.device)
-        mean = None if side.mean is None else side.mean[0]
-        bias = torch.zeros_like(turned[:, 0]) if mean is None else mean
-        sums = torch.stack([turned @ _middles(layout, matrix.device), bias], 1).float()
-        mean = mean if mean is None else mean.to(dtype)
-        return cls(ordered.to(dtype), sums, matrix.to(dtype).contiguous(), mean)
+        mean = torch.zeros_like(matrix[0]) if side.mean is None else side.mean[0]
+        sums = torch.stack([turned @ _middles(layout, matrix.device), mean], 1).float()
+        back = torch.cat([matrix, mean[None], matrix.new_zeros(_EXTRA - 1, layout.dim)])
+        return cls(ordered.to(dtype), sums, back.to(dtype))
 
 
 def _order_bytes(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,14 +301,11 @@ def attend(
     grid, shared = (parts, tiles, batch), variant.shared_bytes
     launch(kernels.attend, grid, 32 * variant.warps, arguments, early=False, shared=shared)
 
-    of_codes, of_copies = query.new_empty(2, batch * columns, rank)
-    shares = headers.new_empty(batch * columns)
-    merge = MergeLatents(totals, outputs, parts, exact, of_codes, of_copies, shares)
-    launch(kernels.merge, (columns, batch, 1), rank // 4, merge, early=False)
-    rows = output.view(-1, rank)
-    torch.addmm(of_copies, of_codes, frame.from_codes, out=rows)
-    if frame.mean is not None:
-        rows.addcmul_(shares[:, None].to(rows.dtype), frame.mean)
+    of_copies = query.new_empty(batch * columns, rank)
+    of_codes = query.new_empty(batch * columns, rank + _EXTRA)
+    merge = MergeLatents(totals, outputs, parts, exact, of_codes, of_copies)
+    launch(kernels.merge, (columns, batch, rank // 128), _MERGING, merge, early=False)
+    torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
 
 
 def _copied(window: ExactWindow) -> CopiedPages:

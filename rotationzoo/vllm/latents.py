@@ -7,15 +7,19 @@ keys: values are their first channels.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from rotationzoo.codec import cuda_latents, int2
 from rotationzoo.codec.attention import PackedSide, PackedTokens, Scores
+from rotationzoo.codec.cuda import Launcher
+from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.cuda_latents import Frame
+from rotationzoo.codec.kernels import parameters
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
-from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows, Windows
+from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows, Windows, store_kernel
 from rotationzoo.vllm.prompts import LayerReader, Turns
 from rotationzoo.vllm.segments import Exact, Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
@@ -37,6 +41,8 @@ class LatentKeys(PackedSide):
 class LatentPages(LayerPages):
     """The pages of one layer: keys `[T, 1, R + rope channels]` and values `[T, 1, R]`."""
 
+    copied = ("key",)
+    """Values are their first channels."""
     _frame: Frame | None = None
 
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
@@ -67,17 +73,29 @@ class LatentPages(LayerPages):
         return torch.float32
 
     @torch.no_grad()
-    def copy(self, step: Step, rows: Rows) -> None:
-        """Write new keys to the copies of their pages, whose first channels are values."""
-        self.copies["key"][step.slots, :, step.page_offsets] = rows["key"]
-
-    @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
         """Store new tokens: latents as in `LayerPages.store`, and exact keys with RoPE."""
         super().store(step, {LATENT: rows["value"]})
         rope = rows["key"][:, :, -self.rope_dim :]
-        self._count(step, ROPE, int2.find_refused(rope.transpose(0, 1).float()))
-        self.rope(self.memory[ROPE])[step.pages, step.page_offsets] = rope[:, 0]
+        if not kernels_run_on(rope.device):
+            self._count(step, ROPE, int2.find_refused(rope.transpose(0, 1).float()))
+            self.rope(self.memory[ROPE])[step.pages, step.page_offsets] = rope[:, 0]
+            return
+        size, bad = rope.element_size(), self.bad[self.counted.index(ROPE)]
+        arguments = parameters.StoreExact(
+            rows=rope,
+            stride=rope.stride(0) * size,
+            row_bytes=self.rope_dim * size,
+            number_bytes=size,
+            largest=_largest_bits(rope.dtype),
+            pages=step.pages,
+            places=step.page_offsets,
+            memory=self.memory[ROPE],
+            page_bytes=self.page_bytes,
+            bad=bad,
+        )
+        kernel = store_kernel("store_exact", self.tokens, rope.device)
+        Launcher(rope.device)(kernel, (len(rope), 1, 1), 32, arguments, early=False)
 
     def _packed(self, decode: DecodeMetadata, pages: int, side: str) -> PackedSide:
         blocks = (
@@ -110,6 +128,14 @@ class LatentPages(LayerPages):
         if self._frame is None:
             self._frame = Frame.of(packed.value, query.dtype)
         cuda_latents.attend(query, packed, windows, self._frame, scores.scale, into)
+
+
+@cache
+def _largest_bits(dtype: torch.dtype) -> int:
+    """The bits of the largest number of a type that `int2.find_refused` does not refuse."""
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    largest = min(int2.LARGEST, torch.finfo(dtype).max)
+    return int(torch.tensor(largest, dtype=dtype).view(bits))
 
 
 class LatentReader(LayerReader):

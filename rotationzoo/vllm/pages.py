@@ -73,6 +73,9 @@ def split_blocks(blocks: torch.Tensor, heads: int) -> torch.Tensor:
 class LayerPages:
     """The pages of one layer: the tensor that a server has allocated, and the exact copies."""
 
+    copied: tuple[str, ...] = SIDES
+    """The sides whose rows `copy` writes."""
+
     def __init__(
         self,
         settings: CacheSettings,
@@ -124,8 +127,8 @@ class LayerPages:
         """Write new tokens `[T, H, D]` of each side to the copies of their pages, if any."""
         device, (tokens, heads, dim) = rows["key"].device, rows["key"].shape
         if not kernels_run_on(device):
-            for side, of_side in rows.items():
-                self.copies[side][step.slots, :, step.page_offsets] = of_side
+            for side in self.copied:
+                self.copies[side][step.slots, :, step.page_offsets] = rows[side]
             return
         size = self.copies["key"].element_size()
         key, value = (
@@ -134,8 +137,8 @@ class LayerPages:
         )
         places = step.page_offsets, step.slots
         arguments = parameters.CopyRows(*places, dim * size, key=key, value=value)
-        kernel = _store_kernel("copy_rows", self.tokens, device)
-        Launcher(device)(kernel, (tokens, heads, 2), 64, arguments)
+        kernel, grid = store_kernel("copy_rows", self.tokens, device), len(self.copied)
+        Launcher(device)(kernel, (tokens, heads, grid), 64, arguments)
 
     @torch.no_grad()
     def store(self, step: Step, rows: Rows) -> None:
@@ -181,7 +184,7 @@ class LayerPages:
             number_bytes=packed.metadata.element_size(),
             bad=self.bad[self.counted.index(side)],
         )
-        kernel = _store_kernel("store", self.tokens, memory.device)
+        kernel = store_kernel("store", self.tokens, memory.device)
         grid = len(step.pages), self.heads, 1
         Launcher(memory.device)(kernel, grid, 64, arguments, early=False)
 
@@ -300,8 +303,8 @@ class LayerPages:
 
 
 @cache
-def _store_kernel(name: str, tokens: int, device: torch.device) -> Any:
-    """A kernel of `store.cu`, compiled for `tokens` tokens per page."""
+def store_kernel(name: str, tokens: int, device: torch.device) -> Any:
+    """A kernel of store.cu, compiled for `tokens` tokens per page."""
     kernel = build("store.cu", (("TOKENS", str(tokens)),), device).get_kernel(name)
     cuda.run_beside(kernel, device)
     return kernel

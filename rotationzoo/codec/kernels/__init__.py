@@ -29,7 +29,11 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
         "merge_latents": parameters.MergeLatents,
     },
     "server_step.cu": {"plan": parameters.Plan},
-    "store.cu": {"copy_rows": parameters.CopyRows, "store": parameters.Store},
+    "store.cu": {
+        "copy_rows": parameters.CopyRows,
+        "store": parameters.Store,
+        "store_exact": parameters.StoreExact,
+    },
     "restore.cu": {"restore_rows": parameters.RestoreRows, "gather": parameters.Gather},
     "segments.cu": {
         "store_segments": parameters.StoreSegments,

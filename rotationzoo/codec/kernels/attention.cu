@@ -7,7 +7,8 @@
 //   * Keys: a field of a byte whose other bits are masked away is the integer code * 2^(bits * field). The query is rounded to 16
 //     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
 //   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 2^(bits * field) * 2^-24. Tensor cores multiply subnormals
-//     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
+//     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product; or, for eight columns and
+//     rows of 16 bits, one float16, as in FlashAttention.
 //
 // Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to COLUMNS
 // columns, which are the query heads of the group times the query tokens. It writes a maximum, a sum and an output without
@@ -259,8 +260,8 @@ __device__ void attend_packed(
         #pragma unroll
         for (int i = 0; i < 8; i++) {
           const Piece piece(slots[chunk], i / 4, i % 4);
-          const float(&sums)[4] = state.output[set][4 * chunk + i / 2];
-          const float sum = 16777216.0f * (sums[i % 2 * 2] + sums[i % 2 * 2 + 1]) + piece.middle() * state.offsets[0][set];
+          const float product = column_sum(state, set, 4 * chunk + i / 2, i % 2);
+          const float sum = 16777216.0f * product + piece.middle() * state.offsets[0][set];
           if (piece.mask && piece.second == second) to[piece.channel] += piece.factor * sum;
         }
     }
@@ -278,8 +279,8 @@ __device__ void attend_packed(
           for (int group = 1; group < VALUE_GROUPS; group++)
             if (value_group(word, field) == group) offset = state.offsets[group][set];
           const float power = 16777216.0f / (1 << BITS * field);
-          const float(&sums)[4] = state.output[set][2 * (FIELDS * chunk + field) + byte / 2];
-          to[channel<VALUE_DIM>(word, byte, field)] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
+          const float product = column_sum(state, set, 2 * (FIELDS * chunk + field) + byte / 2, byte % 2);
+          to[channel<VALUE_DIM>(word, byte, field)] = power * product + offset;
         }
 #endif
     if (!row) to[VALUE_DIM] = first < last ? state.top[set] : LOWEST, to[VALUE_DIM + 1] = state.sum[set];

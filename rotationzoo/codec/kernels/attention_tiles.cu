@@ -5,7 +5,10 @@
 #include "segment_rows.cu"
 #include "tensor_cores.cu"
 
-constexpr int SETS = COLUMNS / 4;  // of columns that one product takes
+constexpr int SETS = COLUMNS / 4;  // of columns that one product of keys takes
+// A product of values takes the weights of two sets, rounded to float16, where rows have 16 bits, or else both parts of a weight.
+constexpr bool PAIRED = TYPE && SETS > 1;
+constexpr int PRODUCTS = PAIRED ? SETS / 2 : SETS;
 constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
 constexpr int BITS = SEGMENTS ? 4 : 2, FIELDS = 8 / BITS;  // of a code, and codes of a byte
 constexpr int KEY_WORDS = KEY_SLOTS ? KEY_SLOTS : KEY_DIM / FIELDS / 4;  // of a row
@@ -212,8 +215,14 @@ struct State {
   float top[SETS];                                  // what scores are compared with
   float sum[SETS];                                  // of weights, this lane's rows
   float offsets[VALUE_GROUPS][SETS];                // what the values' offsets add to the output
-  float output[SETS][SUMS][4];                      // per field and pair of bytes, as products come out
+  float output[PRODUCTS][SUMS][4];                  // per field and pair of bytes, as products come out
 };
+
+// What a product has of this lane's column of a set, in one of its two rows.
+__device__ float column_sum(const State& state, int set, int sum, int half) {
+  const float(&sums)[4] = state.output[PAIRED ? set / 2 : set][sum];
+  return PAIRED ? sums[2 * half + set % 2] : sums[2 * half] + sums[2 * half + 1];
+}
 
 // A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
 __device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + (row & 1) * 4; }
@@ -378,7 +387,8 @@ __device__ void raise(State& state, const Scores& scores, Scores& weights, const
     #pragma unroll
     for (int sum = 0; sum < SUMS; sum++)
       #pragma unroll
-      for (int i = 0; i < 4; i++) state.output[set][sum][i] *= factor;
+      for (int i = 0; i < 4; i++)
+        if (!PAIRED || i % 2 == set % 2) state.output[PAIRED ? set / 2 : set][sum][i] *= factor;
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
@@ -406,7 +416,7 @@ __device__ bool too_large(const Scores& weights, const Values (&values)[HALVES])
 // Add a half's weighted values to the output. Two tokens' codes of a channel become a pair by taking a byte of each.
 __device__ void accumulate(
     State& state, unsigned stage, const float (&weights)[SETS][2], const Values& values, int half, const Place& place) {
-  unsigned pairs[VALUE_GROUPS][SETS][2];
+  unsigned pairs[VALUE_GROUPS][PRODUCTS][2];
   #pragma unroll
   for (int set = 0; set < SETS; set++) {
     state.sum[set] += weights[set][0] + weights[set][1];
@@ -416,8 +426,13 @@ __device__ void accumulate(
       for (int r = 0; r < 2; r++) {
         const float scaled = weights[set][r] * values.scales[group][r];
         state.offsets[group][set] += weights[set][r] * values.offsets[group][r];
-        const float rest = scaled - from_half(half_pair(scaled, 0.0f) & 0xffff);
-        pairs[group][set][r] = transpose(half_pair(scaled, rest));
+        if (PAIRED && set % 2) {
+          const float other = weights[set - 1][r] * values.scales[group][r];
+          pairs[group][set / 2][r] = transpose(half_pair(other, scaled));
+        } else if (!PAIRED) {
+          const float rest = scaled - from_half(half_pair(scaled, 0.0f) & 0xffff);
+          pairs[group][set][r] = transpose(half_pair(scaled, rest));
+        }
       }
   }
   #pragma unroll
@@ -437,9 +452,9 @@ __device__ void accumulate(
         const bool none = members < 8 && value_group(8 * chunk + place.row, field) != group;
         const unsigned mask = none ? 0 : SEGMENTS ? place.value_masks[chunk][field] : half_mask(field);
         #pragma unroll
-        for (int set = 0; set < SETS; set++) {
-          float(*sums)[4] = state.output[set] + 2 * (FIELDS * chunk + field);
-          const unsigned b0 = pairs[group][set][0], b1 = pairs[group][set][1];
+        for (int product = 0; product < PRODUCTS; product++) {
+          float(*sums)[4] = state.output[product] + 2 * (FIELDS * chunk + field);
+          const unsigned b0 = pairs[group][product][0], b1 = pairs[group][product][1];
           multiply(sums[0], bytes_of<0>(words[0], words[1]) & mask, bytes_of<1>(words[0], words[1]) & mask,
                    bytes_of<0>(words[2], words[3]) & mask, bytes_of<1>(words[2], words[3]) & mask, b0, b1);
           multiply(sums[1], bytes_of<2>(words[0], words[1]) & mask, bytes_of<3>(words[0], words[1]) & mask,

@@ -11,12 +11,12 @@
 // A piece is what one mask leaves of the four bytes of a word: codes of four channels, or parts of them. Each byte is a float16, a
 // subnormal one, piece * 2^-24, which tensor cores multiply exactly. Queries come in the order of pieces, times what these count.
 //
-// Work is split over tokens (flash-decoding). Warps share a page of 64 tokens: for scores, each takes some tokens and some columns, and
-// for outputs, some pieces of all columns. Each block writes a maximum, a sum and an output without their scale; `merge_latents` merges
-// them.
+// Work is split over tokens (flash-decoding). Warps share a page of 64 tokens: for products with codes, each takes some pieces and 16
+// columns; for what becomes of their sums, some tokens and some columns; and for outputs, some pieces of all columns. Each block writes
+// a maximum, a sum and an output without their scale; `merge_latents` merges them.
 //
-// Compile with -D: RANK (channels of a latent: 128, 256 or 512), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16, 32 or
-// 64), TYPE (1 float16, 2 bfloat16), PIECES (of a row, so many that warps have equally many pairs of eight), ROOM (bytes of a row in
+// Compile with -D: RANK (channels of a latent: 128, 256 or 512), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16 or 32),
+// TYPE (1 float16, 2 bfloat16), PIECES (of a row, so many that warps have equally many pairs of eight), ROOM (bytes of a row in
 // shared memory), and of the format HALF, MINIMUM and SEGMENTS, as in attention.cu. Needs sm_80 or newer.
 
 #include "launches.cu"
@@ -34,20 +34,25 @@ constexpr int WARPS = RANK / 64, THREADS = 32 * WARPS;
 constexpr int SETS = COLUMNS / 8;      // of columns that one product takes
 constexpr int ACROSS = SETS < WARPS / 2 ? SETS : WARPS / 2, DOWN = WARPS / ACROSS;  // warps that share columns, and tokens, of scores
 constexpr int ROWS = TILE / 16 / DOWN, OWN = SETS / ACROSS;                         // products of a warp: by 16 tokens, and sets
+constexpr int PAIRS = SETS / 2, PARTS = WARPS / PAIRS;                              // of sets; and of pieces, for each pair
+constexpr int STEPS = PIECES / 4 / PARTS;                                           // of a part, of four pieces each
 constexpr int KEY = RANK + ROPE, TURNED = 4 * PIECES;                               // numbers of an exact row, and of a turned query
 constexpr int EIGHTS = PIECES / 8 / WARPS;                                          // groups of eight pieces of a warp, for outputs
 constexpr int PRODUCTS = EIGHTS * 2 < 4 ? 4 : EIGHTS * 2;                           // 16 channels each; of exact rows there are four
 static_assert(PIECES % (8 * WARPS) == 0, "warps have equally many pieces");
 
 // Rows in shared memory have some bytes more, so that lanes which read several rows at once meet other banks.
-constexpr int PADDED = 2 * KEY + 16, QUERY = 2 * (TURNED > RANK ? TURNED : RANK) + 2 * ROPE + 16, ROPE_ROW = 2 * ROPE + 16;
+constexpr int PADDED = 2 * KEY + 16, ROPE_ROW = 2 * ROPE + 16, SUM_ROW = COLUMNS + 8;  // the last one in floats
+// A block has pages of codes, sums of products and the exact part of queries; or one page of exact rows, and queries.
 constexpr int ROPES = TILE * ROOM, NUMBERS = ROPES + TILE * ROPE_ROW;  // where they begin in a stage
-constexpr int STAGE = NUMBERS + (SEGMENTS ? 0 : 2 * TILE * sizeof(Metadata)), STAGES = 3;
-constexpr int RING = STAGES * STAGE > TILE * PADDED ? STAGES * STAGE : TILE * PADDED;
+constexpr int STAGE = NUMBERS + (SEGMENTS ? 0 : 2 * TILE * sizeof(Metadata)), STAGES = 2, PARTIAL = STAGES * STAGE;
+constexpr int ROPE_QUERIES = PARTIAL + PARTS * TILE * SUM_ROW * 4, EXACT_QUERIES = TILE * PADDED;
+constexpr int OF_CODES = ROPE_QUERIES + COLUMNS * ROPE_ROW, OF_COPIES = EXACT_QUERIES + COLUMNS * PADDED;
 constexpr int WEIGHT_ROW = COLUMNS + 8;                                     // words with the weights of a pair of tokens
-constexpr int QUERIES = RING, WEIGHTS = QUERIES + COLUMNS * QUERY, SUMS = WEIGHTS + TILE / 2 * WEIGHT_ROW * 4;
+constexpr int WEIGHTS = OF_CODES > OF_COPIES ? OF_CODES : OF_COPIES, SUMS = WEIGHTS + TILE / 2 * WEIGHT_ROW * 4;
 constexpr int LIST = SUMS + (2 * DOWN + 1) * COLUMNS * 4, SHARED = LIST + PIECES * 16;
-constexpr int MERGED = RANK + 4;                                            // floats of a column's output, in place of pages and queries
+constexpr int BLOCKS = COLUMNS == 16 && TURNED <= RANK ? 2 : 1;               // that a multiprocessor should hold
+constexpr int MERGED = RANK + 1;                                            // floats of a column's output, in place of pages and queries
 static_assert(COLUMNS * MERGED * 4 <= WEIGHTS && SHARED <= 227 * 1024, "too large");
 extern __shared__ uint4 memory[];
 
@@ -77,8 +82,8 @@ struct Tables {
   const float* levels;         // with segments: the scale of each number in a row
 };
 
-// A piece: the first byte of its word in a row, the mask, its first channel and the channels from one byte to the next, and what it
-// counts in its code as a power of two.
+// A piece: the first byte of its word in a row, the mask, its first channel, whether a piece before it has other bits of the same codes
+// (bit 12) and the channels from one byte to the next (from bit 16), and what it counts in its code as a power of two.
 typedef int4 Piece;
 
 // Which packed tokens of a request the queries read, as in attention_tiles.cu; or, of exact tokens, those from `start` to `end`.
@@ -93,10 +98,11 @@ struct Range {
 };
 
 struct Lane {
-  int warp, row, part, across, down;
+  int warp, row, part, across, down, pair, pieces;
 
   __device__ Lane()
-      : warp(threadIdx.x / 32), row(threadIdx.x % 32 / 4), part(threadIdx.x % 4), across(warp % ACROSS), down(warp / ACROSS) {}
+      : warp(threadIdx.x / 32), row(threadIdx.x % 32 / 4), part(threadIdx.x % 4), across(warp % ACROSS), down(warp / ACROSS),
+        pair(warp % PAIRS), pieces(warp / PAIRS) {}
   __device__ int token(int m, int r) const { return 16 * (down * ROWS + m) + 8 * r + row; }    // of a page
   __device__ int column(int n, int i) const { return 8 * (across * OWN + n) + 2 * part + i; }  // of the block
 };
@@ -129,17 +135,16 @@ __device__ float number(const char* from, int index) {
 #endif
 }
 
-// Products of rows of 16-bit numbers and queries, from channel `first` of the queries on, for COUNT channels.
+// Products of rows of 16-bit numbers and queries, both of COUNT channels and STRIDE bytes in shared memory.
 template <int COUNT, int STRIDE>
-__device__ void compare_exact(Scores& scores, const char* rows, int first, const Lane& lane) {
-  const char* queries = reinterpret_cast<const char*>(memory) + QUERIES + 2 * first;
+__device__ void compare_exact(Scores& scores, const char* rows, const char* queries, const Lane& lane) {
   #pragma unroll 4
   for (int step = 0; step < COUNT / 16; step++) {
     const int low = 8 * step + lane.part, high = low + 4;  // words
     unsigned b[OWN][2];
     #pragma unroll
     for (int n = 0; n < OWN; n++) {
-      const char* query = queries + (8 * (lane.across * OWN + n) + lane.row) * QUERY;
+      const char* query = queries + (8 * (lane.across * OWN + n) + lane.row) * STRIDE;
       b[n][0] = word_at(query, low), b[n][1] = word_at(query, high);
     }
     #pragma unroll
@@ -152,29 +157,68 @@ __device__ void compare_exact(Scores& scores, const char* rows, int first, const
   }
 }
 
-// Products of pieces and queries, which are in the order of pieces.
-__device__ void compare_codes(Scores& scores, const char* rows, int row, const Lane& lane) {
-  const char* shared = reinterpret_cast<const char*>(memory);
-  const Piece* pieces = reinterpret_cast<const Piece*>(shared + LIST);
-  #pragma unroll 4
-  for (int step = 0; step < PIECES / 4; step++) {
-    const int2 piece = *reinterpret_cast<const int2*>(pieces + 4 * step + lane.part);
-    const int low = 8 * step + lane.part;
-    const unsigned mask = piece.y;
-    unsigned b[OWN][2];
+// What a warp multiplies its pieces by: queries of its 16 columns, in the order of pieces.
+typedef unsigned Turned[STEPS][2][2];
+
+__device__ void load_queries(Turned& queries, const unsigned short* turned, int columns, const Lane& lane) {
+  #pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const int column = 16 * lane.pair + 8 * n + lane.row;
+    const char* query = reinterpret_cast<const char*>(turned + Count(column) * TURNED);
     #pragma unroll
-    for (int n = 0; n < OWN; n++) {
-      const char* query = shared + QUERIES + (8 * (lane.across * OWN + n) + lane.row) * QUERY;
-      b[n][0] = word_at(query, low), b[n][1] = word_at(query, low + 4);
-    }
-    #pragma unroll
-    for (int m = 0; m < ROWS; m++) {
-      const unsigned upper = word_at(rows + lane.token(m, 0) * row + piece.x, 0), lower = word_at(rows + lane.token(m, 1) * row + piece.x, 0);
+    for (int step = 0; step < STEPS; step++)
       #pragma unroll
-      for (int n = 0; n < OWN; n++)
-        multiply(scores[m][n], upper & mask, lower & mask, upper >> 8 & mask, lower >> 8 & mask, b[n][0], b[n][1]);
+      for (int k = 0; k < 2; k++)
+        queries[step][n][k] = column < columns ? word_at(query, 8 * (lane.pieces * STEPS + step) + lane.part + 4 * k) : 0;
+  }
+}
+
+// Products of a warp's pieces and queries, for all tokens of a page, to shared memory.
+__device__ void compare_codes(const Turned& queries, const char* rows, int row, const Lane& lane) {
+  char* shared = reinterpret_cast<char*>(memory);
+  const Piece* pieces = reinterpret_cast<const Piece*>(shared + LIST) + 4 * lane.pieces * STEPS + lane.part;
+  float sums[TILE / 16][2][4] = {};
+  #pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    const int2 piece = *reinterpret_cast<const int2*>(pieces + 4 * step);
+    const unsigned mask = piece.y;
+    #pragma unroll
+    for (int m = 0; m < TILE / 16; m++) {
+      const char* upper_row = rows + (16 * m + lane.row) * row + piece.x;
+      const unsigned upper = word_at(upper_row, 0), lower = word_at(upper_row + 8 * row, 0);
+      #pragma unroll
+      for (int n = 0; n < 2; n++)
+        multiply(sums[m][n], upper & mask, lower & mask, upper >> 8 & mask, lower >> 8 & mask, queries[step][n][0], queries[step][n][1]);
     }
   }
+  float* to = reinterpret_cast<float*>(shared + PARTIAL) + (lane.pieces * TILE + lane.row) * SUM_ROW + 16 * lane.pair + 2 * lane.part;
+  #pragma unroll
+  for (int m = 0; m < TILE / 16; m++)
+    #pragma unroll
+    for (int n = 0; n < 2; n++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++)
+        *reinterpret_cast<float2*>(to + (16 * m + 8 * r) * SUM_ROW + 8 * n) = {sums[m][n][2 * r], sums[m][n][2 * r + 1]};
+}
+
+// The sums over all pieces, of the tokens and columns of this lane.
+__device__ void sum_products(Scores& products, const Lane& lane) {
+  const float* partial = reinterpret_cast<const float*>(reinterpret_cast<const char*>(memory) + PARTIAL);
+  #pragma unroll
+  for (int m = 0; m < ROWS; m++)
+    #pragma unroll
+    for (int r = 0; r < 2; r++)
+      #pragma unroll
+      for (int n = 0; n < OWN; n++) {
+        const float* from = partial + lane.token(m, r) * SUM_ROW + lane.column(n, 0);
+        float2 sum = {};
+        #pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+          const float2 x = *reinterpret_cast<const float2*>(from + part * TILE * SUM_ROW);
+          sum.x += x.x, sum.y += x.y;
+        }
+        products[m][n][2 * r] = sum.x, products[m][n][2 * r + 1] = sum.y;
+      }
 }
 
 // Turn the scores of a page, times log2(e), into weights in shared memory, and return by what the outputs of columns so far are to be
@@ -350,17 +394,15 @@ __device__ void write(const Results& results, const float* headers, const float*
 }
 
 // Of the pages from `begin` to `end`, the tokens of a range. Queries are in the frame of the codes.
-__device__ void attend_codes(const Tables& tables, int begin, int end, const Range& range, const float* headers, const Piece* list,
-                             const float* middles, float scale, const Results& results) {
+__device__ void attend_codes(const Tables& tables, int begin, int end, const Range& range, const unsigned short* turned,
+                             const float* headers, const Piece* list, const float* middles, float scale, const Results& results) {
   const Lane lane;
   char* shared = reinterpret_cast<char*>(memory);
-  Address next = tables.table[begin];
-  #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) {
-    if (begin + i < end) fetch(tables, tables.base + next * tables.unit, i);
-    if (begin + i + 1 < end) next = tables.table[begin + i + 1];
-    end_group();
-  }
+  fetch(tables, tables.base + tables.table[begin] * tables.unit, 0);
+  Address next = begin + 1 < end ? tables.table[begin + 1] : 0;
+  end_group();
+  Turned queries;
+  load_queries(queries, turned, results.columns, lane);
   float units[OWN][2], sums[OWN][2];
   #pragma unroll
   for (int n = 0; n < OWN; n++)
@@ -378,19 +420,20 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
     mine[e] = {piece.x, piece.y};
   }
   State state = {};
-  for (int tile = begin, slot = 0; tile < end; tile++, slot = slot + 1 == STAGES ? 0 : slot + 1) {
-    wait_groups<STAGES - 2>();
-    __syncthreads();  // all threads' copies have arrived, and nobody reads the stage before, or the weights, any more
-    const int ahead = tile + STAGES - 1;
-    if (ahead < end) {
-      fetch(tables, tables.base + next * tables.unit, slot ? slot - 1 : STAGES - 1);
-      if (ahead + 1 < end) next = tables.table[ahead + 1];
+  for (int tile = begin, stage = 0; tile < end; tile++, stage = !stage) {
+    wait_groups<0>();
+    __syncthreads();  // all threads' copies have arrived, and nobody reads the other stage, or the weights, any more
+    if (tile + 1 < end) {
+      fetch(tables, tables.base + next * tables.unit, !stage);
+      if (tile + 2 < end) next = tables.table[tile + 2];
     }
     end_group();
-    const char *rows = shared + slot * STAGE, *numbers = rows + NUMBERS;
-    Scores products = {}, scores = {};
-    compare_codes(products, rows, tables.row, lane);
-    compare_exact<ROPE, ROPE_ROW>(scores, rows + ROPES, TURNED, lane);
+    const char *rows = shared + stage * STAGE, *numbers = rows + NUMBERS;
+    Scores products, scores = {};
+    compare_codes(queries, rows, tables.row, lane);
+    compare_exact<ROPE, ROPE_ROW>(scores, rows + ROPES, shared + ROPE_QUERIES, lane);
+    __syncthreads();
+    sum_products(products, lane);
     float scales[ROWS][2], offsets[ROWS][2];
     const int first = tile * TILE;
     #pragma unroll
@@ -435,18 +478,22 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
   float* merged = reinterpret_cast<float*>(memory);
   // Other lanes, of other warps, too, may have the other parts of a lane's codes.
   #pragma unroll
-  for (int e = 0; e < EIGHTS; e++) {
-    const Piece piece = list[8 * (EIGHTS * lane.warp + e) + lane.row];
-    const float counts = 16777216.0f * __int_as_float((127 + piece.w) << 23);
+  for (int part = 0; part < 2; part++) {
     #pragma unroll
-    for (int byte = 0; byte < 4; byte++)
+    for (int e = 0; e < EIGHTS; e++) {
+      const Piece piece = list[8 * (EIGHTS * lane.warp + e) + lane.row];
+      if (!piece.y || (piece.z >> 12 & 1) != part) continue;
+      const float counts = 16777216.0f * __int_as_float((127 + piece.w) << 23);
+      float* to = merged + 2 * lane.part * MERGED + (piece.z & 0xfff);
       #pragma unroll
-      for (int n = 0; n < SETS; n++)
+      for (int byte = 0; byte < 4; byte++)
         #pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (piece.y)
-            atomicAdd(merged + (8 * n + 2 * lane.part + i) * MERGED + (piece.z & 0xffff) + byte * (piece.z >> 16),
-                      counts * state.output[2 * e + byte / 2][n][byte % 2 * 2 + i]);
+        for (int n = 0; n < SETS; n++)
+          #pragma unroll
+          for (int i = 0; i < 2; i++)
+            to[(8 * n + i) * MERGED + byte * (piece.z >> 16)] += counts * state.output[2 * e + byte / 2][n][byte % 2 * 2 + i];
+    }
+    __syncthreads();
   }
   write(results, headers, middles);
 }
@@ -464,7 +511,7 @@ __device__ void attend_copies(const Element* rows, int first, const Range& range
   }
   __syncthreads();
   Scores scores = {};
-  compare_exact<KEY, PADDED>(scores, shared, 0, lane);
+  compare_exact<KEY, PADDED>(scores, shared, shared + EXACT_QUERIES, lane);
   float scales[ROWS][2], offsets[ROWS][2] = {};
   #pragma unroll
   for (int m = 0; m < ROWS; m++)
@@ -532,7 +579,7 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
 // [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores and log2(e), and
 // what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [B, columns, parts]
 // and outputs [B, columns, parts, RANK] are float32.
-extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 16 ? 2 : 1) attend_latents(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* middles, const float* levels,
     Count row_bytes, Count row_stride, Count begin_scales, Count begin_offsets, Count rope, const int* starts,
@@ -563,18 +610,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 16 ? 2 : 1) att
     return;
   }
 
-  // The queries: of packed tokens, latents in the frame of the codes. Columns that there are not are zeros.
-  char* shared = reinterpret_cast<char*>(memory);
-  const int upper = exact ? RANK / 8 : TURNED / 8, all = upper + ROPE / 8;  // 16 bytes each
-  for (int i = threadIdx.x; i < COLUMNS * all; i += THREADS) {
-    const int c = i / all, piece = i % all;
+  // The exact part of the queries, or all of them. Columns that there are not are zeros.
+  char* shared = reinterpret_cast<char*>(memory) + (exact ? EXACT_QUERIES : ROPE_QUERIES);
+  const int skipped = exact ? 0 : RANK / 8, pieces_of_query = KEY / 8 - skipped, stride = exact ? PADDED : ROPE_ROW;  // 16 bytes each
+  for (int i = threadIdx.x; i < COLUMNS * pieces_of_query; i += THREADS) {
+    const int c = i / pieces_of_query, piece = i % pieces_of_query;
     uint4 x = {};
-    if (c < count) {
-      const Count column = batch * columns + first + c;
-      x = !exact && piece < upper ? reinterpret_cast<const uint4*>(turned + column * TURNED)[piece]
-                                  : reinterpret_cast<const uint4*>(query + column * KEY)[piece - upper + RANK / 8];
-    }
-    *reinterpret_cast<uint4*>(shared + QUERIES + c * QUERY + piece * 16) = x;
+    if (c < count) x = reinterpret_cast<const uint4*>(query + (results.first + c) * KEY)[skipped + piece];
+    *reinterpret_cast<uint4*>(shared + c * stride + piece * 16) = x;
   }
   if (exact) {
     const bool early = block < sink_pieces;
@@ -585,33 +628,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS == 16 ? 2 : 1) att
   }
   const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(row_bytes), int(row_stride),
                          int(begin_scales), int(begin_offsets), int(rope), levels};
-  attend_codes(tables, begin, end, range, headers + 3 * results.first, pieces, middles, scaled, results);
+  attend_codes(tables, begin, end, range, turned + results.first * TURNED, headers + 3 * results.first, pieces, middles, scaled, results);
 }
 
-// Merge the parts of a column, of which the first `windows` are exact. packed and exact [B columns, RANK], shares [B columns]: what
-// weights of packed tokens sum to. Grid: x = columns, y = batch.
-extern "C" __global__ void __launch_bounds__(RANK / 4) merge_latents(
-    const float2* totals, const float* outputs, Count parts, Count windows, Element* packed, Element* exact, float* shares) {
-  const Count column = Count(blockIdx.y) * gridDim.x + blockIdx.x;
-  const float2* mine = totals + column * parts;
-  const float4* of = reinterpret_cast<const float4*>(outputs + column * parts * RANK) + threadIdx.x;
-  float top = LOWEST, total = 0.0f, share = 0.0f;
-  for (int i = 0; i < parts; i++) top = fmaxf(top, mine[i].x);
-  float4 both[2] = {};
-  for (int i = 0; i < parts; i++) {
-    const float2 part = mine[i];
+constexpr int MERGING = 8, EXTRA = 8;  // warps of a block of `merge_latents`; and what a row of codes has behind its channels
+
+// Add the parts of a column from number `first` on, of which each warp takes some.
+__device__ void add_parts(float4& sum, float& total, const float2* totals, const float4* outputs, Count first, Count end, float top) {
+  #pragma unroll 4
+  for (Count i = first + threadIdx.x / 32; i < end; i += MERGING) {
+    const float2 part = totals[i];
     if (part.y == 0.0f) continue;  // it has no output
     const float factor = exp2_of(part.x - top);
-    const float4 x = of[Count(i) * (RANK / 4)];
-    float4& sum = both[i >= windows];
-    sum.x += factor * x.x, sum.y += factor * x.y, sum.z += factor * x.z, sum.w += factor * x.w;
-    total += factor * part.y, share += i < windows ? 0.0f : factor * part.y;
+    const float4 x = outputs[i * (RANK / 4)];
+    sum.x += factor * x.x, sum.y += factor * x.y, sum.z += factor * x.z, sum.w += factor * x.w, total += factor * part.y;
   }
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;  // a row of padding reads nothing
+}
+
+// Merge the parts of a column, of which the first `windows` are exact. exact [B columns, RANK], and packed [B columns, RANK + EXTRA]:
+// behind its channels, it has what weights of packed tokens sum to, and zeros. Grid: x = columns, y = batch, z = RANK / 128.
+extern "C" __global__ void __launch_bounds__(32 * MERGING) merge_latents(
+    const float2* totals, const float* outputs, Count parts, Count windows, Element* packed, Element* exact) {
+  __shared__ float tops[MERGING], found[2][MERGING];
+  __shared__ float4 sums[2][MERGING][32];
+  const Count column = Count(blockIdx.y) * gridDim.x + blockIdx.x, first = 128 * blockIdx.z;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float2* mine = totals + column * parts;
+  const float4* of = reinterpret_cast<const float4*>(outputs + column * parts * RANK + first) + lane;
+  float top = LOWEST;
+  for (Count i = threadIdx.x; i < parts; i += 32 * MERGING) top = fmaxf(top, mine[i].x);
+  #pragma unroll
+  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  if (!lane) tops[warp] = top;
+  __syncthreads();
+  #pragma unroll
+  for (int w = 0; w < MERGING; w++) top = fmaxf(top, tops[w]);
+  float4 both[2] = {};
+  float total[2] = {};
+  add_parts(both[0], total[0], mine, of, 0, windows, top);
+  add_parts(both[1], total[1], mine, of, windows, parts, top);
+  #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const float4 x = both[i];
-    Element* to = (i ? packed : exact) + column * RANK + 4 * threadIdx.x;
+    sums[i][warp][lane] = both[i];
+    if (!lane) found[i][warp] = total[i];
+  }
+  __syncthreads();
+  if (warp) return;
+  total[0] = total[1] = 0.0f;
+  #pragma unroll
+  for (int w = 0; w < MERGING; w++) total[0] += found[0][w], total[1] += found[1][w];
+  const float sum = total[0] + total[1], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // a row of padding reads nothing
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float4 x = {};
+    #pragma unroll
+    for (int w = 0; w < MERGING; w++) {
+      const float4 of_warp = sums[i][w][lane];
+      x.x += of_warp.x, x.y += of_warp.y, x.z += of_warp.z, x.w += of_warp.w;
+    }
+    Element* to = (i ? packed + column * (RANK + EXTRA) : exact + column * RANK) + first + 4 * lane;
     to[0] = rounded(x.x * inverse), to[1] = rounded(x.y * inverse), to[2] = rounded(x.z * inverse), to[3] = rounded(x.w * inverse);
   }
-  if (!threadIdx.x) shares[column] = share * inverse;
+  if (!first && lane < EXTRA) packed[column * (RANK + EXTRA) + RANK + lane] = rounded(lane ? 0.0f : total[1] * inverse);
 }

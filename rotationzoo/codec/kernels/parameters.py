@@ -223,6 +223,21 @@ class Store(NamedTuple):
     bad: Tally
 
 
+class StoreExact(NamedTuple):
+    """`store_exact` of store.cu."""
+
+    rows: Bytes
+    stride: int
+    row_bytes: int
+    number_bytes: int
+    largest: int
+    pages: Counts
+    places: Counts
+    memory: Bytes
+    page_bytes: int
+    bad: Tally
+
+
 class Tokens(NamedTuple):
     """`Tokens` of restore.cu."""
 
@@ -393,4 +408,3 @@ class MergeLatents(NamedTuple):
     windows: int
     packed: Elements
     exact: Elements
-    shares: Floats

@@ -48,3 +48,19 @@ extern "C" __global__ void store(
   const bool is_number = number_bytes == 2 ? (scale[0] & 0x7fff) <= 0x7c00 : (scale[1] & 0x7fff) <= 0x7f80;
   if (!threadIdx.x && pages[token] && !is_number) atomicAdd(bad, 1ull), bad[1] = pages[token] * TOKENS + places[token];
 }
+
+// Exact rows [T, row_bytes] of numbers of so many bytes, `stride` bytes from one token to the next -> their places in pages. A row that
+// has a number whose bits without its sign are more than `largest` is counted in `bad`, as above. Grid: x = T; 32 threads.
+extern "C" __global__ void store_exact(
+    const unsigned char* rows, Count stride, Count row_bytes, Count number_bytes, Count largest, const Count* pages, const Count* places,
+    unsigned char* memory, Count page_bytes, unsigned long long* bad) {
+  const Count token = blockIdx.x;
+  const unsigned char* row = rows + token * stride;
+  copy(memory + pages[token] * page_bytes + places[token] * row_bytes, row, row_bytes);
+  bool good = true;
+  for (int i = threadIdx.x; i < row_bytes / number_bytes; i += blockDim.x)
+    good &= number_bytes == 2 ? (reinterpret_cast<const unsigned short*>(row)[i] & 0x7fff) <= largest
+                              : (reinterpret_cast<const unsigned*>(row)[i] & 0x7fffffff) <= largest;
+  good = __all_sync(0xffffffff, good);
+  if (!threadIdx.x && pages[token] && !good) atomicAdd(bad, 1ull), bad[1] = pages[token] * TOKENS + places[token];
+}
