@@ -64,12 +64,12 @@ class LatentVariant:
     @property
     def warps(self) -> int:
         """Warps of a block of `attend_latents`."""
-        return self.layout.dim // 64
+        return self.layout.dim // 64 * self.columns // 16
 
     @property
     def pieces(self) -> int:
         """`PIECES` in the source."""
-        return _round_up(len(list_pieces(self.layout)), 8 * self.warps)
+        return _count_pieces(self.layout)
 
     @property
     def room(self) -> int:
@@ -128,6 +128,11 @@ def list_pieces(layout: Layout) -> list[tuple[int, int, int, int, int]]:
         else:
             pieces.append((word, mask, 16 * word + field, 4, power))
     return pieces
+
+
+def _count_pieces(layout: Layout) -> int:
+    """Pieces of a row with those of padding, so that the most warps have equally many eights."""
+    return max(layout.dim // 4, _round_up(len(list_pieces(layout)), layout.dim // 8))
 
 
 @cache
@@ -196,7 +201,7 @@ def _order_bytes(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     product takes two pairs of numbers of each of four lanes: bytes 0 and 2 of the lane's piece, and
     bytes 1 and 3."""
     pieces = list_pieces(layout)
-    count = 4 * _round_up(len(pieces), layout.dim // 8)
+    count = 4 * _count_pieces(layout)
     channels, counts = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
     for number in range(count):
         step, inside = divmod(number, 16)

@@ -318,7 +318,7 @@ def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, count,
     for at in range(20, 50, count):
         now = {r: part_of(each, at + 7 * r, at + 7 * r + count) for r, each in rows.items()}
         step = on_gpu.plan({0: count, 1: count})
-        step = replace(step, max_tokens=WIDTH)
+        step = replace(step, max_pages=WIDTH)
         for side in SIDES:
             new[side].copy_(torch.cat([each[side] for each in now.values()]))
         query.copy_(torch.cat([query_of(each["key"]) for each in now.values()]))

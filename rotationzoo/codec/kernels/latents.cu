@@ -30,7 +30,7 @@ typedef float Metadata;
 #endif
 
 constexpr int TILE = 64;               // tokens of a page
-constexpr int WARPS = RANK / 64, THREADS = 32 * WARPS;
+constexpr int WARPS = RANK / 64 * (COLUMNS / 16), THREADS = 32 * WARPS;
 constexpr int SETS = COLUMNS / 8;      // of columns that one product takes
 constexpr int ACROSS = SETS < WARPS / 2 ? SETS : WARPS / 2, DOWN = WARPS / ACROSS;  // warps that share columns, and tokens, of scores
 constexpr int ROWS = TILE / 16 / DOWN, OWN = SETS / ACROSS;                         // products of a warp: by 16 tokens, and sets
@@ -38,7 +38,8 @@ constexpr int PAIRS = SETS / 2, PARTS = WARPS / PAIRS;                          
 constexpr int STEPS = PIECES / 4 / PARTS;                                           // of a part, of four pieces each
 constexpr int KEY = RANK + ROPE, TURNED = 4 * PIECES;                               // numbers of an exact row, and of a turned query
 constexpr int EIGHTS = PIECES / 8 / WARPS;                                          // groups of eight pieces of a warp, for outputs
-constexpr int PRODUCTS = EIGHTS * 2 < 4 ? 4 : EIGHTS * 2;                           // 16 channels each; of exact rows there are four
+constexpr int COPIED = RANK / WARPS;                                                // channels of exact rows of a warp, for outputs
+constexpr int PRODUCTS = EIGHTS * 2 < COPIED / 16 ? COPIED / 16 : EIGHTS * 2;       // 16 channels each
 static_assert(PIECES % (8 * WARPS) == 0, "warps have equally many pieces");
 
 // Rows in shared memory have some bytes more, so that lanes which read several rows at once meet other banks.
@@ -115,14 +116,21 @@ struct State {
 
 typedef float Scores[ROWS][OWN][4];  // as products come out: rows `row` and `row` + 8, columns 2 `part` and the next
 
-// Start copying a page to a stage in shared memory.
+// Start copying a page to a stage in shared memory. Each row has as many threads.
 __device__ void fetch(const Tables& tables, Address page, int stage) {
+  constexpr int EACH = THREADS / TILE, SCALES = SEGMENTS ? 0 : TILE * sizeof(Metadata) / 16;  // pieces of 16 bytes
   const unsigned to = unsigned(__cvta_generic_to_shared(reinterpret_cast<char*>(memory))) + stage * STAGE;
-  constexpr int EXACT = TILE * ROPE / 8, SCALES = SEGMENTS ? 0 : TILE * sizeof(Metadata) / 16;  // 16 bytes each
-  const int codes = TILE * tables.bytes / 16, wide = tables.bytes / 16, more = tables.row - tables.bytes;  // only rows of whole 16 have more
-  for (int i = threadIdx.x; i < codes; i += THREADS) copy_async(to + i * 16 + (more ? i / wide * more : 0), page + i * 16);
-  for (int i = threadIdx.x; i < EXACT; i += THREADS)
-    copy_async(to + ROPES + i / (ROPE / 8) * ROPE_ROW + i % (ROPE / 8) * 16, page + tables.rope + i * 16);
+  const int row = threadIdx.x / EACH, first = threadIdx.x % EACH;
+  if (tables.row > tables.bytes) {  // whole pieces, to rows that are further apart
+    const unsigned codes = to + row * tables.row;
+    const Address from = page + row * tables.bytes;
+    for (int i = 16 * first; i < tables.bytes; i += 16 * EACH) copy_async(codes + i, from + i);
+  } else {
+    for (int i = 16 * threadIdx.x; i < TILE * tables.bytes; i += 16 * THREADS) copy_async(to + i, page + i);
+  }
+  const unsigned exact = to + ROPES + row * ROPE_ROW;
+  const Address from = page + tables.rope + row * 2 * ROPE;
+  for (int i = 16 * first; i < 2 * ROPE; i += 16 * EACH) copy_async(exact + i, from + i);
   for (int i = threadIdx.x; i < 2 * SCALES; i += THREADS)
     copy_async(to + NUMBERS + i * 16, page + (i < SCALES ? tables.scales + i * 16 : tables.offsets + (i - SCALES) * 16));
 }
@@ -154,6 +162,19 @@ __device__ void compare_exact(Scores& scores, const char* rows, const char* quer
       #pragma unroll
       for (int n = 0; n < OWN; n++) multiply_exact(scores[m][n], a0, a1, a2, a3, b[n][0], b[n][1]);
     }
+  }
+}
+
+// COUNT channels of the queries, to shared memory. Columns that there are not are zeros.
+template <int COUNT>
+__device__ void load_exact(const Element* query, int to, int columns) {
+  constexpr int WIDE = COUNT / 8;  // 16 bytes each
+  char* shared = reinterpret_cast<char*>(memory) + to;
+  for (int i = threadIdx.x; i < COLUMNS * WIDE; i += THREADS) {
+    const int c = i / WIDE, piece = i % WIDE;
+    uint4 x = {};
+    if (c < columns) x = reinterpret_cast<const uint4*>(query + c * KEY)[piece];
+    *reinterpret_cast<uint4*>(shared + c * (2 * COUNT + 16) + piece * 16) = x;
   }
 }
 
@@ -316,28 +337,32 @@ __device__ void accumulate_codes(State& state, const char* rows, int row, const 
     for (int e = 0; e < EIGHTS; e++) {
       unsigned words[4];
       #pragma unroll
-      for (int i = 0; i < 4; i++) words[i] = word_at(rows + token_of(step, i, lane) * row + pieces[e].x, 0) & pieces[e].y * 0x101u;
+      for (int i = 0; i < 4; i++) words[i] = word_at(rows + token_of(step, i, lane) * row + pieces[e].x, 0);
+      // Bytes 0 and 2 of two words, or 1 and 3, with zeros between them.
+      const unsigned even = pieces[e].y, odd = even << 8;
       #pragma unroll
-      for (int byte = 0; byte < 4; byte++)
-        #pragma unroll
-        for (int pair = 0; pair < 2; pair++)
-          a[2 * e + byte / 2][2 * pair + byte % 2] =
-              __byte_perm(words[2 * pair], words[2 * pair + 1], byte * 0x0011 + (byte + 4) * 0x1100) & 0x00ff00ffu;
+      for (int pair = 0; pair < 2; pair++) {
+        const unsigned one = words[2 * pair], two = words[2 * pair + 1];
+        a[2 * e][2 * pair] = __byte_perm(one & even, two & even, 0x5410), a[2 * e][2 * pair + 1] = __byte_perm(one & odd, two & odd, 0x4501);
+        a[2 * e + 1][2 * pair] = __byte_perm(one & even, two & even, 0x7632);
+        a[2 * e + 1][2 * pair + 1] = __byte_perm(one & odd, two & odd, 0x6723);
+      }
     }
     add_products<false>(state, a, 0, step, lane);
   }
 }
 
-// The same of exact rows, of which a warp has 64 channels: rows of a product are even channels, and odd ones.
+// The same of exact rows, of which a warp has COPIED channels: rows of a product are even channels, and odd ones.
 __device__ void accumulate_copies(State& state, const char* rows, const Lane& lane) {
   #pragma unroll 1
   for (int step = 0; step < TILE / 16; step++) {
-    unsigned a[4][4];
+    unsigned a[COPIED / 16][4];
     #pragma unroll
-    for (int f = 0; f < 4; f++) {
+    for (int f = 0; f < COPIED / 16; f++) {
       unsigned words[4];
       #pragma unroll
-      for (int i = 0; i < 4; i++) words[i] = word_at(rows + token_of(step, i, lane) * PADDED, 32 * lane.warp + 8 * f + lane.row);
+      for (int i = 0; i < 4; i++)
+        words[i] = word_at(rows + token_of(step, i, lane) * PADDED, COPIED / 2 * lane.warp + 8 * f + lane.row);
       #pragma unroll
       for (int pair = 0; pair < 2; pair++)
         a[f][2 * pair] = __byte_perm(words[2 * pair], words[2 * pair + 1], 0x5410),
@@ -354,9 +379,10 @@ struct Results {
   __device__ Count at(int column) const { return (first + column) * parts + part; }
 };
 
-// Sum up over the lanes and warps that have the same columns, into shared memory: sums, sums of offsets, and what scores are compared
-// with. Then shared memory has no pages and queries any more, but room for outputs, which are zeros.
-__device__ void sum_up(const State& state, const Lane& lane) {
+// Sum up over the lanes and warps that have the same columns, into shared memory: sums, and sums of offsets. Write the sums, and what
+// scores are compared with, to which `headers` add something. Then shared memory has no pages and queries any more, but room for
+// outputs, which are zeros.
+__device__ void sum_up(const State& state, const Results& results, const float* headers, const Lane& lane) {
   float *merged = reinterpret_cast<float*>(memory), *sums = reinterpret_cast<float*>(reinterpret_cast<char*>(memory) + SUMS);
   float *offsets = sums + DOWN * COLUMNS, *tops = offsets + DOWN * COLUMNS;
   __syncthreads();
@@ -375,21 +401,29 @@ __device__ void sum_up(const State& state, const Lane& lane) {
     }
   for (int i = threadIdx.x; i < COLUMNS * MERGED; i += THREADS) merged[i] = 0.0f;
   __syncthreads();
+  const int c = threadIdx.x;
+  if (c >= results.columns) return;
+  float sum = 0.0f, offset = 0.0f;
+  #pragma unroll
+  for (int d = 0; d < DOWN; d++) sum += sums[d * COLUMNS + c], offset += offsets[d * COLUMNS + c];
+  results.totals[results.at(c)] = {tops[c] + (headers ? headers[3 * c + 2] : 0.0f), sum};
+  offsets[c] = offset;  // whose parts nobody else reads
 }
 
-// Write what the block found, its outputs from shared memory. `bias` is added to what scores were compared with.
-__device__ void write(const Results& results, const float* headers, const float* middles) {
+// Write the outputs of the block from shared memory, with what offsets add to them.
+__device__ void write(const Results& results, const float* middles) {
   const float *merged = reinterpret_cast<const float*>(memory);
-  const float *sums = reinterpret_cast<const float*>(reinterpret_cast<const char*>(memory) + SUMS), *offsets = sums + DOWN * COLUMNS;
-  const float* tops = offsets + DOWN * COLUMNS;
+  const float* offsets = reinterpret_cast<const float*>(reinterpret_cast<const char*>(memory) + SUMS) + DOWN * COLUMNS;
+  float mine[RANK / THREADS];
+  #pragma unroll
+  for (int k = 0; k < RANK / THREADS; k++) mine[k] = middles ? middles[THREADS * k + threadIdx.x] : 0.0f;
   __syncthreads();
+  #pragma unroll 4
   for (int c = 0; c < results.columns; c++) {
-    float sum = 0.0f, offset = 0.0f;
+    float* to = results.outputs + results.at(c) * RANK + threadIdx.x;
+    const float offset = offsets[c];
     #pragma unroll
-    for (int d = 0; d < DOWN; d++) sum += sums[d * COLUMNS + c], offset += offsets[d * COLUMNS + c];
-    if (!threadIdx.x) results.totals[results.at(c)] = {tops[c] + (headers ? headers[3 * c + 2] : 0.0f), sum};
-    float* to = results.outputs + results.at(c) * RANK;
-    for (int d = threadIdx.x; d < RANK; d += THREADS) to[d] = merged[c * MERGED + d] + (middles ? offset * middles[d] : 0.0f);
+    for (int k = 0; k < RANK / THREADS; k++) to[THREADS * k] = merged[c * MERGED + THREADS * k + threadIdx.x] + offset * mine[k];
   }
 }
 
@@ -474,7 +508,7 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
     accumulate_codes(state, rows, tables.row, mine, lane);
   }
   wait_groups<0>();
-  sum_up(state, lane);
+  sum_up(state, results, headers, lane);
   float* merged = reinterpret_cast<float*>(memory);
   // Other lanes, of other warps, too, may have the other parts of a lane's codes.
   #pragma unroll
@@ -495,7 +529,7 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
     }
     __syncthreads();
   }
-  write(results, headers, middles);
+  write(results, middles);
 }
 
 // The exact tokens of a page of copies.
@@ -531,16 +565,16 @@ __device__ void attend_copies(const Element* rows, int first, const Range& range
   State state = {};
   weigh(state, scores, scales, offsets, true, true, lane);
   accumulate_copies(state, shared, lane);
-  sum_up(state, lane);
+  sum_up(state, results, nullptr, lane);
   float* merged = reinterpret_cast<float*>(memory);
   #pragma unroll
-  for (int f = 0; f < 4; f++)
+  for (int f = 0; f < COPIED / 16; f++)
     #pragma unroll
     for (int n = 0; n < SETS; n++)
       #pragma unroll
       for (int i = 0; i < 4; i++)
-        merged[(8 * n + 2 * lane.part + i % 2) * MERGED + 64 * lane.warp + 16 * f + 2 * lane.row + i / 2] = state.output[f][n][i];
-  write(results, nullptr, nullptr);
+        merged[(8 * n + 2 * lane.part + i % 2) * MERGED + COPIED * lane.warp + 16 * f + 2 * lane.row + i / 2] = state.output[f][n][i];
+  write(results, nullptr);
 }
 
 // What is known of a query: query [columns, KEY], given [columns, TURNED] in the order of pieces, and sums [RANK, 2], whose products with
@@ -610,22 +644,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     return;
   }
 
-  // The exact part of the queries, or all of them. Columns that there are not are zeros.
-  char* shared = reinterpret_cast<char*>(memory) + (exact ? EXACT_QUERIES : ROPE_QUERIES);
-  const int skipped = exact ? 0 : RANK / 8, pieces_of_query = KEY / 8 - skipped, stride = exact ? PADDED : ROPE_ROW;  // 16 bytes each
-  for (int i = threadIdx.x; i < COLUMNS * pieces_of_query; i += THREADS) {
-    const int c = i / pieces_of_query, piece = i % pieces_of_query;
-    uint4 x = {};
-    if (c < count) x = reinterpret_cast<const uint4*>(query + (results.first + c) * KEY)[skipped + piece];
-    *reinterpret_cast<uint4*>(shared + c * stride + piece * 16) = x;
-  }
+  const Element* rows = query + results.first * KEY;
   if (exact) {
+    load_exact<KEY>(rows, EXACT_QUERIES, count);
     const bool early = block < sink_pieces;
     const int piece = early ? block : block - int(sink_pieces);
     const Count slot = early ? sink_slots[batch * sink_pieces + piece] : recent_slots[batch * recent_pieces + piece];
     attend_copies(copies + slot * TILE * KEY, piece * TILE, range, scaled, results);
     return;
   }
+  load_exact<ROPE>(rows + RANK, ROPE_QUERIES, count);
   const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(row_bytes), int(row_stride),
                          int(begin_scales), int(begin_offsets), int(rope), levels};
   attend_codes(tables, begin, end, range, turned + results.first * TURNED, headers + 3 * results.first, pieces, middles, scaled, results);
