@@ -158,12 +158,15 @@ def choose_columns(columns: int, key: Layout, value: Layout) -> int:
     return 8 if columns > 4 and wide else 4
 
 
-def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
+def choose_splits(
+    blocks: int, heads: int, windows: int, tokens: int, shortest: int = _SHORTEST_SPLIT
+) -> int:
     """How many splits the `tokens` packed tokens of a head get, of `heads` in all rows and tiles of
-    columns. A GPU holds `blocks` blocks at once; the exact tokens of a head take `windows` more."""
+    columns. A GPU holds `blocks` blocks at once; the exact tokens of a head take `windows` more.
+    One wave of blocks has no splits of less than `shortest` tokens."""
     # One wave of blocks, unless those of exact tokens, most of which end early, take most of it.
     wave = blocks // heads
-    most, fewest = max(wave - windows, 3 * wave // 4), min(wave // 2, tokens // _SHORTEST_SPLIT)
+    most, fewest = max(wave - windows, 3 * wave // 4), min(wave // 2, tokens // shortest)
     if 2 * windows > wave:
         most = -(-_WAVES * blocks // heads)
     return max(1, min(most, max(fewest, tokens // _LONGEST_SPLIT)))

@@ -26,6 +26,7 @@ from rotationzoo.codec.transform import SegmentLayout, list_scales
 from rotationzoo.linalg.transform_coding import SEGMENT
 
 _PAGE = 64  # tokens: `TILE` in the source
+_SHORTEST_SPLIT = 2 * _PAGE  # tokens
 _MOST_PIECES = 3 / 8  # of a channel: more take more registers than there are
 _EXTRA = 8  # numbers of a row of codes behind its channels: `EXTRA` in the source
 _MERGING = 256  # threads of `merge_latents`, each for four of 128 channels
@@ -260,7 +261,8 @@ def attend(
     copied = [_copied(window) for window in windows]
     exact = sum(each.pieces for each in copied)
     room = len(packed.key.blocks)
-    splits = choose_splits(kernels.blocks, batch * tiles, exact, room * layout.tokens)
+    tokens = room * layout.tokens
+    splits = choose_splits(kernels.blocks, batch * tiles, exact, tokens, _SHORTEST_SPLIT)
     splits = max(1, min(splits, room))
     parts = exact + splits
 

@@ -56,7 +56,7 @@ def test_serve_takes_latents_on_a_cpu_alone(inside, names, tmp_path, monkeypatch
     """On a GPU, it refuses them before anything is calibrated."""
     pretend(monkeypatch)
     said = only_error(inside("serve", names["latent"]))
-    assert "no kernel reads latents (MLA) on a GPU" in said
+    assert "latents (MLA) are not served on a GPU yet" in said
     assert "read them with transformers: rotationzoo generate" in said
     pretend(monkeypatch, plugin.CPU_PACKAGE)
     done = inside("serve", names["latent"], "--rotations", names["of-latent"], "--dry-run")
@@ -65,4 +65,4 @@ def test_serve_takes_latents_on_a_cpu_alone(inside, names, tmp_path, monkeypatch
     assert f"{390 * 64 * 4 * 40 * 2 / 1e6:.3g} MB for 64 requests" in done.stderr
     sparse = save_family("deepseek_v3", tmp_path / "sparse", kv_lora_rank=32, index_topk=4)
     said = only_error(inside("serve", sparse))
-    assert "no sparse attention over latents" in said
+    assert "not served with sparse attention over latents" in said

@@ -268,9 +268,8 @@ def test_a_server_on_a_gpu_reads_what_the_definition_reads(format, dtype, device
     from rotationzoo.vllm.flash_attention import choose_latent_attention
 
     rank, rope = 512, 64
-    settings = settings_of(
-        format, sink=5, recent=40, geometry=[Layer(0, 0, 2, 1, rank, rank, rope_dim=rope)]
-    )
+    geometry = [Layer(0, 0, 2, 1, rank, rank, rope_dim=rope)]
+    settings = settings_of(format, sink=5, recent=40, kernel=True, geometry=geometry)
     monkeypatch.setattr(server_pages, "ROPE", rope)
     monkeypatch.setattr(server_pages, "SCORES", Scores(0.003))
     servers = [Server(settings, tokens=PAGE, pages=32)]
