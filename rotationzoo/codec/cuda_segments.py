@@ -15,6 +15,8 @@ from rotationzoo.codec.transform import SegmentLayout, list_scales
 
 FEW = 2000
 """The most rows of a side that get a block each. Measured with an earlier kernel."""
+SPREAD = 256
+"""The most rows of channels that get a block each: about two for a multiprocessor."""
 _WARPS = 4  # rows of a block: `WARPS` in `int2.cu`
 _LARGEST_DIM = 256  # a block of few has 4 threads a channel
 
@@ -38,8 +40,9 @@ def store_many(
 ) -> None:
     """Write channels in steps `[H, T, D]`, float32, to their `places` in `pages`, int64 `[T]`."""
     (heads, tokens, _), scales = channels.shape, list_scales(channels.device)
-    arguments = StoreSegments(channels, tokens, pages, places, page_bytes, scales, into)
-    grid = -(-tokens // _WARPS), heads, 1
+    few = int(heads * tokens <= SPREAD)
+    arguments = StoreSegments(channels, tokens, few, pages, places, page_bytes, scales, into)
+    grid = tokens if few else -(-tokens // _WARPS), heads, 1
     Launcher(channels.device)(kernel, grid, 32 * _WARPS, arguments, early=False)
 
 

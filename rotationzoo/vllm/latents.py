@@ -20,8 +20,8 @@ from rotationzoo.codec.kernels import parameters
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows, Windows, store_kernel
-from rotationzoo.vllm.prompts import LayerReader, Turns
-from rotationzoo.vllm.segments import Exact, Segment
+from rotationzoo.vllm.prompts import LayerReader, Read, Turns
+from rotationzoo.vllm.segments import Exact, Prompts, Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
 
 ROPE = LATENTS.beside[0]
@@ -144,13 +144,20 @@ class LatentReader(LayerReader):
     pages: LatentPages
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keys `[T, 1, D]` without the mean of their latents, as those from codes."""
-        pages = self.pages
-        mean = pages.codec.rotations[pages.layer][LATENT].mean
-        if mean is None:
-            return rows
-        mean = torch.nn.functional.pad(mean, (0, pages.rope_dim))
-        return (rows.float() - mean.to(rows.device)).to(rows.dtype)
+        """Keys `[T, 1, D]` as they are: FlashAttention takes their latents from the values."""
+        return rows
+
+    def _read_codes(
+        self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: list[torch.Tensor]
+    ) -> Read:
+        """As in `LayerReader`. Codes leave the mean out, so what it adds to all logits of a query
+        is added to their log-sum-exp."""
+        read = super()._read_codes(prompts, query, scores, scratch)
+        mean = self.pages.codec.rotations[self.pages.layer][LATENT].mean
+        if mean is not None:
+            product = query[..., : mean.shape[-1]].float() @ mean[0].to(query.device).float()
+            read.totals.add_(scores.scale * product.T)
+        return read
 
     def _make_turns(self, like: torch.Tensor) -> Turns:
         pages, heads = self.pages, (like.shape[1], -1, -1)

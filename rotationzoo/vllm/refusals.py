@@ -88,8 +88,8 @@ def check_latents(config: Any, on_gpu: bool) -> None:
     problem = "rotations are not served with sparse attention over latents (MLA)"
     if on_gpu and not has_index:
         problem = (
-            "latents (MLA) are not served on a GPU yet, as prompts were not compared there: only "
-            "vLLM's CPU engine serves them"
+            "latents (MLA) are not served on a GPU yet, where their prompts were not compared: "
+            "only vLLM's CPU engine serves them"
         )
     raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
 

@@ -73,12 +73,17 @@ def with_exact_products(layer: LayerPages) -> None:
 
 
 @ON_EACH
-@pytest.mark.parametrize("few", [0, 10**9], ids=["many rows", "few rows"])
+@pytest.mark.parametrize(
+    ("few", "spread"), [(0, 0), (0, 10**9), (10**9, 0)], ids=["many rows", "some rows", "few rows"]
+)
 @pytest.mark.parametrize("dim", DIMS)
-def test_pages_hold_what_the_definition_stores(dim, few, device, dtype, has_kernels, monkeypatch):
+def test_pages_hold_what_the_definition_stores(
+    dim, few, spread, device, dtype, has_kernels, monkeypatch
+):
     """Some keys are infinite or too large, and so is padding. One head stores nothing, but counts
     its bad rows."""
     monkeypatch.setattr(cuda_segments, "FEW", few)
+    monkeypatch.setattr(cuda_segments, "SPREAD", spread)
     generator, settings = torch.Generator().manual_seed(2), settings_for(dim)
     shape = TOKENS, HEADS, dim
     rows = {side: torch.randint(-8, 9, shape, generator=generator) / 4 for side in SIDES}

@@ -1,13 +1,25 @@
 """Pages of latents (MLA) without vLLM, against the cache in transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.server_pages import DIM, OF_LATENTS, ROPE, SCORES, Server, query_of, settings_of
 
 from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec.attention import attend_rows
+from rotationzoo.vllm.prompts import TorchAttention
 
 CHUNKS = [20, 9, 1, 1, 14, 1]  # those of more than 8 tokens are prompts
+
+
+class ByValues(TorchAttention):
+    """Reads the latents of keys in the values, as FlashAttention does."""
+
+    def attend(self, queries, read, scores, causal, output):
+        key, value = read.rows
+        keys = torch.cat([value, key[..., DIM:]], -1)
+        return super().attend(queries, replace(read, rows=(keys, value)), scores, causal, output)
 
 
 def draw(tokens: int, seed: int) -> dict[str, torch.Tensor]:
@@ -16,12 +28,15 @@ def draw(tokens: int, seed: int) -> dict[str, torch.Tensor]:
     return {"key": key, "value": key[..., :DIM]}
 
 
+@pytest.mark.parametrize("kind", [TorchAttention, ByValues])
 @pytest.mark.parametrize("segment", [7, 4096])
 @pytest.mark.parametrize("format", ["vllm", "sglang", "segments"])
-def test_new_tokens_read_what_the_cache_in_transformers_reads(format, segment):
+def test_new_tokens_read_what_the_cache_in_transformers_reads(format, segment, kind):
     """Two requests: the steps of one are prompts while the other decodes."""
     settings = settings_of(format, geometry=OF_LATENTS)
     server, layers = Server(settings, segment=segment), {}
+    server.reader.attention = kind()
+    server.reader.attention.segment = segment
     for request in "ab":
         server.begin(request)
         layers[request] = RotatedLayer(settings, 0, Padding())

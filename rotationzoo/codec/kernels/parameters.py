@@ -304,6 +304,7 @@ class StoreSegments(NamedTuple):
 
     channels: Floats
     tokens: int
+    few: int
     pages: Counts
     places: Counts
     page_bytes: int

@@ -77,6 +77,14 @@ struct Row {
     return sum;
   }
 
+  // What some of the scales leave, of which this warp is number `first` of `warps`.
+  __device__ void try_scales(float* losses, const float* scales, int first, int warps) const {
+    for (int n = first; n < SCALES; n += warps) {
+      const float left = loss(scales[n]);
+      if (threadIdx.x % 32 == 0) losses[n] = left;
+    }
+  }
+
   // Write the codes with the best scale. `words` is the warp's own shared memory.
   __device__ void write(int best, float scale, unsigned* words, Into into, Head head, Count page, Count token, Count page_bytes) const {
     const int lane = threadIdx.x % 32;
@@ -104,22 +112,41 @@ struct Row {
   }
 };
 
-// Channels in steps [H, T, D]. A warp has a row. Grid: x = T / WARPS rounded up, y = H.
+// The first scale that leaves the least.
+__device__ int find_least(const float* losses) {
+  int best = 0;
+  float least = INFINITE;
+#pragma unroll
+  for (int n = 0; n < SCALES; n++)
+    if (losses[n] < least) best = n, least = losses[n];
+  return best;
+}
+
+// Channels in steps [H, T, D]. A warp has a row; or, where they are few, a block, whose warps try other scales. Grid: x = T / WARPS
+// rounded up, or T, y = H.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) store_segments(
-    const float* channels, Count tokens, const Count* pages, const Count* places, Count page_bytes, const float* scales,
+    const float* channels, Count tokens, Count few, const Count* pages, const Count* places, Count page_bytes, const float* scales,
     const float* into_steps, const int* into_places, unsigned char* into_memory, unsigned long long* into_bad) {
   __shared__ unsigned words[WARPS][WORDS];
+  __shared__ float losses[SCALES];
   const int warp = threadIdx.x / 32;
-  const Count token = blockIdx.x * Count(WARPS) + warp, number = blockIdx.y;
+  const Count token = few ? blockIdx.x : blockIdx.x * Count(WARPS) + warp, number = blockIdx.y;
   if (token >= tokens) return;
   const Head head(into_places, number);
   const Row row(channels + (number * tokens + token) * D, into_steps + number * D, head);
   int best = 0;
-  float least = INFINITE;
+  if (few) {
+    row.try_scales(losses, scales, warp, WARPS);
+    __syncthreads();
+    if (warp) return;
+    best = find_least(losses);
+  } else {
+    float least = INFINITE;
 #pragma unroll
-  for (int n = 0; n < SCALES; n++) {
-    const float loss = row.loss(scales[n]);
-    if (loss < least) best = n, least = loss;
+    for (int n = 0; n < SCALES; n++) {
+      const float loss = row.loss(scales[n]);
+      if (loss < least) best = n, least = loss;
+    }
   }
   const Into into = {into_steps, into_places, into_memory, into_bad};
   row.write(best, scales[best], words[warp], into, head, pages[token], places[token], page_bytes);
@@ -174,17 +201,10 @@ extern "C" __global__ void __launch_bounds__(4 * D) store_few_segments(
   const Head head(side.into.places, number);
   const Row row(given, side.into.steps + number * D, head);
   const int warp = threadIdx.x / 32;
-  for (int n = warp; n < SCALES; n += blockDim.x / 32) {
-    const float loss = row.loss(scales[n]);
-    if (threadIdx.x % 32 == 0) losses[n] = loss;
-  }
+  row.try_scales(losses, scales, warp, blockDim.x / 32);
   __syncthreads();
   if (warp) return;
-  int best = 0;
-  float least = INFINITE;
-#pragma unroll
-  for (int n = 0; n < SCALES; n++)
-    if (losses[n] < least) best = n, least = losses[n];
+  const int best = find_least(losses);
   row.write(best, scales[best], words, side.into, head, pages[token], places[token], page_bytes);
 }
 
