@@ -57,7 +57,7 @@ def serve_command(
     from rotationzoo.recipe.rope import position_count, scaling_of
     from rotationzoo.vllm import KEY
     from rotationzoo.vllm.command import read_command, read_options, server_command
-    from rotationzoo.vllm.plugin import GPU_PACKAGE, choose_package, claim
+    from rotationzoo.vllm.plugin import choose_package, claim
     from rotationzoo.vllm.refusals import check_latents
     from rotationzoo.vllm.settings import Options, make_settings
 
@@ -71,7 +71,7 @@ def serve_command(
     package, missing = choose_package(anyway)
     if missing:
         missing.hint = f"{missing.hint} && {shell_line(*typed_words())}"
-    check_latents(config, package == GPU_PACKAGE)
+    check_latents(config)
     words = server_command(package, place, has_windows)
     if not missing:
         read_options(words, handed_on)  # for its error, before anything is calibrated

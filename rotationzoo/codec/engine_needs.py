@@ -33,8 +33,6 @@ class Entry:
     """The sides whose means it subtracts."""
     takes: tuple[str, ...] = HEADS.sides
     """The sides that it rotates."""
-    on_cpu: tuple[str, ...] = ()
-    """Further sides that it rotates on a CPU only."""
     clip: Literal["none", "one", "side", "head"] = "side"
     """What has its own clip ratio: nothing, `one` for everything, a `side`, or a KV `head`."""
     windows: bool = True
@@ -53,11 +51,7 @@ class Entry:
     @property
     def uncentered(self) -> tuple[str, ...]:
         """The sides that keep their mean."""
-        return tuple(side for side in self.every_side if side not in self.means)
-
-    @property
-    def every_side(self) -> tuple[str, ...]:
-        return *self.takes, *self.on_cpu
+        return tuple(side for side in self.takes if side not in self.means)
 
     @property
     def recipe(self) -> str:
@@ -74,7 +68,7 @@ ENGINES = {
         command="serve",
         format="vllm",
         means=EVERY_SIDE,
-        on_cpu=LATENTS.sides,
+        takes=EVERY_SIDE,
         clip="head",
         budget=True,
         sliding=False,
@@ -117,7 +111,7 @@ def find_engine(name: str) -> Entry:
 
 def check_sides(name: str, sides: Collection[str]) -> None:
     """Raise `UsageError` for an engine that does not take rotations of these sides."""
-    takes = find_engine(name).every_side
+    takes = find_engine(name).takes
     if not set(sides) <= set(takes):
         problem = f"{name} reads rotations of {rows_of(takes).words}"
         hint = f"--for {' or '.join(engines_for(sides))}"

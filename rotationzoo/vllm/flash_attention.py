@@ -83,6 +83,8 @@ class FlashAttention(TorchAttention):
 class LatentAttention(FlashAttention):
     """Of latents: their kernel takes what reads them apart from what reads keys with RoPE."""
 
+    segment = 8192  # torch restores it, in several times its memory
+
     @staticmethod
     def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
         rank = value.shape[-1]

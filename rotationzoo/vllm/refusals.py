@@ -45,7 +45,7 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     if has_latents and not model.use_mla:
         problem = "with VLLM_MLA_DISABLE, vLLM caches no latents, and the rotations are for latents"
         raise UnsupportedModel(problem, hint="unset the variable")
-    check_latents(model.hf_config, on_gpu)
+    check_latents(model.hf_config)
     unserved = {
         "processes that share KV heads": heads % parallel.tensor_parallel_size,
         "microbatches": parallel.use_ubatching,
@@ -79,19 +79,12 @@ def check_server(settings: CacheSettings, config: Any) -> None:
             raise UnsupportedModel(f"rotations are not served with {what}", hint="leave it out")
 
 
-def check_latents(config: Any, on_gpu: bool) -> None:
-    """Raise `UnsupportedModel` for a model with latents (MLA) that are not served there."""
+def check_latents(config: Any) -> None:
+    """Raise `UnsupportedModel` for a model with latents (MLA) that it reads sparsely."""
     text = config.get_text_config(decoder=True)
-    has_index = getattr(text, "index_topk", None) is not None
-    if getattr(text, "kv_lora_rank", None) is None or not (on_gpu or has_index):
-        return
-    problem = "rotations are not served with sparse attention over latents (MLA)"
-    if on_gpu and not has_index:
-        problem = (
-            "latents (MLA) are not served on a GPU yet, where their prompts were not compared: "
-            "only vLLM's CPU engine serves them"
-        )
-    raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
+    if getattr(text, "kv_lora_rank", None) and getattr(text, "index_topk", None) is not None:
+        problem = "rotations are not served with sparse attention over latents (MLA)"
+        raise UnsupportedModel(problem, "read them with transformers: rotationzoo generate MODEL")
 
 
 def describe(settings: CacheSettings, config: Any) -> list[str]:

@@ -67,13 +67,11 @@ def _rotations(entry: Entry) -> str:
     if not entry.rotates:
         return "none: the bits of layers alone"
     rotations = "per KV head" if entry.heads else "per layer"
-    if "latent" in entry.on_cpu:
-        return f"{rotations}, or of latents on a CPU"
     return f"{rotations}, or of latents" if "latent" in entry.takes else rotations
 
 
 def _means(entry: Entry) -> str:
-    names = [f"{side}s" for side in entry.every_side if side in entry.means]
+    names = [f"{side}s" for side in entry.takes if side in entry.means]
     return ", ".join(names) or "none"
 
 

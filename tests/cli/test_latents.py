@@ -52,13 +52,10 @@ def test_what_latents_do_not_have_is_refused(inside, names, words, says, code):
     assert says in only_error(inside(command, names["latent"], *options), code)
 
 
-def test_serve_takes_latents_on_a_cpu_alone(inside, names, tmp_path, monkeypatch):
-    """On a GPU, it refuses them before anything is calibrated."""
-    pretend(monkeypatch)
-    said = only_error(inside("serve", names["latent"]))
-    assert "latents (MLA) are not served on a GPU yet" in said
-    assert "read them with transformers: rotationzoo generate" in said
-    pretend(monkeypatch, plugin.CPU_PACKAGE)
+@pytest.mark.parametrize("package", [plugin.CPU_PACKAGE, plugin.GPU_PACKAGE])
+def test_serve_takes_latents_that_are_read_whole(inside, names, package, tmp_path, monkeypatch):
+    """Others are refused before anything is calibrated."""
+    pretend(monkeypatch, package)
     done = inside("serve", names["latent"], "--rotations", names["of-latent"], "--dry-run")
     assert done.returncode == 0
     # 390 pages of 64 tokens, in each of 4 layers 32 + 8 elements of 2 bytes
