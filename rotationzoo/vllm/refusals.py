@@ -80,7 +80,7 @@ def check_server(settings: CacheSettings, config: Any) -> None:
 
 
 def check_latents(config: Any) -> None:
-    """Raise `UnsupportedModel` for a model with latents (MLA) that it reads sparsely."""
+    """Raise `UnsupportedModel` for a model that reads its latents (MLA) sparsely."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None) and getattr(text, "index_topk", None) is not None:
         problem = "rotations are not served with sparse attention over latents (MLA)"
