@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.vllm import upstream as base
 from rotationzoo.vllm.backend import (
     RotatedBackend,
@@ -100,6 +101,10 @@ class LatentImpl(RotatedImpl):
         queries, key, self._new = torch.cat(query, -1), torch.cat([latents, rope], -1), None
         output = torch.empty_like(query[0])
         return self.forward(layer, queries, key, latents, kv_cache, attn_metadata, output), None
+
+    def own_settings(self) -> CacheSettings:
+        """Those of all processes, each of which holds all latents."""
+        return self.settings
 
     def _open_pages(
         self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor

@@ -89,6 +89,8 @@ class Metrics:
         GPU, whose last counts are written next time, unless nothing is left to run (`ends`)."""
         if (now := time.monotonic()) < self._due and not ends:
             return
+        if not self._planner.has_planned:  # vLLM may begin with a step of no tokens
+            return
         self._due = now + 1
         counts = self._planner.count(), self._bad_rows.counted[..., 0].sum(0)
         self._counts.copy_(torch.cat(counts), non_blocking=not ends)

@@ -41,13 +41,16 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     connector = _unserved_connector(config)
     connects, has_latents = _has_connector(config), cached is LATENTS
     drafts = config.speculative_config is not None
+    ngrams = drafts and config.speculative_config.method == "ngram"
     untested = model.is_hybrid or drafts or parallel.tensor_parallel_size > 1
     if has_latents and not model.use_mla:
         problem = "with VLLM_MLA_DISABLE, vLLM caches no latents, and the rotations are for latents"
         raise UnsupportedModel(problem, hint="unset the variable")
     check_latents(model.hf_config)
     unserved = {
-        "processes that share KV heads": heads % parallel.tensor_parallel_size,
+        "processes that share KV heads": (
+            not has_latents and heads % parallel.tensor_parallel_size
+        ),
         "microbatches": parallel.use_ubatching,
         # Pages of another server may be from another artifact, which nothing compares.
         f"this KV connector ({connector})": connector,
@@ -55,9 +58,8 @@ def check_server(settings: CacheSettings, config: Any) -> None:
             connects and (untested or has_windows)
         ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "latents with states, drafted tokens, tensor parallelism or a KV connector": (
-            has_latents and (untested or connects)
-        ),
+        "latents with states or a KV connector": has_latents and (model.is_hybrid or connects),
+        "latents with drafted tokens other than n-grams": has_latents and drafts and not ngrams,
         "sliding windows with states": model.is_hybrid and has_windows,
         # vLLM would copy such a block without the exact copies of its pages.
         "prefixes that end inside a block": getattr(cache, "prefix_match_unit", None) is not None,

@@ -93,6 +93,7 @@ class Planner:
         self._most_rows = max(segments.DECODE_THRESHOLD, verified) * most_requests
         self._segment = segment
         self._verified = verified
+        self._last: tuple[DecodeMetadata, torch.Tensor, torch.Tensor] | None = None
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def plan(
@@ -153,8 +154,13 @@ class Planner:
         self._used[0] = _NEVER
         self.slot_of[pages] = 0
 
+    @property
+    def has_planned(self) -> bool:
+        return self._last is not None
+
     def count(self) -> torch.Tensor:
         """The first four of `metrics.COUNTED` after a step, int64 `[4]`, on the device."""
+        assert self._last is not None
         decode, lengths, counts = self._last
         contexts = (lengths - counts)[: len(decode.starts)]
         sinks = decode.starts < contexts.clamp(max=self.sink)

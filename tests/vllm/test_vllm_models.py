@@ -218,3 +218,17 @@ def test_transform_coding_cached_prefixes_and_requests_at_the_same_time(ids, tmp
     answers = [answer for answers in rounds for answer in answers]
     assert [answer["cached"] for answer in answers] == [0, 896 * AMX, 896 * AMX, 0]
     assert_answers(artifact, model, answers, chunk=LATENT_CHUNK)
+
+
+@ON_CPU
+def test_latents_with_drafted_ngrams_and_in_two_processes(ids, tmp_path, monkeypatch):
+    """Each process holds all latents, and reads them with its query heads."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model, folder, artifact = make_served("latents", tmp_path, CODED)
+    prompts = [ids[:90] * 5, ids[:700]]
+    drafts = NGRAMS | {"num_speculative_tokens": 3}
+    options = {"tensor_parallel_size": 2, "speculative_config": drafts}
+    options |= {"disable_log_stats": False, "max_num_batched_tokens": 2048}
+    served = serve(tmp_path, artifact, [prompts], model=str(folder), **options)
+    assert_answers(artifact, model, served["rounds"][0], chunk=LATENT_CHUNK)
+    assert int(served["counted"][DRAFTED]) > 20
