@@ -12,14 +12,13 @@ from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.codec.cuda import TYPES, Launcher, allow_shared, build
 from rotationzoo.codec.cuda_attention import choose_splits
 from rotationzoo.codec.formats import SEGMENTS
-from rotationzoo.codec.kernels.parameters import (
+from rotationzoo.codec.kernels.latent_parameters import (
     AttendLatents,
-    Begin,
     CopiedPages,
     MergeLatents,
-    Pages,
     ScaleQueries,
 )
+from rotationzoo.codec.kernels.parameters import Begin, Pages
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.slots import cut_codes
 from rotationzoo.codec.transform import SegmentLayout, list_scales

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from rotationzoo.codec.kernels import parameters
+from rotationzoo.codec.kernels import latent_parameters, parameters
 
 # Each argument has 64 bits: a pointer, an integer or a double.
 _NUMBERS = {int: "Count", float: "double"}
@@ -24,9 +24,9 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
         "finish_many": parameters.Finish,
     },
     "latents.cu": {
-        "scale_queries": parameters.ScaleQueries,
-        "attend_latents": parameters.AttendLatents,
-        "merge_latents": parameters.MergeLatents,
+        "scale_queries": latent_parameters.ScaleQueries,
+        "attend_latents": latent_parameters.AttendLatents,
+        "merge_latents": latent_parameters.MergeLatents,
     },
     "server_step.cu": {"plan": parameters.Plan},
     "store.cu": {

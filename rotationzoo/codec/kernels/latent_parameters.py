@@ -1,0 +1,73 @@
+"""What the kernels of latents.cu take, as in `parameters`."""
+
+from typing import NamedTuple
+
+from rotationzoo.codec.kernels.parameters import (
+    Begin,
+    Elements,
+    Floats,
+    Halves,
+    Ints,
+    Pages,
+    Pairs,
+    Pieces,
+)
+
+
+class CopiedPages(NamedTuple):
+    """The pages of copies that a window reads, and which of their tokens."""
+
+    slots: Ints
+    starts: Ints
+    lengths: Ints
+    pieces: int
+
+
+class ScaleQueries(NamedTuple):
+    """`scale_queries` of latents.cu."""
+
+    query: Elements
+    given: Elements
+    sums: Floats
+    scale: float
+    turned: Halves
+    headers: Floats
+
+
+class AttendLatents(NamedTuple):
+    """`attend_latents` of latents.cu."""
+
+    query: Elements
+    turned: Halves
+    headers: Floats
+    columns: int
+    heads: int
+    pages: Pages
+    pieces: Pieces
+    middles: Floats
+    levels: Floats | None
+    row_bytes: int
+    row_stride: int
+    begin: Begin
+    rope: int
+    starts: Ints
+    floors: Ints
+    lengths: Ints
+    splits: int
+    copies: Elements
+    sink: CopiedPages
+    recent: CopiedPages
+    scale: float
+    totals: Pairs
+    outputs: Floats
+
+
+class MergeLatents(NamedTuple):
+    """`merge_latents` of latents.cu."""
+
+    totals: Pairs
+    outputs: Floats
+    parts: int
+    windows: int
+    packed: Elements
+    exact: Elements
