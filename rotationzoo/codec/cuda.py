@@ -57,10 +57,23 @@ def run_beside(kernel: Any, device: torch.device) -> None:
     driver.cuKernelSetAttribute(attribute, 100, driver.CUkernel(int(kernel.handle)), device.index)
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """The most bytes of shared memory of a block; on a CPU, those of the largest GPU."""
+    if device.type == "cpu":
+        return 227 << 10
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types do not list them all
+    return int(properties.shared_memory_per_block_optin)
+
+
 def allow_shared(kernel: Any, size: int, device: torch.device) -> None:
-    """Let blocks of this kernel be launched with so many bytes of shared memory, beyond 48 KiB."""
+    """Let blocks of this kernel be launched with so many bytes of shared memory, beyond 48 KiB.
+    Raises `RotationZooError` on a GPU that has less."""
     from cuda.bindings import driver
 
+    if size > (most := shared_memory(device)):
+        problem = f"a kernel takes {size:,} bytes of shared memory, and this GPU has {most:,}"
+        raise RotationZooError(problem, hint="ask for fewer bits, which take less of it: --bits 2")
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     driver.cuKernelSetAttribute(attribute, size, driver.CUkernel(int(kernel.handle)), device.index)
 

@@ -1,7 +1,7 @@
 """Attention over pages of latents (MLA) on an NVIDIA GPU, as `codec.attention` defines it: what the
 kernels of `latents.cu` read, and how their work is cut up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
-from rotationzoo.codec.cuda import TYPES, Launcher, allow_shared, build
+from rotationzoo.codec.cuda import TYPES, Launcher, allow_shared, build, shared_memory
 from rotationzoo.codec.cuda_attention import choose_splits
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.kernels.latent_parameters import (
@@ -253,6 +253,8 @@ def attend(
     rank, columns = layout.dim, tokens * heads
     width = choose_columns(columns, layout)
     variant = LatentVariant(layout, key - rank, query.dtype, width)
+    if variant.shared_bytes > shared_memory(query.device):
+        variant = replace(variant, columns=16)
     if not query.numel():  # CUDA refuses an empty grid
         return
     kernels = compiled(variant, query.device)

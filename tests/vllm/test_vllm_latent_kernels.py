@@ -169,6 +169,23 @@ def test_it_reads_what_the_definition_reads(name, on_emulated_gpu):
     assert error_of(attend(case, inputs), reference(inputs)).row < LIMITS[case.dtype]
 
 
+@on_cpu
+def test_a_gpu_with_less_shared_memory_takes_fewer_columns_at_a_time(on_emulated_gpu, monkeypatch):
+    """An L40S has 99 KiB for a block, and an A100 163."""
+    case = CASES["wide segments"]
+    inputs, chosen = draw(case), []
+    on_emulated_gpu(inputs.memory)
+    compiled = cuda_latents.compiled
+    monkeypatch.setattr(
+        cuda_latents, "compiled", lambda *given: chosen.append(given[0]) or compiled(*given)
+    )
+    monkeypatch.setattr(cuda_latents, "shared_memory", lambda device: 99 << 10)
+    assert error_of(attend(case, inputs), reference(inputs)).row < LIMITS[case.dtype]
+    (variant,) = chosen
+    assert variant.columns == 16
+    assert variant.shared_bytes <= 99 << 10 < replace(variant, columns=32).shared_bytes
+
+
 ON_A_GPU = {
     "vllm": Case(rank=512, heads=128, lengths=(5000, 0, 70)),
     "strided": Case("sglang", rank=512, heads=16, lengths=(5000, 0, 70), dtype=torch.float16),
