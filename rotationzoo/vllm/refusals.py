@@ -58,6 +58,10 @@ def check_server(settings: CacheSettings, config: Any) -> None:
             connects and (untested or has_windows)
         ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        # Processes that hold all latents would each hold some of a request's tokens.
+        "context parallelism": (
+            parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1
+        ),
         "latents with states or a KV connector": has_latents and (model.is_hybrid or connects),
         "latents with drafted tokens other than n-grams": has_latents and drafts and not ngrams,
         "sliding windows with states": model.is_hybrid and has_windows,

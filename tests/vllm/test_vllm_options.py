@@ -48,6 +48,8 @@ REFUSED = {
     "--attention-backend FLASH_ATTN": "an attention backend other than CUSTOM",
     "--attention-config.backend=TRITON_ATTN": "an attention backend other than CUSTOM",
     "-pp 2": "pipeline parallelism",
+    "-pcp 2": "context parallelism",
+    "-tp 2 -dcp 2": "context parallelism",
     "--prefix-match-unit 64": "prefixes that end inside a block",
     '--weight-transfer-config {"backend":"nccl"}': "weights that change while it runs",
     f"--kv-transfer-config {FILES}": "this KV connector (ExampleConnector)",
