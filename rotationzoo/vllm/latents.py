@@ -20,7 +20,7 @@ from rotationzoo.codec.kernels import parameters
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows, Windows, store_kernel
-from rotationzoo.vllm.prompts import LayerReader, Read, Turns
+from rotationzoo.vllm.prompts import BEHIND, LayerReader, Read, Turns
 from rotationzoo.vllm.segments import Exact, Prompts, Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
 
@@ -170,6 +170,7 @@ class LatentReader(LayerReader):
 
     def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
         self._gather_in_torch(step, exact, rows, into)
+        _clear_behind(into, len(exact.read.positions[0]))
 
     def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
         """Write the dequantized keys and values of a segment to `into`."""
@@ -179,3 +180,10 @@ class LatentReader(LayerReader):
         values[:count] = pages.dequantize(layout, pages.memory[LATENT], *places)
         keys[:count, :, : layout.dim] = values[:count]
         keys[:count, 0, layout.dim :] = pages.rope(pages.memory[ROPE])[places]
+        _clear_behind(into, count)
+
+
+def _clear_behind(rows: Sequence[torch.Tensor], count: int) -> None:
+    """Clear the rows after the first `count`, which a kernel multiplies by weights of zero."""
+    for each in rows:
+        each[count : count + BEHIND].zero_()

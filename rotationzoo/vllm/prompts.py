@@ -21,7 +21,7 @@ from rotationzoo.vllm.steps import Step
 from rotationzoo.vllm.streams import find_stream
 
 _Restore = parameters.Gather | parameters.RestoreRows | parameters.RestoreSegments
-_BEHIND = 256  # the most tokens after the last one that may share its tile
+BEHIND = 256  # the most tokens after the last one that may share its tile
 Size = tuple[tuple[int, ...], torch.dtype]
 Lend = Callable[..., list[torch.Tensor]]
 """Takes shapes and types, and returns a tensor for each, valid until the next call."""
@@ -42,7 +42,8 @@ class Ragged:
     """Rows of C prompts, one prompt after another."""
 
     rows: Sequence[torch.Tensor]
-    """Queries `[T, H_q, D]`, or keys and values, `[L, H, D]` each. Unused rows may follow."""
+    """Queries `[T, H_q, D]`, or keys and values, `[L, H, D]` each. Unused rows may follow, of which
+    the next `BEHIND` are finite."""
     bounds: torch.Tensor  # int32 [C + 1]: the first row of each prompt, and the end
     longest: int  # rows of the longest prompt
 
@@ -278,7 +279,7 @@ class LayerReader:
         """Launch a kernel of `restore.cu` or `segments.cu` for both sides of a segment."""
         device, pages = of.bounds.device, self.pages
         kernel = _restore_kernel(name, pages.layouts["key"], pages.copies["key"].dtype, device)
-        rows = min(of.max_tokens + _BEHIND, arguments.room)
+        rows = min(of.max_tokens + BEHIND, arguments.room)
         grid = -(-rows // kernel.block_rows), pages.heads, 2
         Launcher(device)(kernel.function, grid, THREADS, arguments, early=False)
 

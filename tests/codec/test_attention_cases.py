@@ -173,7 +173,8 @@ def replay(inputs):
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.purpose)
 @torch.inference_mode()
 def test_the_kernel_passes_every_case(case, device):
-    """Rounding to bfloat16 alone costs 1.7e-3 of the norm of an output. Runs must be equal."""
+    """Rounding to bfloat16 alone costs 1.7e-3 of the norm of an output, and with the weights of
+    eight columns in float16, 2.2e-3. Runs must be equal."""
     inputs = Drawing(case, device).inputs()
     outputs = []
     for _ in range(2):
@@ -183,6 +184,6 @@ def test_the_kernel_passes_every_case(case, device):
         else:
             outputs.append(cuda_attention.attend(*inputs.arguments(), splits=case.splits))
     error = error_of(outputs[0], reference(inputs))
-    assert error.row <= 2e-3
+    assert error.row <= 2.5e-3
     assert error.head <= 4e-3
     assert torch.equal(*(output.nan_to_num(1e4) for output in outputs))

@@ -8,18 +8,25 @@ from support.server_pages import DIM, OF_LATENTS, ROPE, SCORES, Server, query_of
 
 from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec.attention import attend_rows
-from rotationzoo.vllm.prompts import TorchAttention
+from rotationzoo.vllm.prompts import BEHIND, TorchAttention
 
 CHUNKS = [20, 9, 1, 1, 14, 1]  # those of more than 8 tokens are prompts
 
 
 class ByValues(TorchAttention):
-    """Reads the latents of keys in the values, as FlashAttention does."""
+    """Reads the latents of keys in the values, and whole tiles of rows, as FlashAttention does."""
 
     def attend(self, queries, read, scores, causal, output):
         key, value = read.rows
+        end = int(read.bounds[-1])
+        for rows in read.rows:
+            assert rows[end : end + BEHIND].isfinite().all(), "times a weight of zero"
         keys = torch.cat([value, key[..., DIM:]], -1)
         return super().attend(queries, replace(read, rows=(keys, value)), scores, causal, output)
+
+
+def lend_garbage(*sizes) -> list[torch.Tensor]:
+    return [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in sizes]
 
 
 def draw(tokens: int, seed: int) -> dict[str, torch.Tensor]:
@@ -37,6 +44,7 @@ def test_new_tokens_read_what_the_cache_in_transformers_reads(format, segment, k
     server, layers = Server(settings, segment=segment), {}
     server.reader.attention = kind()
     server.reader.attention.segment = segment
+    server.reader.lend = lend_garbage
     for request in "ab":
         server.begin(request)
         layers[request] = RotatedLayer(settings, 0, Padding())

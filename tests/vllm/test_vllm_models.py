@@ -190,6 +190,10 @@ YARN = {
 AMX = torch.cpu._is_amx_tile_supported()
 """Without it, vLLM's platform takes whole prompts, and caches no prefix of latents."""
 LATENT_CHUNK = 256 if AMX else 2048
+LARGE_LATENTS = dict(
+    num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+)  # fmt: skip
 
 
 @ON_CPU
@@ -232,3 +236,26 @@ def test_latents_with_drafted_ngrams_and_in_two_processes(ids, tmp_path, monkeyp
     served = serve(tmp_path, artifact, [prompts], model=str(folder), **options)
     assert_answers(artifact, model, served["rounds"][0], chunk=LATENT_CHUNK)
     assert int(served["counted"][DRAFTED]) > 20
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_latents_on_a_gpu_are_as_close_as_those_of_vllm(ids, tmp_path):
+    """Chunks of prompts, cached prefixes and requests at the same time, in float16."""
+    model, folder, artifact = make_served("latents", tmp_path, CODED, **LARGE_LATENTS)
+    options = {"model": str(folder), "dtype": "float16"}
+    asked = [[ids[:1000]], [ids[:1100]], [ids[:960], ids[70:120]]]
+    jobs = [engine_job(artifact, asked, **options)]
+    whole = options | {"prompts_too": True}
+    jobs += [engine_job(each, asked[1:2], **whole) for each in (artifact, None)]
+    *ours, plain = serve_in_turn(tmp_path, jobs)
+    (own,) = plain["rounds"][0]
+    rounding = differences(said_of(own), read_exact(model, own["ids"])).mean()
+    for answer in [each for served in ours for answers in served["rounds"] for each in answers]:
+        expected = read_in_transformers(artifact, model, answer["ids"], cut=answer["cached"])
+        said, exact = said_of(answer), read_exact(model, answer["ids"])
+        far = differences(said, expected[-len(said) :]).mean()
+        print(
+            f"measured {far:.3f}; vLLM's own {rounding:.3f}; {answer['cached']} cached;"
+            f" codes {differences(expected, exact).mean():.3f}"
+        )
+        assert far < 2 * rounding
