@@ -361,6 +361,21 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         furthest = check_pages(self.vllm_config, self.stored, kv_cache_config)
         self.metrics = [Metrics(self, each.planner, furthest) for each in self.leaders[:1]]
 
+    def sleep(self, level: int = 1) -> None:
+        """Raises `UnsupportedModel` for a level after which weights may be others."""
+        if level > 1:
+            problem = "rotations are not served with a sleep of level 2, which drops the weights"
+            raise UnsupportedModel(problem, "sleep with level 1, which keeps them")
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Clear the pages that come back with any content."""
+        super().wake_up(tags)
+        if tags is None or "kv_cache" in tags:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            for name in self.stored.values():
+                layers[name].kv_cache.zero_()
+
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, *others: Any) -> Any:
         """Run a step, and log requests whose keys or values are not finite. Blocks that a KV

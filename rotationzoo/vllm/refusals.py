@@ -69,8 +69,8 @@ def check_server(settings: CacheSettings, config: Any) -> None:
         "prefixes that end inside a block": getattr(cache, "prefix_match_unit", None) is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),
         "layers with another cache dtype": getattr(cache, "kv_cache_dtype_skip_layers", None),
-        # Not tested: pages may hold NaN afterwards.
-        "sleep mode": model.enable_sleep_mode,
+        # A connector knows where pages were.
+        "sleep mode and a KV connector": connects and model.enable_sleep_mode,
         f"exact copies of {byte_count(copies)} (--max-num-seqs)": copies > memory,
         "random weights (--load-format dummy)": config.load_config.load_format == "dummy",
         "weights that change while it runs": config.weight_transfer_config is not None,

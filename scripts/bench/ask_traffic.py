@@ -14,9 +14,10 @@ preempt each other. After a round, every request is asked again, alone and in th
 (`traffic_alone.py` says how). The distance of two answers is that of the log probabilities of the
 first token of each stay, on average over the 20 likeliest tokens.
 
-The limit is the distance that correct runs may have: some requests are asked once more next to a
-stranger, in the same state, and the limit is twice the largest of these distances, or `FLOOR`. The
-last line is JSON with the failures, and the exit code is 1 if several arms have any.
+The limit is the distance that correct runs may have: the requests of some rounds, and so the
+prefixes that they share, are asked once more next to a stranger, in the same state, and the limit
+is twice the largest of these distances, or `FLOOR`. The last line is JSON with the failures, and
+the exit code is 1 if several arms have any.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from measuring import DEVICE, make_parser, run_arms, start_engine
 from traffic_alone import Alone, Likeliest, Stay, Watch, sampling
 
 FLOOR = {"float32": 0.003, "bfloat16": 0.03}  # nats by which correct answers may differ
-BESIDE = 0.2  # the share of requests that are also asked next to a stranger
+BESIDE = 0.3  # the share of rounds that are also asked next to a stranger, besides the first
 SIZES = {
     "prefix": 20_000, "own": 4000, "answer": 40, "chunks": [512, 1024, 2048, 4096, 8192],
     "active": 16, "seqs": 256, "longest": 65_536, "stranger": 700,
@@ -206,45 +207,51 @@ class Comparison:
 
     def add(self, traffic: Traffic) -> None:
         """Ask each request of a round again."""
-        watch, counts, draw = self.watch, self.counts, traffic.draw
-        stays, answers = watch.stays, {}
+        watch, counts, told, names = self.watch, self.counts, {}, {}
+        answers = {}
         for name, question in traffic.questions.items():
             counts["requests"] += question.samples
             for index, inner in enumerate(question.names):
                 answers[inner] = question, index, f"{traffic.name}, {name} sample {index}"
-        counts["preempted"] += len(stays) - len({stay.request.request_id for stay in stays})
-        watch.begin()
-        alone = Alone(watch)
-        for stay in stays:
-            question, index, name = answers[stay.request.request_id]
+        for stay in watch.stays:
+            question, index, names[stay] = answers[stay.request.request_id]
             counts["in the same step"] += stay.met > 0
-            beside = self.args.stranger * (draw.random() < BESIDE)
-            told = read_likeliest(stay, question, index)
-            self._ask(alone, stay, told, traffic.random_tokens(beside), name)
+            told[stay] = read_likeliest(stay, question, index)
+        counts["preempted"] += len(told) - len({stay.request.request_id for stay in told})
+        alone = self._ask(Alone(watch), told)
+        for stay, seen in alone.items():
+            where = f"{names[stay]}: {stay.given} tokens, {stay.cached} cached, {stay.met} of the"
+            where += f" same step, chunks up to {stay.ends[:40]}"
+            self.stays.append((measure(seen, told[stay][1]), where))
+        for stay in told:
             if stay.unknown:
                 counts[f"not compared: {stay.unknown}"] += 1
-        alone.release()
+        if self.beside and traffic.draw.random() > BESIDE:
+            return
+        most = self.args.longest // 2
+        strangers = Alone(
+            watch, self.args.stranger, lambda count: traffic.random_tokens(min(count, most))
+        )
+        for stay, seen in self._ask(strangers, told).items():
+            if stay in alone:
+                self.beside.append(measure(seen, alone[stay]))
 
-    def _ask(
-        self, alone: Alone, stay: Stay, told: Likeliest | None, stranger: list[int], name: str
-    ) -> None:
-        """Ask a stay again, and once more next to a stranger, if there is one."""
-        if any(wrote.unknown for wrote, _ in stay.shared):
-            stay.unknown = stay.unknown or "it found blocks of such requests"
-        if self.watch.pool.get_num_free_blocks() < 3 * len(stay.tokens) // self.watch.size + 8:
-            stay.unknown = stay.unknown or "no memory is left"
-        if stay.unknown:
-            return
-        tokens, values = told or (None, None)
-        seen = alone.ask(stay, tokens)
-        if stay.unknown or seen is None or values is None:
-            return
-        where = f"{name}: {stay.given} tokens, {stay.cached} cached, {stay.met} of the same step"
-        self.stays.append((measure(seen, values), f"{where}, chunks up to {stay.ends[:40]}"))
-        if stranger:
-            beside = alone.ask(stay, tokens, stranger)
-            if beside is not None:
-                self.beside.append(measure(beside, seen))
+    def _ask(self, alone: Alone, told: dict[Stay, Likeliest | None]) -> dict[Stay, torch.Tensor]:
+        """The log probabilities of what each stay was told, when all are asked again."""
+        watch, found = self.watch, {}
+        watch.begin()
+        for stay, (tokens, _) in ((stay, each or (None, None)) for stay, each in told.items()):
+            if any(wrote.unknown for wrote, _ in stay.shared):
+                stay.unknown = stay.unknown or "it found blocks of such requests"
+            if watch.pool.get_num_free_blocks() < 3 * len(stay.tokens) // watch.size + 8:
+                stay.unknown = stay.unknown or "no memory is left"
+            if stay.unknown:
+                continue
+            seen = alone.ask(stay, tokens)
+            if seen is not None and not stay.unknown and tokens is not None:
+                found[stay] = seen
+        alone.release()
+        return found
 
     def result(self, dtype: str) -> dict[str, Any]:
         """All numbers and failures."""

@@ -280,6 +280,9 @@ def run_engine(job: dict[str, Any]) -> list[dict[str, Any]]:
     scheduler.scheduler_config.long_prefill_token_threshold = unit * job["chunk"]
     for prompts in [] if "requests" in job else draw_rounds(unit):
         answers += ask(prompts, job["chunk"])
+        if job["engine"].get("enable_sleep_mode"):
+            llm.sleep()
+            llm.wake_up()
     stranger = draw_rounds(unit)[0][0][::-1]
     for request in job.get("requests", []):
         for beside in ([], [stranger]):

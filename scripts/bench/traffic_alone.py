@@ -7,7 +7,7 @@ Its answer is forced, token by token. So it reads the same as in traffic, and di
 come from the order of sums, or from bugs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,6 @@ class Stay:
     ends: list[int] = field(default_factory=list)  # where its chunks end
     tokens: list[int] = field(default_factory=list)  # all its tokens at the end
     unknown: str = ""  # why its state cannot be restored
-    blocks: list[Any] = field(default_factory=list)  # of the stay alone
 
     @property
     def stored(self) -> int:
@@ -205,25 +204,23 @@ class Watch:
 
 
 class Alone:
-    """Asks the stays of a `Watch` again, one after another."""
+    """Asks the stays of a `Watch` again, one after another; or each next to a stranger, a request
+    that shares nothing, which adds so many random tokens to each chunk."""
 
-    def __init__(self, watch: Watch):
-        self.watch = watch
+    def __init__(self, watch: Watch, beside: int = 0, draw: Callable[[int], list[int]] = list):
+        self.watch, self.beside, self.draw = watch, beside, draw
         self._kept: list[Any] = []
         self._stay: Stay | None = None
-        self._asked, self._beside, self._name = 0, 0, ""
+        self._asked, self._name = 0, ""
         self._found: list[Any] = []
-        self._blocks: list[Any] = []
+        self._blocks: dict[Stay, list[Any]] = {}
         self._places: Iterator[int] = iter(())
         self._wanted: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
 
-    def ask(
-        self, stay: Stay, wanted: torch.Tensor | None, stranger: list[int] | None = None
-    ) -> torch.Tensor | None:
+    def ask(self, stay: Stay, wanted: torch.Tensor | None) -> torch.Tensor | None:
         """The log probabilities `[R, N]` of the N wanted tokens as the first one of the answer.
-        With a stranger, a request that shares nothing, there are R rows, of which one is the
-        stay's.
+        With a stranger, there are R rows, of which one is the stay's.
 
         A stay is unknown if a copy is missing that existed in traffic.
         """
@@ -232,13 +229,11 @@ class Alone:
         # One more token is requested, so that the last token of the answer is stored.
         self._places = iter([*ends, *range(stay.stored, stay.stored + answered + 2)])
         self._wanted, self._seen = wanted, None
-        self._found = [wrote.blocks[at] for wrote, at in stay.shared]
-        self._stay, self._blocks = stay, []
+        self._found = [self._blocks[wrote][at] for wrote, at in stay.shared]
+        self._stay, self._blocks[stay] = stay, []
         self._name = self._add(stay.tokens[: stay.stored], answered + 1)
-        self._beside = len(stranger or ())
+        stranger = self.draw(self.beside * (len(ends) + 1)) if self.beside else []
         self._finish(self._add(stranger, 1000) if stranger else "")
-        if not stranger:
-            stay.blocks = self._blocks
         return None if self._seen is None else self._seen.cpu()
 
     def release(self) -> None:
@@ -278,8 +273,8 @@ class Alone:
         done = request.num_computed_tokens or len(self._found) * self.watch.size
         ends = [end for end in stay.ends if done < end <= stay.stored]
         chunk = min([*ends, stay.stored] if done < stay.stored else [done + 1]) - done
-        scheduler.max_num_scheduled_tokens = chunk + self._beside
-        if self._beside:
+        scheduler.max_num_scheduled_tokens = chunk + self.beside
+        if self.beside:
             config.long_prefill_token_threshold = chunk
 
     def keep(self, output: Any) -> None:
@@ -294,12 +289,11 @@ class Alone:
             [block.block_id for block in held], start, copied
         ):
             stay.unknown = "copies are missing"
-        if self._beside:
-            return
-        new = list(held[len(self._blocks) :])
+        blocks = self._blocks[stay]
+        new = list(held[len(blocks) :])
         self.watch.pool.touch(new)
         self._kept += new
-        self._blocks += new
+        blocks += new
 
     def see(self, logits: torch.Tensor) -> None:
         """Record the wanted log probabilities of these logits, and return the forced next token."""

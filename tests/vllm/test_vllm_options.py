@@ -143,11 +143,13 @@ def test_a_layer_that_got_another_backend_all_the_same_ends_the_server(made, tmp
         serve(tmp_path, made, [], variables=variables)
 
 
-def test_sleep_mode_is_refused_where_vllm_has_it(made, tmp_path, another):
+def test_sleep_mode_is_served_where_vllm_has_it_without_a_connector(made, tmp_path, another):
     variables = another("current_platform.is_sleep_mode_available = lambda: True")
-    (end,) = drive(tmp_path, {"commands": [ask(made, "--enable-sleep-mode")]}, **variables)
-    assert end["code"] == 1
-    assert "rotations are not served with sleep mode" in end["err"]
+    asked = ask(made, "--enable-sleep-mode")
+    commands = [asked, [*asked, "--kv-offloading-size", "1"]]
+    served, refused = drive(tmp_path, {"commands": commands}, **variables)
+    assert served["code"] == 0
+    assert "rotations are not served with sleep mode and a KV connector" in refused["err"]
 
 
 def test_a_newer_vllm_is_tried_and_one_that_lacks_a_name_only_if_asked_for(made, tmp_path, another):
