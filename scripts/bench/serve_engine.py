@@ -7,11 +7,12 @@
 Run it with the Python that has vLLM, on one GPU. Each arm is a separate process on the same GPU,
 with the same random prompts, chunks of 8,192 tokens, prefix caching and captured decode steps. It
 prints one table: the capacity of the cache, and for each shape, which gives the number of requests
-and the tokens of each,
+(`fill`: as many as fit) and the tokens of each,
 
 * the time to first token of all requests, once, because prompts are cached the second time;
 * a decode step of all: the median of the second half of the steps, when all requests decode;
-* the time to first token with 200 more tokens after each cached prompt: the median of seven.
+* the time to first token with 200 more tokens after each cached prompt: the median of seven; or,
+  with `fill`, the tokens per second of these steps.
 
 An arm `segments:2.75+3` stores the format `segments` with a budget of 2.75 bits, and verifies three
 random drafts per step, so that nearly all are rejected. The model may have random weights. Each arm
@@ -55,7 +56,7 @@ class Engine:
             max_model_len=args.longest,
             max_num_seqs=args.requests,
             max_num_batched_tokens=args.chunk,
-            gpu_memory_utilization=0.9,
+            gpu_memory_utilization=args.memory,
             **options,
         )
         config = self.llm.llm_engine.vllm_config
@@ -94,10 +95,14 @@ def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, flo
     for _ in range(2):  # compiles
         engine.answer(engine.prompts(1, 2 * args.chunk + 100), 4)
     for count, tokens in args.shapes:
-        prompts, shape = engine.prompts(count, tokens), f"{count} x {tokens:,}"
+        fit = min(args.requests, engine.capacity // (tokens + args.steps + 64))
+        prompts, shape = engine.prompts(count or fit, tokens), f"{count or 'fill'} x {tokens:,}"
         yield f"first tokens of {shape}", 1e3 * sum(engine.answer(prompts))
         steps = engine.answer(prompts, args.steps)
-        yield f"a step of {shape}", 1e3 * median(steps[-args.steps // 2 : -2])
+        yield f"a step of {shape}", 1e3 * (step := median(steps[-args.steps // 2 : -2]))
+        if not count:
+            yield f"tokens per second of {shape}", fit / step
+            continue
         times = []
         for _ in range(9):
             added = zip(prompts, engine.prompts(count, NEW), strict=True)
@@ -107,7 +112,8 @@ def measure(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, flo
 
 
 def read_shapes(text: str) -> list[list[int]]:
-    """`8x32000`: requests, and tokens of each."""
+    """`8x32000`: requests, and tokens of each; 0 is `fill`."""
+    text = text.replace("fill", "0")
     return [[int(number) for number in each.split("x")] for each in text.split(",")]
 
 
@@ -121,6 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--longest", type=int, default=104_448, help="--max-model-len")
     parser.add_argument("--requests", type=int, default=64, help="--max-num-seqs")
+    parser.add_argument("--memory", type=float, default=0.9, help="--gpu-memory-utilization")
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
     args = parser.parse_args()
     if "," not in args.arms:

@@ -7,8 +7,10 @@ Its answer is forced, token by token. So it reads the same as in traffic, and di
 come from the order of sums, or from bugs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import sub
+from random import Random
 from typing import Any
 
 import torch
@@ -205,10 +207,11 @@ class Watch:
 
 class Alone:
     """Asks the stays of a `Watch` again, one after another; or each next to a stranger, a request
-    that shares nothing, which adds so many random tokens to each chunk."""
+    that shares nothing. It adds a random number of tokens to each chunk, so that kernels for other
+    sizes compute it."""
 
-    def __init__(self, watch: Watch, beside: int = 0, draw: Callable[[int], list[int]] = list):
-        self.watch, self.beside, self.draw = watch, beside, draw
+    def __init__(self, watch: Watch, draw: Random | None = None):
+        self.watch, self.draw, self.beside = watch, draw, 0
         self._kept: list[Any] = []
         self._stay: Stay | None = None
         self._asked, self._name = 0, ""
@@ -232,9 +235,19 @@ class Alone:
         self._found = [self._blocks[wrote][at] for wrote, at in stay.shared]
         self._stay, self._blocks[stay] = stay, []
         self._name = self._add(stay.tokens[: stay.stored], answered + 1)
-        stranger = self.draw(self.beside * (len(ends) + 1)) if self.beside else []
+        stranger = self._draw_stranger([stay.cached, *ends, stay.stored])
         self._finish(self._add(stranger, 1000) if stranger else "")
         return None if self._seen is None else self._seen.cpu()
+
+    def _draw_stranger(self, bounds: list[int]) -> list[int]:
+        """The tokens of a stranger next to chunks with these bounds, if there is one."""
+        if self.draw is None:
+            return []
+        config = self.watch.engine.vllm_config
+        room = config.scheduler_config.max_num_batched_tokens - max(map(sub, bounds[1:], bounds))
+        self.beside = self.draw.randint(1, room)
+        count = min(self.beside * len(bounds), config.model_config.max_model_len // 2)
+        return self.draw.choices(range(5, config.model_config.get_vocab_size()), k=count)
 
     def release(self) -> None:
         """Return all blocks."""
