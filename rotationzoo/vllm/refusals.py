@@ -42,7 +42,7 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     connects, has_latents = _has_connector(config), cached is LATENTS
     drafts = config.speculative_config is not None
     ngrams = drafts and config.speculative_config.method == "ngram"
-    untested = model.is_hybrid or drafts or parallel.tensor_parallel_size > 1
+    untested = model.is_hybrid or drafts > ngrams or parallel.tensor_parallel_size > 1
     if has_latents and not model.use_mla:
         problem = "with VLLM_MLA_DISABLE, vLLM caches no latents, and the rotations are for latents"
         raise UnsupportedModel(problem, hint="unset the variable")
@@ -54,7 +54,7 @@ def check_server(settings: CacheSettings, config: Any) -> None:
         "microbatches": parallel.use_ubatching,
         # Pages of another server may be from another artifact, which nothing compares.
         f"this KV connector ({connector})": connector,
-        "a KV connector with sliding windows, states, drafted tokens or tensor parallelism": (
+        "a KV connector with sliding windows, states, tensor parallelism, or drafts but n-grams": (
             connects and (untested or has_windows)
         ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,

@@ -23,6 +23,7 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.recipe.loading import PRESETS
 
 pytestmark = NEEDS_VLLM
+NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 FIND_NIXL = [PYTHON, "-c", "import nixl._api"]
 HAS_NIXL = PYTHON.exists() and subprocess.run(FIND_NIXL, capture_output=True).returncode == 0
 LENGTH, BLOCK = 700, 64
@@ -70,13 +71,13 @@ def variables() -> dict[str, str]:
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed with vLLM")
 
 
-def hand_over(folder: Path, artifact: Path, prompts, others=()) -> list[dict]:
+def hand_over(folder: Path, artifact: Path, prompts, others=(), **more) -> list[dict]:
     """The answer of a server that loads the pages of a prompt from another server, after another
-    prompt; then the answer of one with each of the `others`."""
+    prompt; then the answer of one with each of the `others`. They have `more` options."""
     prompt, another = prompts
     asked = [{"do_remote_decode": True, "do_remote_prefill": False}]
     first = engine_job(artifact, [[prompt]], 1, handed=asked, block_size=BLOCK, **nixl("producer"))
-    options, answers = FEW | nixl("consumer"), []
+    options, answers = FEW | nixl("consumer") | more, []
     # Of two processes, each has a folder.
     (folder / "first").mkdir()
     with hold(folder / "first", first, **variables()) as prefilled:
@@ -136,7 +137,9 @@ def test_a_server_on_the_loopback_address_hands_its_pages_over(made, demo, promp
 
 @needs_nixl
 def test_pages_of_layers_that_take_different_bytes_are_handed_over(coded, demo, prompts, tmp_path):
-    (answer,) = hand_over(tmp_path, coded.folder, prompts)
+    """To a server that drafts n-grams."""
+    drafts = NGRAMS | {"num_speculative_tokens": 3}
+    (answer,) = hand_over(tmp_path, coded.folder, prompts, speculative_config=drafts)
     assert_loaded(coded.folder, demo, answer, LENGTH - 1)
 
 

@@ -28,6 +28,7 @@ FILES = '{"kv_connector":"ExampleConnector","kv_role":"kv_both"}'
 TIERS = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":'
 TIERS += '{"spec_name":"TieringOffloadingSpec"}}'
 DRAFTS = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":2}'
+DRAFTER = f'{{"method":"draft_model","num_speculative_tokens":3,"model":"{DEMO}"}}'
 REFUSED = {
     "--additional_config {}": "another additional_config",
     "--additional-config.foo=1": "another additional_config",
@@ -55,7 +56,7 @@ REFUSED = {
     f"--kv-transfer-config {FILES}": "this KV connector (ExampleConnector)",
     f"--kv-transfer-config {TIERS}": "this KV connector (spec_name)",
     "--kv-offloading-size 1 --kv-offloading-backend lmcache": "this KV connector (lmcache)",
-    f"--kv-offloading-size 1 --speculative-config {DRAFTS}": "a KV connector with",
+    f"--kv-offloading-size 1 --speculative-config {DRAFTER}": "a KV connector with",
     "--kv-offloading-size 1 -tp 2": "a KV connector with",
     "--no-such-option": "vLLM refuses its options: unrecognized arguments: --no-such-option",
     "--max-num-seqs many": "vLLM refuses its options: argument --max-num-seqs: invalid int",
