@@ -14,10 +14,10 @@ preempt each other. After a round, every request is asked again, alone and in th
 (`traffic_alone.py` says how). The distance of two answers is that of the log probabilities of the
 first token of each stay, on average over the 20 likeliest tokens.
 
-The limit is the distance that correct runs may have: the requests of some rounds, and so the
-prefixes that they share, are asked once more next to a stranger, in the same state, and the limit
-is twice the largest of these distances, or `FLOOR`. The last line is JSON with the failures, and
-the exit code is 1 if several arms have any.
+The limit is the distance that correct runs may have: all requests, and so the prefixes that they
+share, are asked once more next to a stranger, in the same state, and the limit is twice the largest
+of these distances, or `FLOOR`. The last line is JSON with the failures, the largest distances and
+the averages, and the exit code is 1 if several arms have any failure.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ FLOOR = {
     "float16": 0.004,
     "bfloat16": 0.03,
 }  # nats by which correct answers may differ
-BESIDE = 0.3  # the share of rounds that are also asked next to a stranger, besides the first
 SIZES = {
     "prefix": 20_000, "own": 4000, "answer": 40, "chunks": [512, 1024, 2048, 4096, 8192],
     "active": 16, "seqs": 256, "longest": 65_536, "stranger": 700,
@@ -211,8 +211,7 @@ class Comparison:
 
     def add(self, traffic: Traffic) -> None:
         """Ask each request of a round again."""
-        watch, counts, told, names = self.watch, self.counts, {}, {}
-        answers = {}
+        watch, counts, told, names, answers = self.watch, self.counts, {}, {}, {}
         for name, question in traffic.questions.items():
             counts["requests"] += question.samples
             for index, inner in enumerate(question.names):
@@ -227,11 +226,7 @@ class Comparison:
             where = f"{names[stay]}: {stay.given} tokens, {stay.cached} cached, {stay.met} of the"
             where += f" same step, chunks up to {stay.ends[:40]}"
             self.stays.append((measure(seen, told[stay][1]), where))
-        for stay in told:
-            if stay.unknown:
-                counts[f"not compared: {stay.unknown}"] += 1
-        if self.beside and traffic.draw.random() > BESIDE:
-            return
+        counts.update(f"not compared: {stay.unknown}" for stay in told if stay.unknown)
         for stay, seen in self._ask(Alone(watch, traffic.draw), told).items():
             if stay in alone:
                 self.beside.append(measure(seen, alone[stay]))
@@ -240,15 +235,13 @@ class Comparison:
         """The log probabilities of what each stay was told, when all are asked again."""
         watch, found = self.watch, {}
         watch.begin()
-        for stay, (tokens, _) in ((stay, each or (None, None)) for stay, each in told.items()):
+        for stay, each in told.items():
             if any(wrote.unknown for wrote, _ in stay.shared):
                 stay.unknown = stay.unknown or "it found blocks of such requests"
             if watch.pool.get_num_free_blocks() < 3 * len(stay.tokens) // watch.size + 8:
                 stay.unknown = stay.unknown or "no memory is left"
-            if stay.unknown:
-                continue
-            seen = alone.ask(stay, tokens)
-            if seen is not None and not stay.unknown and tokens is not None:
+            seen = None if stay.unknown else alone.ask(stay, each and each[0])
+            if seen is not None and each and not stay.unknown:
                 found[stay] = seen
         alone.release()
         return found
@@ -257,9 +250,14 @@ class Comparison:
         """All numbers and failures."""
         limit = max(FLOOR[dtype], 2 * max(self.beside, default=0.0))
         off = [f"{distance:.4f}: {where}" for distance, where in self.stays if distance > limit]
-        largest = max((distance for distance, _ in self.stays), default=0.0)
-        compared = {"compared": len(self.stays), "beside": len(self.beside)}
-        return {**self.counts, **compared, "off": off, "largest": largest, "limit": limit}
+        result = {**self.counts, "off": off, "limit": limit}
+        each = [distance for distance, _ in self.stays]
+        for name, distances in (("compared", each), ("beside strangers", self.beside)):
+            numbers = len(distances), max(distances, default=0.0), fmean(distances or [0.0])
+            result |= dict(
+                zip((name, f"largest, {name}", f"average, {name}"), numbers, strict=True)
+            )
+        return result
 
 
 def measure(one: torch.Tensor, other: torch.Tensor) -> float:
