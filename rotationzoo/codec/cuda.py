@@ -28,10 +28,13 @@ _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` 
 
 
 @cache
-def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> Any:
+def build(
+    source: str, macros: tuple[tuple[str, str], ...], device: torch.device, features: str = ""
+) -> Any:
     """A program of `kernels.PROGRAMS`, compiled or from the cache: cuda.core's object code, whose
-    `get_kernel` takes a name. Raises `RotationZooError` if cuda.core or NVRTC is missing, and
-    `TypeError` where a kernel takes what the table does not say."""
+    `get_kernel` takes a name. `features` "a": with instructions that only this generation of GPUs
+    has. Raises `RotationZooError` if cuda.core or NVRTC is missing, and `TypeError` where a kernel
+    takes what the table does not say."""
     kernels.check(source)
     # Imported here because the package is optional.
     try:
@@ -43,7 +46,9 @@ def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device
     with torch.cuda.device(device):
         gpu = Device(torch.cuda.current_device())
         gpu.set_current()
-        options = ProgramOptions(arch=f"sm_{gpu.arch}", std="c++17", define_macro=[*macros])
+        options = ProgramOptions(
+            arch=f"sm_{gpu.arch}{features}", std="c++17", define_macro=[*macros]
+        )
         with FileStreamProgramCache() as programs:
             return Program(kernels.read(source), "c++", options).compile("cubin", cache=programs)
 

@@ -3,7 +3,6 @@ kernels of `latents.cu` read, and how their work is cut up."""
 
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import torch
@@ -14,22 +13,41 @@ from rotationzoo.codec.cuda_attention import choose_splits
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.kernels.latent_parameters import (
     AttendLatents,
+    AttendManyHeads,
     CopiedPages,
+    Ends,
     MergeLatents,
     ScaleQueries,
 )
 from rotationzoo.codec.kernels.parameters import Begin, Pages
+from rotationzoo.codec.latent_rows import (
+    Layout,
+    code_bytes,
+    count_pieces,
+    list_pieces,
+    middles_of,
+    order_bytes,
+    order_unpacked,
+    piece_table,
+    round_up,
+    row_stride,
+    unpack_table,
+)
 from rotationzoo.codec.page_layout import PageLayout
-from rotationzoo.codec.slots import cut_codes
 from rotationzoo.codec.transform import SegmentLayout, list_scales
-from rotationzoo.linalg.transform_coding import SEGMENT
 
 _PAGE = 64  # tokens: `TILE` in the source
 _SHORTEST_SPLIT = 2 * _PAGE  # tokens
 _MOST_PIECES = 3 / 8  # of a channel: more take more registers than there are
 _EXTRA = 8  # numbers of a row of codes behind its channels: `EXTRA` in the source
+MANY_HEADS = False
+"""Whether `many_heads.cu` is used. No GPU has run it yet."""
+_WAVES, _STARTING = (
+    4,
+    4,
+)  # of blocks; and the pages that a block could read while it starts and ends
+_MANY_THREADS = 384  # of a block of `attend_many_heads`: `THREADS` in the source
 _MERGING = 256  # threads of `merge_latents`, each for four of 128 channels
-Layout = PageLayout | SegmentLayout
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,8 @@ class LatentVariant:
     """Of queries and exact rows."""
     columns: int
     """That a block handles: query heads times query tokens, or a part of them."""
+    has_many: bool = False
+    """Whether `many_heads.cu` reads the codes."""
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
@@ -61,6 +81,10 @@ class LatentVariant:
         }
         return tuple((name, str(int(value))) for name, value in values.items())
 
+    def many_macros(self) -> tuple[tuple[str, str], ...]:
+        """Those of `many_heads.cu`."""
+        return tuple(each for each in self.macros() if each[0] not in ("COLUMNS", "PIECES"))
+
     @property
     def warps(self) -> int:
         """Warps of a block of `attend_latents`."""
@@ -68,13 +92,13 @@ class LatentVariant:
 
     @property
     def pieces(self) -> int:
-        """`PIECES` in the source."""
-        return _count_pieces(self.layout)
+        """`PIECES` in the source. With many heads, a turned query has only its channels."""
+        return self.layout.dim // 4 if self.has_many else count_pieces(self.layout)
 
     @property
     def room(self) -> int:
         """`ROOM` in the source: few sizes are few variants."""
-        return _round_up(_row_stride(self.layout), 16)
+        return round_up(row_stride(self.layout), 16)
 
     @property
     def shared_bytes(self) -> int:
@@ -106,6 +130,32 @@ def supports(layout: Layout, rope: int, dtype: torch.dtype) -> bool:
     )
 
 
+def choose_variant(
+    columns: int, layout: Layout, rope: int, dtype: torch.dtype, device: torch.device
+) -> LatentVariant:
+    """What reads so many of a request's columns fastest on a GPU."""
+    variant = LatentVariant(layout, rope, dtype, choose_columns(columns, layout))
+    most = shared_memory(device)
+    takes = MANY_HEADS and (layout.dim, rope) == (512, 64) and many_bytes(layout) <= most
+    if takes and columns > variant.columns and _is_hopper(device):
+        return replace(variant, has_many=True)
+    return variant if variant.shared_bytes <= most else replace(variant, columns=16)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether this has the instructions of `many_heads.cu`, as a CPU has that runs its source."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def many_bytes(layout: Layout) -> int:
+    """Shared memory of a block of `many_heads.cu`: `SHARED` in the source."""
+    block = _PAGE * 128
+    stages = 2 * (layout.dim // 64 + 1) * block
+    sums = 2 * 2 * _PAGE * 4 + 2 * _PAGE * 8
+    return layout.dim // 64 * block + stages + _PAGE * round_up(row_stride(layout), 16) + sums
+
+
 def choose_columns(columns: int, layout: Layout) -> int:
     """How many of a request's columns one block handles."""
     # What a warp has of more columns and pieces does not fit into its registers.
@@ -113,114 +163,51 @@ def choose_columns(columns: int, layout: Layout) -> int:
     return 32 if columns > 16 and has_few else 16
 
 
-@cache
-def list_pieces(layout: Layout) -> list[tuple[int, int, int, int, int]]:
-    """Where the codes of a row lie: the word, the mask of each of its bytes, the channel of the
-    first byte, how many channels later that of the next one is, and the power of two that a masked
-    byte counts in its code."""
-    if isinstance(layout, SegmentLayout):
-        return [(*piece[:3], 1, piece[3]) for piece in cut_codes(layout.widths[0])]
-    pieces = []
-    for word, field in product(range(layout.dim // 16), range(4)):
-        mask, power = 3 << 2 * field, -2 * field
-        if layout.format.packing == "strided":
-            pieces.append((word, mask, field * layout.dim // 4 + 4 * word, 1, power))
-        else:
-            pieces.append((word, mask, 16 * word + field, 4, power))
-    return pieces
-
-
-def _count_pieces(layout: Layout) -> int:
-    """Pieces of a row with those of padding, so that the most warps have equally many eights."""
-    return max(layout.dim // 4, _round_up(len(list_pieces(layout)), layout.dim // 8))
-
-
-@cache
-def _piece_table(layout: Layout, count: int, device: torch.device) -> torch.Tensor:
-    """`Piece` in the source for each, int32 `[count, 4]`."""
-    table, seen = torch.zeros(count, 4, dtype=torch.int32), set()
-    for at, (word, mask, channel, step, power) in enumerate(list_pieces(layout)):
-        place = channel | (channel in seen) << 12 | step << 16
-        table[at] = torch.tensor([4 * word, mask * 0x10001, place, power])
-        seen.add(channel)
-    return table.to(device)
-
-
-@cache
-def _middles(layout: Layout, device: torch.device) -> torch.Tensor:
-    """What a channel has of a row's offset, float32 `[R]`."""
-    if isinstance(layout, PageLayout):
-        return torch.ones(layout.dim, device=device)
-    widths = torch.tensor(layout.widths[0], device=device).repeat_interleave(SEGMENT)
-    return 0.5 - 2.0**widths / 2
-
-
-def _row_stride(layout: Layout) -> int:
-    """Bytes from one row of codes to the next in shared memory: rows that are read at once lie in
-    other banks. Rows that are no multiples of 16 are copied as they lie in a page."""
-    size = _code_bytes(layout)
-    return size + 16 if size % 32 == 0 and size else size
-
-
-def _code_bytes(layout: Layout) -> int:
-    return layout.dim // 4 if isinstance(layout, PageLayout) else layout.row_bytes[0]
-
-
-def _round_up(number: int, of: int) -> int:
-    return max(of, -(-number // of) * of)
-
-
 @dataclass(frozen=True)
 class Frame:
     """What takes queries to the frame of the codes, and back what they read there."""
 
+    variant: LatentVariant
+    """What reads them."""
     to_codes: torch.Tensor
     """`[R, 4 pieces]`, in the type of queries: for each byte of each piece, in the order in which
-    tensor cores multiply them, the channel of the codes times what the byte counts."""
+    tensor cores multiply them, the channel of the codes times what the byte counts. With many
+    heads, `[R, R]`: channels are in the order in which they are unpacked, as all else is."""
     sums: torch.Tensor
     """float32 `[R, 2]`: a query's product with the middles in the frame of the codes, and with the
     mean in its own."""
+    middles: torch.Tensor
+    """float32 `[R]`: what a channel of the codes has of a row's offset."""
     from_codes: torch.Tensor
     """`[R + 8, R]`: behind the channels of the codes, what all weights of packed tokens add."""
 
     @classmethod
-    def of(cls, side: PackedSide, dtype: torch.dtype) -> "Frame":
+    def of(cls, side: PackedSide, variant: LatentVariant) -> "Frame":
         """The frame of a layer's packed latents."""
         layout, matrix = side.layout, side.matrix[0]
         turned = matrix.T  # with row = stored @ matrix, query . row = (query @ matrix.T) . stored
-        channels, counts = _order_bytes(layout)
-        ordered = turned[:, channels.to(matrix.device)] * counts.to(matrix.device)
+        middles = middles_of(layout, matrix.device)
         mean = torch.zeros_like(matrix[0]) if side.mean is None else side.mean[0]
-        sums = torch.stack([turned @ _middles(layout, matrix.device), mean], 1).float()
+        sums = torch.stack([turned @ middles, mean], 1).float()
+        if variant.has_many:
+            order = order_unpacked(layout, matrix.device)
+            ordered, matrix, middles = turned[:, order], matrix[order], middles[order]
+        else:
+            channels, counts = order_bytes(layout)
+            ordered = turned[:, channels.to(matrix.device)] * counts.to(matrix.device)
         back = torch.cat([matrix, mean[None], matrix.new_zeros(_EXTRA - 1, layout.dim)])
-        return cls(ordered.to(dtype), sums, back.to(dtype))
-
-
-def _order_bytes(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each number of a turned query: its channel, and what the byte counts in the code. A
-    product takes two pairs of numbers of each of four lanes: bytes 0 and 2 of the lane's piece, and
-    bytes 1 and 3."""
-    pieces = list_pieces(layout)
-    count = 4 * _count_pieces(layout)
-    channels, counts = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
-    for number in range(count):
-        step, inside = divmod(number, 16)
-        piece = 4 * step + inside % 8 // 2
-        if piece < len(pieces):
-            _, _, channel, apart, power = pieces[piece]
-            byte = inside % 2 * 2 + inside // 8
-            channels[number], counts[number] = channel + byte * apart, 2.0**power
-    return channels, counts
+        return cls(variant, ordered.to(variant.dtype), sums, middles, back.to(variant.dtype))
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled kernels, and how many blocks of `attend_latents` a GPU holds at once."""
+    """The compiled kernels, and how many blocks of what reads codes a GPU holds at once."""
 
     scale: Any
     attend: Any
     merge: Any
     blocks: int
+    many: Any = None
 
 
 @cache
@@ -233,7 +220,12 @@ def compiled(variant: LatentVariant, device: torch.device) -> Kernels:
     occupancy = attend.occupancy.max_active_blocks_per_multiprocessor(32 * variant.warps, shared)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     scale, merge = code.get_kernel("scale_queries"), code.get_kernel("merge_latents")
-    return Kernels(scale, attend, merge, occupancy * processors)
+    if not variant.has_many:
+        return Kernels(scale, attend, merge, occupancy * processors)
+    code = build("many_heads.cu", variant.many_macros(), device, "a")
+    many = code.get_kernel("attend_many_heads")
+    allow_shared(many, many_bytes(variant.layout), device)
+    return Kernels(scale, attend, merge, processors, many)
 
 
 def attend(
@@ -251,19 +243,20 @@ def attend(
     batch, tokens, heads, key = query.shape
     layout = packed.key.layout
     rank, columns = layout.dim, tokens * heads
-    width = choose_columns(columns, layout)
-    variant = LatentVariant(layout, key - rank, query.dtype, width)
-    if variant.shared_bytes > shared_memory(query.device):
-        variant = replace(variant, columns=16)
     if not query.numel():  # CUDA refuses an empty grid
         return
+    variant = frame.variant
     kernels = compiled(variant, query.device)
     tiles = -(-columns // variant.columns)
+    blocks = -(-columns // _PAGE) if variant.has_many else tiles
     copied = [_copied(window) for window in windows]
     exact = sum(each.pieces for each in copied)
     room = len(packed.key.blocks)
     tokens = room * layout.tokens
-    splits = choose_splits(kernels.blocks, batch * tiles, exact, tokens, _SHORTEST_SPLIT)
+    if variant.has_many:
+        splits = choose_many_splits(kernels.blocks, batch * blocks, room)
+    else:
+        splits = choose_splits(kernels.blocks, batch * blocks, exact, tokens, _SHORTEST_SPLIT)
     splits = max(1, min(splits, room))
     parts = exact + splits
 
@@ -281,39 +274,56 @@ def attend(
     floors = lengths if packed.floors is None else packed.floors
     totals = headers.new_empty(batch, columns, parts, 2)
     outputs = headers.new_empty(batch, columns, parts, rank)
+    of_pages: dict[str, Any] = {
+        "middles": frame.middles,
+        "levels": None if begin else list_scales(query.device),
+        "row_bytes": code_bytes(layout),
+        "row_stride": row_stride(layout),
+        "begin": begin or Begin(0, 0),
+        "rope": layout.bytes,
+        "starts": starts,
+        "floors": floors,
+        "lengths": lengths,
+        "scale": scale,
+        "totals": totals,
+        "outputs": outputs,
+    }
+    queries = query, turned, headers, columns, heads, pages
     arguments = AttendLatents(
-        query=query,
-        turned=turned,
-        headers=headers,
-        columns=columns,
-        heads=heads,
-        pages=pages,
-        pieces=_piece_table(layout, variant.pieces, query.device),
-        middles=_middles(layout, query.device),
-        levels=None if begin else list_scales(query.device),
-        row_bytes=_code_bytes(layout),
-        row_stride=_row_stride(layout),
-        begin=begin or Begin(0, 0),
-        rope=layout.bytes,
-        starts=starts,
-        floors=floors,
-        lengths=lengths,
-        splits=splits,
+        *queries,
+        pieces=piece_table(layout, query.device),
+        parts=parts,
         copies=windows[0].key,
         sink=copied[0],
         recent=copied[1],
-        scale=scale,
-        totals=totals,
-        outputs=outputs,
+        **of_pages,
     )
-    grid, shared = (parts, tiles, batch), variant.shared_bytes
-    launch(kernels.attend, grid, 32 * variant.warps, arguments, early=False, shared=shared)
+    grid, shared = (exact if variant.has_many else parts, tiles, batch), variant.shared_bytes
+    if grid[0]:
+        launch(kernels.attend, grid, 32 * variant.warps, arguments, early=False, shared=shared)
+    if variant.has_many:
+        table, recent = unpack_table(layout, query.device), copied[1]
+        ends = Ends(recent.starts, recent.lengths)
+        many = AttendManyHeads(*queries, slots=table, recent=ends, windows=exact, **of_pages)
+        grid, shared = (splits, blocks, batch), many_bytes(layout)
+        launch(kernels.many, grid, _MANY_THREADS, many, early=False, shared=shared)
 
     of_copies = query.new_empty(batch * columns, rank)
     of_codes = query.new_empty(batch * columns, rank + _EXTRA)
     merge = MergeLatents(totals, outputs, parts, exact, of_codes, of_copies)
     launch(kernels.merge, (columns, batch, rank // 128), _MERGING, merge, early=False)
     torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
+
+
+def choose_many_splits(blocks: int, tiles: int, pages: int) -> int:
+    """How many splits of `pages` pages end first, of each of so many tiles of columns. A GPU holds
+    `blocks` blocks at once, each of which takes the time of `_STARTING` pages to start and end."""
+    most = max(1, min(pages, _WAVES * blocks // tiles))
+
+    def time(splits: int) -> int:
+        return -(-tiles * splits // blocks) * (-(-pages // splits) + _STARTING)
+
+    return min(range(1, most + 1), key=time)
 
 
 def _copied(window: ExactWindow) -> CopiedPages:

@@ -43,9 +43,9 @@ class LatentPages(LayerPages):
 
     copied = ("key",)
     """Values are their first channels."""
-    _frame: Frame | None = None
 
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
+        self._frames: dict[bool, Frame] = {}  # of many heads, or not
         layout = self.codec.page_layout(self.layer, LATENT, self.tokens, self.format)
         self.memory = {LATENT: memory[:, : layout.bytes], ROPE: memory[:, layout.bytes :]}
         # A step asks for keys and values, which are both latents.
@@ -125,9 +125,12 @@ class LatentPages(LayerPages):
         output: torch.Tensor,
     ) -> None:
         query, into = (each.transpose(1, 2) for each in (queries, output))
-        if self._frame is None:
-            self._frame = Frame.of(packed.value, query.dtype)
-        cuda_latents.attend(query, packed, windows, self._frame, scores.scale, into)
+        given = self.layouts[LATENT], self.rope_dim, query.dtype, query.device
+        variant = cuda_latents.choose_variant(query.shape[1:3].numel(), *given)
+        if variant.has_many not in self._frames:
+            self._frames[variant.has_many] = Frame.of(packed.value, variant)
+        frame = replace(self._frames[variant.has_many], variant=variant)
+        cuda_latents.attend(query, packed, windows, frame, scores.scale, into)
 
 
 @cache

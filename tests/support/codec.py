@@ -157,7 +157,9 @@ extern "C" void set_pages(const unsigned long long* ends, int count) {
 """
 _OF_ATTENTION = (
     "from_half|half_pair|exp2_of|multiply|multiply_bfloat16|bfloat16_pair|transpose|kept|copy_async"
-    "|read_word|read_two|read_four|read_number|end_group|wait_groups"
+    "|read_word|read_two|read_four|read_number|end_group|wait_groups|meet|arrive|publish"
+    "|begin_products|end_products|multiply_codes|multiply_values|multiply_keys|take_registers"
+    "|return_registers"
 )
 
 
@@ -170,7 +172,11 @@ def compile_program(tmp_path_factory) -> Callable[[str, tuple], ctypes.CDLL]:
         text = kernels.read(source).replace("1.0f / 0.0f", "HUGE_VALF")
         text = text.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
         text = text.replace("extern __shared__ uint4 memory[]", "static uint4 memory[SHARED / 16]")
-        if source in ("attention.cu", "latents.cu"):
+        text = text.replace(
+            "extern __shared__ __align__(1024) char memory[]",
+            "static uint4 room[SHARED / 16];\nstatic char* memory = reinterpret_cast<char*>(room)",
+        )
+        if source in ("attention.cu", "latents.cu", "many_heads.cu"):
             text, options = text + _PAGES, {"in_ptx": _OF_ATTENTION}
         else:
             macros, options = (*macros, ("SHARED", "0")), {}

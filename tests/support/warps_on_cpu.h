@@ -53,7 +53,7 @@ struct Thread {
 static std::vector<Thread> threads;
 static std::vector<Warp> warps;
 static Thread* current;
-static Barrier of_block;
+static Barrier of_block, named[16];
 static int left;  // threads of the block that have not ended
 static ucontext_t scheduler;
 static void (*kernel)();
@@ -82,6 +82,7 @@ static void run_thread() {
 static void run_block(int count) {
   if (int(threads.size()) < count) threads = std::vector<Thread>(count);
   warps.assign(count / 32, Warp());
+  for (Barrier& barrier : named) barrier = Barrier();
   of_block = Barrier(), blockDim = {unsigned(count), 1, 1};
   for (int i = 0; i < count; i++) {
     Thread& thread = threads[i];
@@ -252,6 +253,56 @@ static void wait_groups() {
   auto& groups = current->groups;
   for (; int(groups.size()) > PENDING; groups.erase(groups.begin()))
     for (const Copy& copy : groups.front()) in_shared<uint4>(copy.to) = *reinterpret_cast<const uint4*>(copy.from);
+}
+
+// ---- in place of the functions of many_heads.cu -----------------------------------------------------------------------------
+
+#define __ldg(from) (*(from))
+template <int COUNT>
+static void meet(int barrier) { wait(named[barrier], COUNT); }
+static void arrive(int barrier) { named[barrier].arrived++, named[barrier].open_if(blockDim.x); }
+static void publish() {}
+static void begin_products() {}
+static void end_products() {}
+static void take_registers() {}
+static void return_registers() {}
+
+// A number of a matrix in shared memory, whose rows are in blocks of 64 columns; or, transposed, whose columns are in blocks of 64 rows.
+// Bits 4 to 6 of addresses are swapped by the next three.
+static unsigned in_matrix(unsigned long long matrix, int row, int column, bool transposed) {
+  const auto part = [=](int bit) { return unsigned(matrix >> bit & 0x3fff) << 4; };
+  unsigned from = part(0) + column / 8 * part(32) + column % 8 * 128 + row / 64 * part(16) + row % 64 * 2;
+  if (!transposed) from = part(0) + row / 8 * part(32) + row % 8 * 128 + column * 2;
+  return in_shared<unsigned short>(from ^ (from >> 7 & 7) << 4);
+}
+template <int COUNT, class A, class B>
+static void multiply_wide(float (&d)[COUNT], A a, B b) {
+  const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  for (int i = 0; i < COUNT; i++)
+    for (int k = 0; k < 16; k++) d[i] += a(first + i / 2 % 2 * 8, k) * b(i / 4 * 8 + lane % 4 * 2 + i % 2, k);
+}
+static float exact_of(unsigned bits) {
+#if TYPE == 1
+  return from_half(bits);
+#else
+  return bits_as<float>(bits << 16);
+#endif
+}
+static void multiply_codes(float (&d)[16], unsigned long long a, unsigned long long b) {
+  multiply_wide(d, [=](int row, int k) { return from_half(in_matrix(a, row, k, false)); },
+                [=](int row, int k) { return from_half(in_matrix(b, row, k, false)); });
+}
+static void multiply_values(float (&d)[128], unsigned long long a, unsigned long long b) {
+  multiply_wide(d, [=](int row, int k) { return from_half(in_matrix(a, row, k, false)); },
+                [=](int row, int k) { return from_half(in_matrix(b, row, k, true)); });
+}
+static void multiply_keys(float (&d)[16], const unsigned (&a)[4], unsigned long long b) {
+  together({a[0], a[1], a[2], a[3]}, [&](Numbers all, int lane) {
+    multiply_wide(d, [=](int row, int k) {
+      return exact_of(all[row % 8 * 4 + k / 2 % 4][row / 8 % 2 + k / 8 * 2] >> k % 2 * 16 & 0xffff);
+    }, [=](int row, int k) { return exact_of(in_matrix(b, row, k, false)); });
+    return 0;
+  });
 }
 
 // ---- launches --------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,6 @@ class Inputs:
     query: torch.Tensor
     packed: PackedTokens
     windows: tuple[ExactWindow, ExactWindow]
-    frame: Frame
     memory: torch.Tensor
 
 
@@ -112,7 +111,7 @@ def draw(case: Case) -> Inputs:
     sink = ExactWindow(copies, copies[..., : case.rank], sinks, None, slots[:, :1].contiguous())
     recent = ExactWindow(copies, copies[..., : case.rank], ends, begins, slots[:, 1:].contiguous())
     query = torch.randn(batch, case.new, case.heads, key, **make).to(case.dtype)
-    return Inputs(query, packed, (sink, recent), Frame.of(side, case.dtype), memory)
+    return Inputs(query, packed, (sink, recent), memory)
 
 
 def reference(inputs: Inputs) -> torch.Tensor:
@@ -124,8 +123,11 @@ def reference(inputs: Inputs) -> torch.Tensor:
 
 def attend(case: Case, inputs: Inputs) -> torch.Tensor:
     output = torch.full_like(inputs.query[..., : case.rank], math.nan)
-    given = inputs.query, inputs.packed, inputs.windows, inputs.frame
-    cuda_latents.attend(*given, SCALE, output)
+    given = inputs.query, inputs.packed, inputs.windows
+    columns, side = case.heads * case.new, inputs.packed.value
+    like = case.rope, case.dtype, inputs.query.device
+    variant = cuda_latents.choose_variant(columns, side.layout, *like)
+    cuda_latents.attend(*given, Frame.of(side, variant), SCALE, output)
     return output
 
 
@@ -135,11 +137,15 @@ def on_emulated_gpu(monkeypatch, compile_program):
 
     def prepare(memory: torch.Tensor, blocks: int = 8) -> None:
         def compiled(variant: LatentVariant, device: torch.device) -> Kernels:
-            functions = compile_program("latents.cu", variant.macros())
-            ends = memory.data_ptr(), memory.data_ptr() + memory.numel()
-            functions.set_pages((ctypes.c_ulonglong * 2)(*ends), 1)
-            made = [functions[f"launch_{name}"] for name in kernels.PROGRAMS["latents.cu"]]
-            return Kernels(*made, blocks)
+            made, sources = [], {"latents.cu": variant.macros()}
+            if variant.has_many:
+                sources["many_heads.cu"] = variant.many_macros()
+            for source, macros in sources.items():
+                functions = compile_program(source, macros)
+                ends = memory.data_ptr(), memory.data_ptr() + memory.numel()
+                functions.set_pages((ctypes.c_ulonglong * 2)(*ends), 1)
+                made += [functions[f"launch_{name}"] for name in kernels.PROGRAMS[source]]
+            return Kernels(*made[:3], blocks, *made[3:])
 
         monkeypatch.setattr(cuda_latents, "compiled", compiled)
         monkeypatch.setattr(cuda_latents, "Launcher", CpuLauncher)
@@ -156,6 +162,13 @@ CASES = {
     "wide segments": Case("segments", rank=512, heads=40, lengths=(130,), starts=(64,)),
     "tiles": Case(heads=65, lengths=(200,), starts=(64,), rope=32),
 }
+MANY = {
+    "segments": Case("segments", rank=512, heads=128, lengths=(330, 0, 70), mean=True),
+    "vllm": Case("vllm", rank=512, heads=40, new=2, lengths=(333,), starts=(64,)),
+    "strided": Case(
+        "sglang", rank=512, heads=64, lengths=(200,), starts=(64,), dtype=torch.float16
+    ),
+}
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of an error: 0.0006 and 0.005 were measured, as queries are rounded in the frame of codes."""
 
@@ -164,6 +177,16 @@ LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 @pytest.mark.parametrize("name", quick_first(CASES, 2))
 def test_it_reads_what_the_definition_reads(name, on_emulated_gpu):
     case = CASES[name]
+    inputs = draw(case)
+    on_emulated_gpu(inputs.memory)
+    assert error_of(attend(case, inputs), reference(inputs)).row < LIMITS[case.dtype]
+
+
+@on_cpu
+@pytest.mark.parametrize("name", quick_first(MANY, 1))
+def test_many_heads_read_what_the_definition_reads(name, on_emulated_gpu, monkeypatch):
+    monkeypatch.setattr(cuda_latents, "MANY_HEADS", True)
+    case = MANY[name]
     inputs = draw(case)
     on_emulated_gpu(inputs.memory)
     assert error_of(attend(case, inputs), reference(inputs)).row < LIMITS[case.dtype]
@@ -195,9 +218,11 @@ ON_A_GPU = {
 
 
 @on_gpu
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("case", ON_A_GPU.values(), ids=ON_A_GPU)
-def test_it_reads_the_same_on_a_gpu(case, device):
+def test_it_reads_the_same_on_a_gpu(case, many, device, monkeypatch):
     """In a graph, too, for which pages are longer when it is replayed."""
+    monkeypatch.setattr(cuda_latents, "MANY_HEADS", many)
     case = replace(case, device=device)
     inputs, expected = draw(case), reference(draw(case))
     assert error_of(attend(case, inputs), expected).row < LIMITS[case.dtype]
@@ -223,6 +248,17 @@ def test_every_variant_compiles_without_spilled_registers(rank, width, tmp_path)
         macros = LatentVariant(layout, 64, torch.bfloat16, columns).macros()
         output = compile_kernels(kernels.read("latents.cu"), macros, tmp_path, ONLY_COMPILE[:1])
         assert output.count(" 0 bytes spill stores") == output.count("spill stores") == 3
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_heads_compile_without_spilled_registers(dtype, tmp_path):
+    layout = SegmentLayout(((3,) * 110 + (0,) * 18,), PAGE)
+    macros = LatentVariant(layout, 64, dtype, 32, has_many=True).many_macros()
+    target = ["-gencode=arch=compute_90a,code=sm_90a"]
+    output = compile_kernels(kernels.read("many_heads.cu"), macros, tmp_path, target)
+    assert output.count(" 0 bytes spill stores") == output.count("spill stores") == 1
 
 
 RANK, ROPE = 256, 16

@@ -53,10 +53,43 @@ class AttendLatents(NamedTuple):
     starts: Ints
     floors: Ints
     lengths: Ints
-    splits: int
+    parts: int
     copies: Elements
     sink: CopiedPages
     recent: CopiedPages
+    scale: float
+    totals: Pairs
+    outputs: Floats
+
+
+class Ends(NamedTuple):
+    """Where the tokens of a window begin and end."""
+
+    starts: Ints
+    lengths: Ints
+
+
+class AttendManyHeads(NamedTuple):
+    """`attend_many_heads` of many_heads.cu."""
+
+    query: Elements
+    turned: Halves
+    headers: Floats
+    columns: int
+    heads: int
+    pages: Pages
+    slots: Pieces
+    middles: Floats
+    levels: Floats | None
+    row_bytes: int
+    row_stride: int
+    begin: Begin
+    rope: int
+    starts: Ints
+    floors: Ints
+    lengths: Ints
+    recent: Ends
+    windows: int
     scale: float
     totals: Pairs
     outputs: Floats

@@ -608,8 +608,8 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
   headers[3 * column] = unit * 16777216.0f * scaled, headers[3 * column + 1] = middle * scaled, headers[3 * column + 2] = bias * scaled;
 }
 
-// Grid: x = pages of copies + splits, y = tiles of columns, z = batch. Column c is query token c / heads and query head c % heads.
-// query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and headers
+// Grid: x = parts, which are pages of copies and splits, or the former alone; y = tiles of columns, z = batch. Column c is query token
+// c / heads and query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and headers
 // [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores and log2(e), and
 // what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [B, columns, parts]
 // and outputs [B, columns, parts, RANK] are float32.
@@ -617,13 +617,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* middles, const float* levels,
     Count row_bytes, Count row_stride, Count begin_scales, Count begin_offsets, Count rope, const int* starts,
-    const int* floors, const int* lengths, Count splits, const Element* copies, const int* sink_slots, const int* sink_starts,
+    const int* floors, const int* lengths, Count parts, const Element* copies, const int* sink_slots, const int* sink_starts,
     const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
     Count recent_pieces, double scale, float2* totals, float* outputs) {
-  const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, windows = gridDim.x - splits, block = blockIdx.x;
+  const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, block = blockIdx.x;
+  const int windows = sink_pieces + recent_pieces, splits = parts - windows;
   const bool exact = block < windows;
   const int tokens = columns / heads, count = min(Count(COLUMNS), columns - first), length = lengths[batch], floor = floors[batch];
-  const Results results = {totals, outputs, count, gridDim.x, block, batch * columns + first};
+  const Results results = {totals, outputs, count, parts, block, batch * columns + first};
   const float scaled = float(scale) * LOG2E;
 
   // Which tokens. A block without any writes a sum of 0, and no output.
@@ -636,7 +637,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     range.exact = -1, range.newest = !early, range.moves = early ? 0 : min(tokens - 1, length - floor);
     begin = max(range.start - range.moves, piece * TILE), end = min(range.end, piece * TILE + TILE);
   } else {
-    const int from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE), each = (to - from + int(splits) - 1) / int(splits);
+    const int from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE), each = (to - from + splits - 1) / splits;
     begin = min(to, from + (block - windows) * each), end = min(to, begin + each);
   }
   if (begin >= end) {

@@ -1,0 +1,359 @@
+// Attention of a few new tokens over pages of latents (MLA) for many query heads, on Hopper: between `scale_queries` and `merge_latents`
+// of latents.cu, whose conventions hold here. wgmma multiplies 64 columns, which are query heads times query tokens, by whole pages.
+//
+// Four warps unpack: they write the codes of a page as float16 numbers to shared memory, code * 2^-24 each. Eight warps multiply. The
+// first four have the scores of tokens 0 to 31 of a page and the outputs of the first half of the channels, the others have the rest.
+// Products read a page twice: [tokens, channels] for scores, and [channels, tokens], which are the same bytes, for outputs.
+//
+// Numbers in shared memory are in blocks of 64 channels or tokens: rows of 128 bytes, whose pieces of 16 bytes are swapped by the lowest
+// three bits of the row's number (wgmma's 128-byte swizzle).
+//
+// Channels are in the order of slots: a slot has four codes, in the four bytes of one or two words. Its channels are bytes 0, 2, 1, 3.
+//
+// Compile for sm_90a with -D: RANK (512), ROPE (64), TYPE, HALF, MINIMUM, SEGMENTS and ROOM, as in latents.cu.
+
+#include "launches.cu"
+#include "segment_rows.cu"
+#include "tensor_cores.cu"
+
+#if HALF
+typedef unsigned short Metadata;
+#else
+typedef float Metadata;
+#endif
+
+constexpr int KEY = RANK + ROPE, TILE = 64, COLUMNS = 64, SLOTS = RANK / 4;
+constexpr int GROUP = 128, THREADS = 3 * GROUP, MULTIPLY = 2 * GROUP;  // of a warpgroup, of a block, and those that multiply
+constexpr int BLOCK = 64 * 128, PAGE = RANK / 64 * BLOCK, STAGE = PAGE + BLOCK;  // bytes: of 64 rows, of codes, and with exact keys
+constexpr int TILES = RANK / 64 * BLOCK, RAW = TILES + 2 * STAGE, NUMBERS = RAW + TILE * ROOM;
+constexpr int SUMS = NUMBERS + 2 * 2 * TILE * 4, SHARED = SUMS + 2 * COLUMNS * 8;
+static_assert(RANK == 512 && ROPE == 64, "each of the two groups that multiply has 256 channels, and a key is one block");
+static_assert(SHARED <= 227 * 1024, "too large");
+extern __shared__ __align__(1024) char memory[];
+
+// Barriers of these threads, by number: a stage is full, or empty; and those within threads that multiply, or unpack.
+constexpr int FULL = 1, EMPTY = 3, MULTIPLIED = 5, UNPACKED = 6;
+template <int COUNT>
+__device__ void meet(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(COUNT) : "memory"); }
+__device__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory"); }
+
+// The threads that multiply have more registers, and those that unpack have fewer.
+__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 216;"); }
+__device__ void return_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 72;"); }
+
+// What threads wrote to shared memory, for wgmma to read.
+__device__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+typedef unsigned long long Matrix;  // wgmma's descriptor of a matrix in shared memory
+
+__device__ unsigned address_of(int offset) { return unsigned(__cvta_generic_to_shared(memory)) + offset; }
+
+// Rows of 64 numbers in shared memory from `offset` on: eight rows are 1024 bytes apart, and blocks of columns BLOCK.
+__device__ Matrix matrix(int offset) {
+  return Matrix((address_of(offset) & 0x3ffff) >> 4) | Matrix(BLOCK >> 4) << 16 | Matrix(1024 >> 4) << 32 | Matrix(1) << 62;
+}
+
+__device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ void end_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+#define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
+#define OF_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
+
+// d [64, 32] += a b^T for float16 a [64, 16] and b [32, 16] in shared memory.
+__device__ void multiply_codes(float (&d)[16], Matrix a, Matrix b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 " OF_16 ", %16, %17, 1, 1, 1, 0, 0;"
+               : SIXTEEN(d, 0) : "l"(a), "l"(b));
+}
+
+// The same for a in registers, and the type of exact keys.
+__device__ void multiply_keys(float (&d)[16], const unsigned (&a)[4], Matrix b) {
+#if TYPE == 1
+#define EXACT ".f32.f16.f16 "
+#else
+#define EXACT ".f32.bf16.bf16 "
+#endif
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16" EXACT OF_16 ", {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+               : SIXTEEN(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// d [64, 256] += a b for float16 a [64, 16] and b [16, 256] in shared memory.
+__device__ void multiply_values(float (&d)[128], Matrix a, Matrix b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+               "%128, %129, 1, 1, 1, 0, 1;"
+               : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48), SIXTEEN(d, 64), SIXTEEN(d, 80), SIXTEEN(d, 96),
+                 SIXTEEN(d, 112)
+               : "l"(a), "l"(b));
+}
+
+// Where piece `piece` of 16 bytes of a row lies in its block.
+__device__ int place(int row, int piece) { return row * 128 + ((piece ^ row % 8) << 4); }
+
+// Packed tokens of a request, as in latents.cu.
+struct Tables {
+  const Address* table;
+  Address base;
+  Count unit;
+  int bytes, row;             // of a row of codes in a page, and from one to the next in shared memory
+  int scales, offsets, rope;  // where these begin in a page
+  const float* levels;        // with segments: the scale of each number in a row
+  const int4* slots;          // two words of a row (bits 0 and 16), how far the first is shifted, and the masks of both
+  __device__ Address page(int number) const { return base + table[number] * unit; }
+};
+
+// Which packed tokens of a request the queries read, as in latents.cu.
+struct Range {
+  int start, floor, length, tokens, heads, column, exact;
+  __device__ int end_of(int c) const {
+    const int later = tokens - 1 - (column + c) / heads;
+    return min(max(floor, length - later), length + exact - later);
+  }
+};
+
+__device__ float number(Address from, int index) {
+#if HALF
+  return from_half(reinterpret_cast<const unsigned short*>(from)[index]);
+#else
+  return reinterpret_cast<const float*>(from)[index];
+#endif
+}
+
+// Start copying the codes of a page.
+__device__ void fetch(const Tables& tables, Address page, int thread) {
+  const unsigned to = address_of(RAW);
+  if (tables.row > tables.bytes) {
+    const int row = thread % TILE;
+    for (int i = thread / TILE * 16; i < tables.bytes; i += 32) copy_async(to + row * tables.row + i, page + row * tables.bytes + i);
+  } else {
+    for (int i = thread * 16; i < TILE * tables.bytes; i += GROUP * 16) copy_async(to + i, page + i);
+  }
+  end_group();
+}
+
+// Unpack the pages from `begin` to `end`. A thread has half of the slots of a row.
+__device__ void unpack(const Tables& tables, int begin, int end, int thread) {
+  const int row = thread % TILE, half = thread / TILE;
+  float* numbers = reinterpret_cast<float*>(memory + NUMBERS);
+  Address page = tables.page(begin);
+  fetch(tables, page, thread);
+  for (int tile = begin; tile < end; tile++) {
+    const int stage = (tile - begin) % 2, to = TILES + stage * STAGE;
+    const Address next = tile + 1 < end ? tables.page(tile + 1) : 0;
+    float scale = 0.0f, offset = 0.0f;
+    if (!SEGMENTS && !half) {
+      scale = number(page + tables.scales, row), offset = number(page + tables.offsets, row);
+      if (!MINIMUM) offset *= -scale;
+    }
+    if (tile - begin >= 2) meet<THREADS>(EMPTY + stage);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int piece = 4 * half + i;
+      copy_async(address_of(to + PAGE + place(row, piece)), page + tables.rope + row * 2 * ROPE + piece * 16);
+    }
+    end_group();
+    wait_groups<1>();
+    meet<GROUP>(UNPACKED);  // all threads' copies of codes have arrived
+    const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + row * tables.row);
+    if (SEGMENTS) scale = offset = tables.levels[tables.bytes ? gathered(words[0]) : 0];
+    const int4* slots = tables.slots + half * (SLOTS / 2);
+    #pragma unroll 4
+    for (int pair = 0; pair < SLOTS / 4; pair++) {
+      uint4 codes;
+      unsigned* parts = reinterpret_cast<unsigned*>(&codes);
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int4 slot = __ldg(slots + 2 * pair + i);
+        const unsigned four = (words[slot.x & 0xffff] >> slot.y & slot.z) | (words[slot.x >> 16] << (8 - slot.y) & slot.w);
+        parts[2 * i] = four & 0x00ff00ff, parts[2 * i + 1] = four >> 8 & 0x00ff00ff;
+      }
+      const int number = half * (SLOTS / 4) + pair;
+      *reinterpret_cast<uint4*>(memory + to + number / 8 * BLOCK + place(row, number % 8)) = codes;
+    }
+    if (!half) numbers[2 * TILE * stage + row] = scale, numbers[2 * TILE * stage + TILE + row] = offset;
+    meet<GROUP>(UNPACKED);  // nobody reads these codes any more
+    if (tile + 1 < end) {
+      fetch(tables, next, thread);
+      wait_groups<1>();
+    } else {
+      wait_groups<0>();
+    }
+    page = next;
+    publish();
+    arrive(FULL + stage);
+  }
+}
+
+struct Results {
+  float2* totals;
+  float* outputs;
+  Count columns, parts, part, first;  // first: of the request and tile
+  __device__ Count at(int column) const { return (first + column) * parts + part; }
+};
+
+// Attend to the pages from `begin` to `end` with queries in the order of slots.
+__device__ void attend(int begin, int end, const Range& range, const Element* query, const unsigned short* turned, const float* headers,
+                       const float* middles, float scale, const Results& results, int thread) {
+  const int group = thread / GROUP, lane = thread % 32, part = lane % 4, first_row = thread % GROUP / 32 * 16 + lane / 4;
+  for (int i = thread; i < COLUMNS * (RANK / 8); i += MULTIPLY) {
+    const int row = i / (RANK / 8), piece = i % (RANK / 8);
+    uint4 x = {};
+    if (row < results.columns) x = reinterpret_cast<const uint4*>(turned + Count(row) * RANK)[piece];
+    *reinterpret_cast<uint4*>(memory + piece / 8 * BLOCK + place(row, piece % 8)) = x;
+  }
+  unsigned keys[ROPE / 16][4];
+  float units[2], sums[2];
+  int ends[2];
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = first_row + 8 * r, column = min(row, int(results.columns) - 1);
+    units[r] = headers[3 * column], sums[r] = headers[3 * column + 1], ends[r] = range.end_of(column);
+    const unsigned* exact = reinterpret_cast<const unsigned*>(query + Count(column) * KEY + RANK);
+    #pragma unroll
+    for (int step = 0; step < ROPE / 16; step++)
+      keys[step][r] = exact[8 * step + part], keys[step][r + 2] = exact[8 * step + part + 4];
+  }
+  float output[128] = {}, tops[2] = {LOWEST, LOWEST}, totals[2] = {}, offsets_of[2] = {};
+  float* shared_tops = reinterpret_cast<float*>(memory + SUMS);
+  publish();
+  meet<MULTIPLY>(MULTIPLIED);
+  for (int tile = begin; tile < end; tile++) {
+    const int stage = (tile - begin) % 2, from = TILES + stage * STAGE;
+    meet<THREADS>(FULL + stage);
+    float codes[16] = {}, scores[16] = {};
+    const Matrix queries = matrix(0), rows = matrix(from + group * 32 * 128), exact = matrix(from + PAGE + group * 32 * 128);
+    begin_products();
+    #pragma unroll
+    for (int step = 0; step < RANK / 16; step++) {
+      const Matrix skip = (step / 4 * BLOCK + step % 4 * 32) >> 4;
+      multiply_codes(codes, queries + skip, rows + skip);
+    }
+    #pragma unroll
+    for (int step = 0; step < ROPE / 16; step++) multiply_keys(scores, keys[step], exact + (step * 32 >> 4));
+    end_products();
+    // Token 32 group + 8 j + 2 part + i is at 4 j + 2 r + i.
+    const float* numbers = reinterpret_cast<const float*>(memory + NUMBERS) + 2 * TILE * stage + 32 * group + 2 * part;
+    const int first = tile * TILE + 32 * group + 2 * part;
+    const bool whole = range.start <= tile * TILE && range.floor - range.tokens >= tile * TILE + TILE;
+    float top[2] = {LOWEST, LOWEST};
+    #pragma unroll
+    for (int j = 0; j < 4; j++)
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float of = numbers[8 * j + i], offset = numbers[TILE + 8 * j + i];
+        const float level = __log2f(fmaxf(of, 0x1p-40f)) - 8.0f;
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+          float& score = scores[4 * j + 2 * r + i];
+          score = score * scale + (codes[4 * j + 2 * r + i] * of * units[r] + offset * sums[r]);
+          if (!whole && (first + 8 * j + i < range.start || first + 8 * j + i >= ends[r])) score = MINUS_INFINITY;
+          top[r] = fmaxf(top[r], score + level);
+        }
+      }
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      top[r] = fmaxf(top[r], __shfl_xor_sync(ALL, top[r], 1));
+      top[r] = fmaxf(top[r], __shfl_xor_sync(ALL, top[r], 2));
+      if (!part) shared_tops[group * COLUMNS + first_row + 8 * r] = top[r];
+    }
+    meet<MULTIPLY>(MULTIPLIED);  // and nobody reads exact keys any more, in whose place weights come
+    float factors[2];
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float both = fmaxf(shared_tops[first_row + 8 * r], shared_tops[COLUMNS + first_row + 8 * r]), before = tops[r];
+      tops[r] = tile == begin || both > before + 7.0f ? both : before;
+      factors[r] = tile == begin ? 1.0f : exp2_of(before - tops[r]);
+      totals[r] *= factors[r], offsets_of[r] *= factors[r];
+      #pragma unroll
+      for (int j = 0; j < 4; j++) {
+        float scaled[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float of = numbers[8 * j + i], offset = numbers[TILE + 8 * j + i];
+          // What lies beyond may be anything, even NaN.
+          if (!whole && (first + 8 * j + i < range.start || first + 8 * j + i >= range.length)) of = offset = 0.0f;
+          const float weight = exp2_of(scores[4 * j + 2 * r + i] - tops[r]);
+          totals[r] += weight, offsets_of[r] += weight * offset, scaled[i] = weight * of;
+        }
+        *reinterpret_cast<unsigned*>(memory + from + PAGE + place(first_row + 8 * r, 4 * group + j) + 4 * part) =
+            half_pair(scaled[0], scaled[1]);
+      }
+    }
+    if (__any_sync(ALL, factors[0] != 1.0f || factors[1] != 1.0f))
+      #pragma unroll
+      for (int i = 0; i < 128; i++) output[i] *= factors[i / 2 % 2];
+    publish();
+    meet<MULTIPLY>(MULTIPLIED);
+    const Matrix weights = matrix(from + PAGE), values = matrix(from + group * 4 * BLOCK);
+    begin_products();
+    #pragma unroll
+    for (int step = 0; step < TILE / 16; step++) multiply_values(output, weights + (step * 32 >> 4), values + (step * 16 * 128 >> 4));
+    end_products();
+    if (tile + 2 < end) arrive(EMPTY + stage);
+  }
+  float2* shared_sums = reinterpret_cast<float2*>(memory + SUMS);
+  meet<MULTIPLY>(MULTIPLIED);
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    #pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+      totals[r] += __shfl_xor_sync(ALL, totals[r], step), offsets_of[r] += __shfl_xor_sync(ALL, offsets_of[r], step);
+    if (!part) shared_sums[group * COLUMNS + first_row + 8 * r] = {totals[r], offsets_of[r]};
+  }
+  meet<MULTIPLY>(MULTIPLIED);
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = first_row + 8 * r;
+    if (row >= results.columns) continue;
+    const float2 one = shared_sums[row], other = shared_sums[COLUMNS + row];
+    if (!group && !part) results.totals[results.at(row)] = {tops[r] + headers[3 * row + 2], one.x + other.x};
+    const float2* mine = reinterpret_cast<const float2*>(middles + 256 * group) + part;
+    float2* to = reinterpret_cast<float2*>(results.outputs + results.at(row) * RANK + 256 * group) + part;
+    const float offset = one.y + other.y;
+    #pragma unroll
+    for (int j = 0; j < 32; j++) {
+      const float2 middle = mine[4 * j];
+      to[4 * j] = {16777216.0f * output[4 * j + 2 * r] + offset * middle.x, 16777216.0f * output[4 * j + 2 * r + 1] + offset * middle.y};
+    }
+  }
+}
+
+// Grid: x = splits, y = tiles of columns, z = batch. The arguments are those of `attend_latents`, but turned [B, columns, RANK] and middles
+// [RANK] are in the order of slots, and so are the outputs; `windows` parts of totals and outputs come before those that this writes.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
+    const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
+    Address pages_base, Count pages_unit, Count pages_pages, const int4* slots, const float* middles, const float* levels, Count row_bytes,
+    Count row_stride, Count begin_scales, Count begin_offsets, Count rope, const int* starts, const int* floors, const int* lengths,
+    const int* recent_starts, const int* recent_lengths, Count windows, double scale, float2* totals, float* outputs) {
+  const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, splits = gridDim.x, thread = threadIdx.x;
+  const int count = min(Count(COLUMNS), columns - first), length = lengths[batch];
+  const Results results = {totals, outputs, count, windows + splits, windows + blockIdx.x, batch * columns + first};
+  const Range range = {starts[batch], floors[batch], length, int(columns / heads), int(heads), first,
+                       recent_lengths[batch] - recent_starts[batch]};
+  const int from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE), each = (to - from + splits - 1) / splits;
+  const int begin = min(to, from + int(blockIdx.x) * each), end = min(to, begin + each);
+  if (begin >= end) {
+    if (thread < count) totals[results.at(thread)] = {LOWEST, 0.0f};
+    return;
+  }
+  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(row_bytes), int(row_stride), int(begin_scales),
+                         int(begin_offsets), int(rope), levels, slots};
+  if (thread < MULTIPLY) {
+    take_registers();
+    attend(begin, end, range, query + results.first * KEY, turned + results.first * RANK, headers + 3 * results.first, middles,
+           float(scale) * LOG2E, results, thread);
+  } else {
+    return_registers();
+    unpack(tables, begin, end, thread - MULTIPLY);
+  }
+}
