@@ -41,7 +41,8 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     connector = _unserved_connector(config)
     connects, has_latents = _has_connector(config), cached is LATENTS
     drafts = config.speculative_config is not None
-    ngrams = drafts and config.speculative_config.method == "ngram"
+    method = drafts and config.speculative_config.method
+    ngrams = method == "ngram"
     untested = model.is_hybrid or drafts > ngrams or parallel.tensor_parallel_size > 1
     if has_latents and not model.use_mla:
         problem = "with VLLM_MLA_DISABLE, vLLM caches no latents, and the rotations are for latents"
@@ -63,7 +64,9 @@ def check_server(settings: CacheSettings, config: Any) -> None:
             parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1
         ),
         "latents with states or a KV connector": has_latents and (model.is_hybrid or connects),
-        "latents with drafted tokens other than n-grams": has_latents and drafts and not ngrams,
+        "latents with drafts but n-grams and those of a draft model": (
+            has_latents and method not in (False, "ngram", "draft_model")
+        ),
         "sliding windows with states": model.is_hybrid and has_windows,
         # vLLM would copy such a block without the exact copies of its pages.
         "prefixes that end inside a block": getattr(cache, "prefix_match_unit", None) is not None,

@@ -238,6 +238,18 @@ def test_latents_with_drafted_ngrams_and_in_two_processes(ids, tmp_path, monkeyp
     assert int(served["counted"][DRAFTED]) > 20
 
 
+@ON_CPU
+def test_latents_with_a_draft_model_that_caches_heads(ids, tmp_path):
+    """With vLLM's own cache, its CPU engine finds no block size for both."""
+    model, folder, artifact = make_served("latents", tmp_path, CODED)
+    drafts = {"method": "draft_model", "model": str(DEMO), "num_speculative_tokens": 3}
+    options = {"speculative_config": drafts, "disable_log_stats": False}
+    options |= {"model": str(folder), "max_num_batched_tokens": 2048}
+    served = serve(tmp_path, artifact, [[ids[:90] * 5, ids[:700]]], **options)
+    assert_answers(artifact, model, served["rounds"][0], chunk=LATENT_CHUNK)
+    assert int(served["counted"][DRAFTED]) > 20
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_latents_on_a_gpu_are_as_close_as_those_of_vllm(ids, tmp_path):
     """Chunks of prompts, cached prefixes and requests at the same time, in float16."""
