@@ -17,6 +17,7 @@ from rotationzoo.codec.kernels.latent_parameters import (
     CopiedPages,
     Ends,
     MergeLatents,
+    PackedCodes,
     ScaleQueries,
 )
 from rotationzoo.codec.kernels.parameters import Begin, Pages
@@ -249,8 +250,8 @@ def attend(
     kernels = compiled(variant, query.device)
     tiles = -(-columns // variant.columns)
     blocks = -(-columns // _PAGE) if variant.has_many else tiles
-    copied = [_copied(window) for window in windows]
-    exact = sum(each.pieces for each in copied)
+    sink, recent = (_copied(window) for window in windows)
+    exact = sink.pieces + recent.pieces
     room = len(packed.key.blocks)
     tokens = room * layout.tokens
     if variant.has_many:
@@ -272,39 +273,28 @@ def attend(
     lengths = packed.lengths
     starts = torch.zeros_like(lengths) if packed.starts is None else packed.starts
     floors = lengths if packed.floors is None else packed.floors
+    codes = PackedCodes(
+        middles=frame.middles,
+        levels=None if begin else list_scales(query.device),
+        row_bytes=code_bytes(layout),
+        row_stride=row_stride(layout),
+        begin=begin or Begin(0, 0),
+        rope=layout.bytes,
+        starts=starts,
+        floors=floors,
+        lengths=lengths,
+    )
     totals = headers.new_empty(batch, columns, parts, 2)
     outputs = headers.new_empty(batch, columns, parts, rank)
-    of_pages: dict[str, Any] = {
-        "middles": frame.middles,
-        "levels": None if begin else list_scales(query.device),
-        "row_bytes": code_bytes(layout),
-        "row_stride": row_stride(layout),
-        "begin": begin or Begin(0, 0),
-        "rope": layout.bytes,
-        "starts": starts,
-        "floors": floors,
-        "lengths": lengths,
-        "scale": scale,
-        "totals": totals,
-        "outputs": outputs,
-    }
-    queries = query, turned, headers, columns, heads, pages
-    arguments = AttendLatents(
-        *queries,
-        pieces=piece_table(layout, query.device),
-        parts=parts,
-        copies=windows[0].key,
-        sink=copied[0],
-        recent=copied[1],
-        **of_pages,
-    )
+    queries, results = (query, turned, headers, columns, heads, pages), (scale, totals, outputs)
+    table = piece_table(layout, query.device)
+    arguments = AttendLatents(*queries, table, codes, parts, windows[0].key, sink, recent, *results)
     grid, shared = (exact if variant.has_many else parts, tiles, batch), variant.shared_bytes
     if grid[0]:
         launch(kernels.attend, grid, 32 * variant.warps, arguments, early=False, shared=shared)
     if variant.has_many:
-        table, recent = unpack_table(layout, query.device), copied[1]
-        ends = Ends(recent.starts, recent.lengths)
-        many = AttendManyHeads(*queries, slots=table, recent=ends, windows=exact, **of_pages)
+        table, ends = unpack_table(layout, query.device), Ends(recent.starts, recent.lengths)
+        many = AttendManyHeads(*queries, table, codes, ends, exact, *results)
         grid, shared = (splits, blocks, batch), many_bytes(layout)
         launch(kernels.many, grid, _MANY_THREADS, many, early=False, shared=shared)
 

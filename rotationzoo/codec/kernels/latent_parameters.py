@@ -34,6 +34,20 @@ class ScaleQueries(NamedTuple):
     headers: Floats
 
 
+class PackedCodes(NamedTuple):
+    """Rows of codes in pages, and which of their tokens are read."""
+
+    middles: Floats
+    levels: Floats | None
+    row_bytes: int
+    row_stride: int
+    begin: Begin
+    rope: int
+    starts: Ints
+    floors: Ints
+    lengths: Ints
+
+
 class AttendLatents(NamedTuple):
     """`attend_latents` of latents.cu."""
 
@@ -44,15 +58,7 @@ class AttendLatents(NamedTuple):
     heads: int
     pages: Pages
     pieces: Pieces
-    middles: Floats
-    levels: Floats | None
-    row_bytes: int
-    row_stride: int
-    begin: Begin
-    rope: int
-    starts: Ints
-    floors: Ints
-    lengths: Ints
+    codes: PackedCodes
     parts: int
     copies: Elements
     sink: CopiedPages
@@ -79,15 +85,7 @@ class AttendManyHeads(NamedTuple):
     heads: int
     pages: Pages
     slots: Pieces
-    middles: Floats
-    levels: Floats | None
-    row_bytes: int
-    row_stride: int
-    begin: Begin
-    rope: int
-    starts: Ints
-    floors: Ints
-    lengths: Ints
+    codes: PackedCodes
     recent: Ends
     windows: int
     scale: float

@@ -609,26 +609,27 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
 }
 
 // Grid: x = parts, which are pages of copies and splits, or the former alone; y = tiles of columns, z = batch. Column c is query token
-// c / heads and query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and headers
-// [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores and log2(e), and
-// what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [B, columns, parts]
-// and outputs [B, columns, parts, RANK] are float32.
+// c / heads and query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its
+// unit, and headers [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores
+// and log2(e), and what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals
+// [B, columns, parts] and outputs [B, columns, parts, RANK] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
-    Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* middles, const float* levels,
-    Count row_bytes, Count row_stride, Count begin_scales, Count begin_offsets, Count rope, const int* starts,
-    const int* floors, const int* lengths, Count parts, const Element* copies, const int* sink_slots, const int* sink_starts,
-    const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
-    Count recent_pieces, double scale, float2* totals, float* outputs) {
+    Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* codes_middles, const float* codes_levels,
+    Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
+    const int* codes_starts, const int* codes_floors, const int* codes_lengths, Count parts, const Element* copies,
+    const int* sink_slots, const int* sink_starts, const int* sink_lengths, Count sink_pieces, const int* recent_slots,
+    const int* recent_starts, const int* recent_lengths, Count recent_pieces, double scale, float2* totals, float* outputs) {
   const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, block = blockIdx.x;
   const int windows = sink_pieces + recent_pieces, splits = parts - windows;
   const bool exact = block < windows;
-  const int tokens = columns / heads, count = min(Count(COLUMNS), columns - first), length = lengths[batch], floor = floors[batch];
+  const int tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
+  const int length = codes_lengths[batch], floor = codes_floors[batch];
   const Results results = {totals, outputs, count, parts, block, batch * columns + first};
   const float scaled = float(scale) * LOG2E;
 
   // Which tokens. A block without any writes a sum of 0, and no output.
-  Range range = {starts[batch], floor, length, recent_lengths[batch] - recent_starts[batch], tokens, int(heads), first};
+  Range range = {codes_starts[batch], floor, length, recent_lengths[batch] - recent_starts[batch], tokens, int(heads), first};
   int begin, end;
   if (exact) {
     const bool early = block < sink_pieces;
@@ -655,9 +656,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     return;
   }
   load_exact<ROPE>(rows + RANK, ROPE_QUERIES, count);
-  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(row_bytes), int(row_stride),
-                         int(begin_scales), int(begin_offsets), int(rope), levels};
-  attend_codes(tables, begin, end, range, turned + results.first * TURNED, headers + 3 * results.first, pieces, middles, scaled, results);
+  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
+                         int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};
+  attend_codes(tables, begin, end, range, turned + results.first * TURNED, headers + 3 * results.first, pieces, codes_middles, scaled,
+               results);
 }
 
 constexpr int MERGING = 8, EXTRA = 8;  // warps of a block of `merge_latents`; and what a row of codes has behind its channels

@@ -332,13 +332,14 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
 // [RANK] are in the order of slots, and so are the outputs; `windows` parts of totals and outputs come before those that this writes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
-    Address pages_base, Count pages_unit, Count pages_pages, const int4* slots, const float* middles, const float* levels, Count row_bytes,
-    Count row_stride, Count begin_scales, Count begin_offsets, Count rope, const int* starts, const int* floors, const int* lengths,
-    const int* recent_starts, const int* recent_lengths, Count windows, double scale, float2* totals, float* outputs) {
+    Address pages_base, Count pages_unit, Count pages_pages, const int4* slots, const float* codes_middles, const float* codes_levels,
+    Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
+    const int* codes_starts, const int* codes_floors, const int* codes_lengths, const int* recent_starts, const int* recent_lengths,
+    Count windows, double scale, float2* totals, float* outputs) {
   const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, splits = gridDim.x, thread = threadIdx.x;
-  const int count = min(Count(COLUMNS), columns - first), length = lengths[batch];
+  const int count = min(Count(COLUMNS), columns - first), length = codes_lengths[batch];
   const Results results = {totals, outputs, count, windows + splits, windows + blockIdx.x, batch * columns + first};
-  const Range range = {starts[batch], floors[batch], length, int(columns / heads), int(heads), first,
+  const Range range = {codes_starts[batch], codes_floors[batch], length, int(columns / heads), int(heads), first,
                        recent_lengths[batch] - recent_starts[batch]};
   const int from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE), each = (to - from + splits - 1) / splits;
   const int begin = min(to, from + int(blockIdx.x) * each), end = min(to, begin + each);
@@ -346,11 +347,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     if (thread < count) totals[results.at(thread)] = {LOWEST, 0.0f};
     return;
   }
-  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(row_bytes), int(row_stride), int(begin_scales),
-                         int(begin_offsets), int(rope), levels, slots};
+  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
+                         int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels, slots};
   if (thread < MULTIPLY) {
     take_registers();
-    attend(begin, end, range, query + results.first * KEY, turned + results.first * RANK, headers + 3 * results.first, middles,
+    attend(begin, end, range, query + results.first * KEY, turned + results.first * RANK, headers + 3 * results.first, codes_middles,
            float(scale) * LOG2E, results, thread);
   } else {
     return_registers();
