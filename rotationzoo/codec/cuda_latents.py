@@ -43,10 +43,8 @@ _MOST_PIECES = 3 / 8  # of a channel: more take more registers than there are
 _EXTRA = 8  # numbers of a row of codes behind its channels: `EXTRA` in the source
 MANY_HEADS = False
 """Whether `many_heads.cu` is used. No GPU has run it yet."""
-_WAVES, _STARTING = (
-    4,
-    4,
-)  # of blocks; and the pages that a block could read while it starts and ends
+_WAVES = 4  # of blocks of `attend_many_heads`, at most
+_STARTING = 4  # pages that a block could read while it starts and ends
 _MANY_THREADS = 384  # of a block of `attend_many_heads`: `THREADS` in the source
 _MERGING = 256  # threads of `merge_latents`, each for four of 128 channels
 

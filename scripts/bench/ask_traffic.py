@@ -34,11 +34,8 @@ import torch
 from measuring import DEVICE, make_parser, run_arms, start_engine
 from traffic_alone import Alone, Likeliest, Stay, Watch, sampling
 
-FLOOR = {
-    "float32": 0.003,
-    "float16": 0.004,
-    "bfloat16": 0.03,
-}  # nats by which correct answers may differ
+FLOOR = {"float32": 0.003, "float16": 0.004, "bfloat16": 0.03}
+"""Nats by which correct answers may differ."""
 SIZES = {
     "prefix": 20_000, "own": 4000, "answer": 40, "chunks": [512, 1024, 2048, 4096, 8192],
     "active": 16, "seqs": 256, "longest": 65_536, "stranger": 700,
@@ -48,7 +45,7 @@ SMALL = {
     "active": 8, "seqs": 64, "longest": 2048, "stranger": 60,
 }  # fmt: skip
 """Sizes for the CPU engine. Tokens of a prefix, of a request after it and of an answer, at most;
-requests at a time, at most, and slots for copies of so many; tokens of the stranger."""
+requests at a time, at most, and slots for copies of so many; room in a step for the stranger."""
 
 
 @dataclass

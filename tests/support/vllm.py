@@ -26,6 +26,7 @@ NEEDS_VLLM = [
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
 ]
 CHUNK, TOKENS = 256, 24
+NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 TEXT = "".join(json.loads(line)["text"] for line in HELD_OUT.read_text("utf-8").splitlines()[1:4])
 """What engines read: a fixed text, because each text has other codes that are close to a half."""
 ON_GPU: dict[str, Any] = {}  # options of an engine there

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.codec import on_gpu
-from support.vllm import NEEDS_VLLM, PYTHON, TOKENS, drive, engine_job, environment, hold
+from support.vllm import NEEDS_VLLM, NGRAMS, PYTHON, TOKENS, drive, engine_job, environment, hold
 from support.vllm_answers import (
     FLIPPED_EARLY,
     assert_same,
@@ -23,7 +23,6 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.recipe.loading import PRESETS
 
 pytestmark = NEEDS_VLLM
-NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 FIND_NIXL = [PYTHON, "-c", "import nixl._api"]
 HAS_NIXL = PYTHON.exists() and subprocess.run(FIND_NIXL, capture_output=True).returncode == 0
 LENGTH, BLOCK = 700, 64

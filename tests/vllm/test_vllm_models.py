@@ -8,7 +8,7 @@ import torch
 from support.hybrids import calibrate_hybrid
 from support.jobs import calibrate_short
 from support.recipes import CODED
-from support.vllm import NEEDS_VLLM, ON_GPU, engine_job, serve, serve_in_turn
+from support.vllm import NEEDS_VLLM, NGRAMS, ON_GPU, engine_job, serve, serve_in_turn
 from support.vllm_answers import (
     CLOSE,
     FLIPPED_EARLY,
@@ -33,7 +33,6 @@ ENGINE = {
     "long_prefill_token_threshold": 128,
     "disable_log_stats": False,
 }
-NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{each}_tokens" for each in ("draft", "accepted"))
 
 

@@ -22,12 +22,7 @@
 #include "launches.cu"
 #include "segment_rows.cu"
 #include "tensor_cores.cu"
-
-#if HALF
-typedef unsigned short Metadata;
-#else
-typedef float Metadata;
-#endif
+#include "latent_pages.cu"
 
 constexpr int TILE = 64;               // tokens of a page
 constexpr int WARPS = RANK / 64 * (COLUMNS / 16), THREADS = 32 * WARPS;
@@ -72,16 +67,6 @@ __device__ void multiply_exact(float (&d)[4], unsigned a0, unsigned a1, unsigned
 __device__ unsigned pair_of(float low, float high, bool exact) {
   return exact && TYPE == 2 ? bfloat16_pair(low, high) : half_pair(low, high);
 }
-
-// Packed tokens [B, pages]: page number n begins n units after a base: codes, scales, offsets and exact keys.
-struct Tables {
-  const Address* table;
-  Address base;
-  Count unit;
-  int bytes, row;              // of a row of codes in a page, and from one to the next in shared memory
-  int scales, offsets, rope;   // where these begin in a page
-  const float* levels;         // with segments: the scale of each number in a row
-};
 
 // A piece: the first byte of its word in a row, the mask, its first channel, whether a piece before it has other bits of the same codes
 // (bit 12) and the channels from one byte to the next (from bit 16), and what it counts in its code as a power of two.
@@ -133,14 +118,6 @@ __device__ void fetch(const Tables& tables, Address page, int stage) {
   for (int i = 16 * first; i < 2 * ROPE; i += 16 * EACH) copy_async(exact + i, from + i);
   for (int i = threadIdx.x; i < 2 * SCALES; i += THREADS)
     copy_async(to + NUMBERS + i * 16, page + (i < SCALES ? tables.scales + i * 16 : tables.offsets + (i - SCALES) * 16));
-}
-
-__device__ float number(const char* from, int index) {
-#if HALF
-  return from_half(reinterpret_cast<const unsigned short*>(from)[index]);
-#else
-  return reinterpret_cast<const float*>(from)[index];
-#endif
 }
 
 // Products of rows of 16-bit numbers and queries, both of COUNT channels and STRIDE bytes in shared memory.
@@ -432,7 +409,7 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
                              const float* headers, const Piece* list, const float* middles, float scale, const Results& results) {
   const Lane lane;
   char* shared = reinterpret_cast<char*>(memory);
-  fetch(tables, tables.base + tables.table[begin] * tables.unit, 0);
+  fetch(tables, tables.page(begin), 0);
   Address next = begin + 1 < end ? tables.table[begin + 1] : 0;
   end_group();
   Turned queries;

@@ -15,12 +15,7 @@
 #include "launches.cu"
 #include "segment_rows.cu"
 #include "tensor_cores.cu"
-
-#if HALF
-typedef unsigned short Metadata;
-#else
-typedef float Metadata;
-#endif
+#include "latent_pages.cu"
 
 constexpr int KEY = RANK + ROPE, TILE = 64, COLUMNS = 64, SLOTS = RANK / 4;
 constexpr int GROUP = 128, THREADS = 3 * GROUP, MULTIPLY = 2 * GROUP;  // of a warpgroup, of a block, and those that multiply
@@ -100,18 +95,6 @@ __device__ void multiply_values(float (&d)[128], Matrix a, Matrix b) {
 // Where piece `piece` of 16 bytes of a row lies in its block.
 __device__ int place(int row, int piece) { return row * 128 + ((piece ^ row % 8) << 4); }
 
-// Packed tokens of a request, as in latents.cu.
-struct Tables {
-  const Address* table;
-  Address base;
-  Count unit;
-  int bytes, row;             // of a row of codes in a page, and from one to the next in shared memory
-  int scales, offsets, rope;  // where these begin in a page
-  const float* levels;        // with segments: the scale of each number in a row
-  const int4* slots;          // two words of a row (bits 0 and 16), how far the first is shifted, and the masks of both
-  __device__ Address page(int number) const { return base + table[number] * unit; }
-};
-
 // Which packed tokens of a request the queries read, as in latents.cu.
 struct Range {
   int start, floor, length, tokens, heads, column, exact;
@@ -120,14 +103,6 @@ struct Range {
     return min(max(floor, length - later), length + exact - later);
   }
 };
-
-__device__ float number(Address from, int index) {
-#if HALF
-  return from_half(reinterpret_cast<const unsigned short*>(from)[index]);
-#else
-  return reinterpret_cast<const float*>(from)[index];
-#endif
-}
 
 // Start copying the codes of a page.
 __device__ void fetch(const Tables& tables, Address page, int thread) {
@@ -141,8 +116,9 @@ __device__ void fetch(const Tables& tables, Address page, int thread) {
   end_group();
 }
 
-// Unpack the pages from `begin` to `end`. A thread has half of the slots of a row.
-__device__ void unpack(const Tables& tables, int begin, int end, int thread) {
+// Unpack the pages from `begin` to `end`. A thread has half of the slots of a row: two words of a row (bits 0 and 16), how far the first
+// is shifted, and the masks of both.
+__device__ void unpack(const Tables& tables, const int4* all_slots, int begin, int end, int thread) {
   const int row = thread % TILE, half = thread / TILE;
   float* numbers = reinterpret_cast<float*>(memory + NUMBERS);
   Address page = tables.page(begin);
@@ -152,7 +128,8 @@ __device__ void unpack(const Tables& tables, int begin, int end, int thread) {
     const Address next = tile + 1 < end ? tables.page(tile + 1) : 0;
     float scale = 0.0f, offset = 0.0f;
     if (!SEGMENTS && !half) {
-      scale = number(page + tables.scales, row), offset = number(page + tables.offsets, row);
+      const char* numbers_at = reinterpret_cast<const char*>(page);
+      scale = number(numbers_at + tables.scales, row), offset = number(numbers_at + tables.offsets, row);
       if (!MINIMUM) offset *= -scale;
     }
     if (tile - begin >= 2) meet<THREADS>(EMPTY + stage);
@@ -166,7 +143,7 @@ __device__ void unpack(const Tables& tables, int begin, int end, int thread) {
     meet<GROUP>(UNPACKED);  // all threads' copies of codes have arrived
     const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + row * tables.row);
     if (SEGMENTS) scale = offset = tables.levels[tables.bytes ? gathered(words[0]) : 0];
-    const int4* slots = tables.slots + half * (SLOTS / 2);
+    const int4* slots = all_slots + half * (SLOTS / 2);
     #pragma unroll 4
     for (int pair = 0; pair < SLOTS / 4; pair++) {
       uint4 codes;
@@ -348,13 +325,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     return;
   }
   const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
-                         int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels, slots};
+                         int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};
   if (thread < MULTIPLY) {
     take_registers();
     attend(begin, end, range, query + results.first * KEY, turned + results.first * RANK, headers + 3 * results.first, codes_middles,
            float(scale) * LOG2E, results, thread);
   } else {
     return_registers();
-    unpack(tables, begin, end, thread - MULTIPLY);
+    unpack(tables, slots, begin, end, thread - MULTIPLY);
   }
 }
