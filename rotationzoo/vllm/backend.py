@@ -23,7 +23,7 @@ from rotationzoo.vllm import settings as serving
 from rotationzoo.vllm import upstream as base
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.metrics import BadRows, Metrics
-from rotationzoo.vllm.pages import LayerPages, page_tokens, split_blocks
+from rotationzoo.vllm.pages import LayerPages, Rows, page_tokens, split_blocks
 from rotationzoo.vllm.plugin import claim
 from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
 from rotationzoo.vllm.segments import DECODE_THRESHOLD, HostMetadata
@@ -144,7 +144,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             serving.check_kernels(settings, dtype, head_size)
         self.most_requests = config.scheduler_config.max_num_seqs, serving.verified_tokens(config)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.head_size = self.value_size = head_size
+        self.head_size, self.layer = head_size, -1  # until the worker sets its number
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
@@ -210,16 +210,21 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         if attn_metadata is None:  # the run that measures memory
             self._reserve(key)
             return output.zero_()
+        tokens = attn_metadata.num_actual_tokens
+        rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
+        into = output[:tokens].view(tokens, self.num_heads, self.head_size)
+        reader = self.find_reader(rows, kv_cache)
+        reader.run(attn_metadata.step, query[:tokens], rows, self.scores, into)
+        return output
+
+    def find_reader(self, rows: Rows, kv_cache: torch.Tensor) -> LayerReader:
+        """What reads these blocks, which have rows like these."""
         kv_cache = split_blocks(kv_cache, self.num_kv_heads)
         # To measure the memory of graphs, vLLM runs with a small tensor first.
         if self.reader is None or not self.reader.pages.holds(kv_cache):
-            index = base.extract_layer_index(layer.layer_name)
-            self.reader = self._open_pages(index, key, value, kv_cache)
-        tokens = attn_metadata.num_actual_tokens
-        rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
-        into = output[:tokens].view(tokens, self.num_heads, self.value_size)
-        self.reader.run(attn_metadata.step, query[:tokens], rows, self.scores, into)
-        return output
+            self.reserved = self.reader = None
+            self.reader = self._open_pages(rows, kv_cache)
+        return self.reader
 
     def _reserve(self, like: torch.Tensor) -> None:
         """On a GPU, allocate what exact copies and prompts will take, for vLLM to account for."""
@@ -238,15 +243,12 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         first = base.get_tensor_model_parallel_rank() * self.num_kv_heads
         return serving.select_heads(self.settings, slice(first, first + self.num_kv_heads))
 
-    def _open_pages(
-        self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
-    ) -> LayerReader:
-        settings, self.reserved, self.reader = self.own_settings(), None, None
-        rows = (each.transpose(0, 1)[None] for each in (key, value))
+    def _open_pages(self, rows: Rows, kv_cache: torch.Tensor) -> LayerReader:
+        by_head = (rows[side].transpose(0, 1)[None] for side in SIDES)
+        settings, dtype = self.own_settings().for_layer(self.layer, *by_head), rows["key"].dtype
         slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
-        settings = settings.for_layer(index, *rows)
-        pages = LayerPages(settings, index, kv_cache, slots, key.dtype, self.bad)
-        return LayerReader(pages, self.attention, lend_scratch if key.is_cuda else None)
+        pages = LayerPages(settings, self.layer, kv_cache, slots, dtype, self.bad)
+        return LayerReader(pages, self.attention, lend_scratch if rows["key"].is_cuda else None)
 
 
 class RotatedBackend(base.AttentionBackend):  # type: ignore[misc]
@@ -333,7 +335,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
         self.stored = {}
         for name, layer in layers.items():
             if isinstance(getattr(layer, "impl", None), RotatedImpl):
-                number = base.extract_layer_index(name)
+                number = layer.impl.layer = base.extract_layer_index(name)
                 self.stored[number] = name
                 layer.attn_backend = layer.impl.make_backend(layer.attn_backend, number)
         if exact := serving.served_layers(settings, config) - set(self.stored):

@@ -1,8 +1,7 @@
 """vLLM's FlashAttention, for prompts on a GPU."""
 
-from typing import Any
-
 import torch
+from torch.nn.functional import pad
 
 from rotationzoo.codec.attention import Scores
 from rotationzoo.vllm.prompts import Ragged, Read, TorchAttention
@@ -26,16 +25,6 @@ def choose_attention(
     return FlashAttention(version) if takes else TorchAttention()
 
 
-def choose_latent_attention(
-    rank: int, rope: int, dtype: torch.dtype, is_cuda: bool
-) -> TorchAttention:
-    """The same for latents of `rank` channels with `rope` exact ones behind them."""
-    takes = dtype in (torch.float16, torch.bfloat16) and (rank, rope) == (512, 64)
-    if is_cuda and takes and fa_utils.flash_attn_supports_mla():
-        return LatentAttention(3)
-    return TorchAttention()
-
-
 class FlashAttention(TorchAttention):
     """FlashAttention for all prompts of a step at once: nothing waits for the GPU."""
 
@@ -49,9 +38,15 @@ class FlashAttention(TorchAttention):
     ) -> Read:
         """As in `TorchAttention`."""
         sinks = None if scores.sinks is None else scores.sinks.to(output.dtype)
+        (query,), (key, value), result = queries.rows, read.rows, output
+        if self.version == 2 and key.shape[-1] > value.shape[-1]:  # it takes equally wide ones
+            value = pad(value, (0, key.shape[-1] - value.shape[-1]))
+            result = torch.empty_like(query)
         # This kernel of vLLM is only in builds for NVIDIA GPUs.
         _, totals = fa_utils.flash_attn_varlen_func(
-            **self._rows(*queries.rows, *read.rows),
+            q=query,
+            k=key,
+            v=value,
             cu_seqlens_q=queries.bounds,
             cu_seqlens_k=read.bounds,
             max_seqlen_q=queries.longest,
@@ -62,13 +57,11 @@ class FlashAttention(TorchAttention):
             return_softmax_lse=True,
             fa_version=self.version,
             s_aux=sinks,
-            out=output,
+            out=result,
         )
+        if result is not output:
+            output.copy_(result[..., : output.shape[-1]])
         return Read(output, totals)
-
-    @staticmethod
-    def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
-        return {"q": query, "k": key, "v": value}
 
     def merge(self, first: Read, second: Read, output: torch.Tensor) -> Read:
         """As in `TorchAttention`."""
@@ -78,14 +71,3 @@ class FlashAttention(TorchAttention):
             part.totals.nan_to_num_(*[-1e30] * 3)
         merge_attn_states(output, first.output, first.totals, second.output, second.totals, totals)
         return Read(output, totals)
-
-
-class LatentAttention(FlashAttention):
-    """Of latents: their kernel takes what reads them apart from what reads keys with RoPE."""
-
-    segment = 8192  # torch restores it, in several times its memory
-
-    @staticmethod
-    def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
-        rank = value.shape[-1]
-        return {"q": query[..., rank:], "k": key[..., rank:], "v": value, "q_v": query[..., :rank]}

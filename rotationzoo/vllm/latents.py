@@ -20,7 +20,7 @@ from rotationzoo.codec.kernels import parameters
 from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows, Windows, store_kernel
-from rotationzoo.vllm.prompts import BEHIND, LayerReader, Read, Turns
+from rotationzoo.vllm.prompts import LayerReader, Lend, TorchAttention
 from rotationzoo.vllm.segments import Exact, Prompts, Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
 
@@ -141,52 +141,65 @@ def _largest_bits(dtype: torch.dtype) -> int:
     return int(torch.tensor(largest, dtype=dtype).view(bits))
 
 
+def absorb(latents: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of latents `[L, R]` and exact keys `[L, rope channels]` for queries in
+    the frame of latents: one head."""
+    return torch.cat([latents, rope], -1)[:, None], latents[:, None]
+
+
 class LatentReader(LayerReader):
-    """What the new tokens of a step read in one layer with latents."""
+    """What the new tokens of a step read in one layer with latents. Prompts read keys and values of
+    heads, which are computed from latents: they have fewer channels."""
 
     pages: LatentPages
 
-    def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keys `[T, 1, D]` as they are: FlashAttention takes their latents from the values."""
-        return rows
+    def __init__(
+        self,
+        pages: LatentPages,
+        attention: TorchAttention | None = None,
+        lend: Lend | None = None,
+        expand: Callable[..., tuple[torch.Tensor, torch.Tensor]] = absorb,
+    ):
+        """`expand`: computes keys `[L, H_q, D]` and values `[L, H_q, D_v]` from latents `[L, R]`
+        and exact keys `[L, rope channels]`."""
+        super().__init__(pages, attention, lend)
+        self._expand = expand
 
-    def _read_codes(
-        self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: list[torch.Tensor]
-    ) -> Read:
-        """As in `LayerReader`. Codes leave the mean out, so what it adds to all logits of a query
-        is added to their log-sum-exp."""
-        read = super()._read_codes(prompts, query, scores, scratch)
-        mean = self.pages.codec.rotations[self.pages.layer][LATENT].mean
+    def _room(self, prompts: Prompts) -> int:
+        """None: rows are computed anew."""
+        return 0
+
+    def _new_rows(self, rows: Rows) -> Sequence[torch.Tensor]:
+        return self._expand_keys(rows["key"])
+
+    def _expand_keys(self, keys: torch.Tensor) -> Sequence[torch.Tensor]:
+        rank = keys.shape[-1] - self.pages.rope_dim
+        return self._expand(keys[:, 0, :rank], keys[:, 0, rank:])
+
+    def _gather(
+        self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        return self._expand_keys(self._gather_side("key", step, exact, rows))
+
+    def _restore(
+        self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """The keys and values of a segment, from its restored latents."""
+        pages, places = self.pages, self._places(table, *segment.positions)
+        rope = pages.rope(pages.memory[ROPE])[places]
+        stored = pages.dequantize(pages.layouts[LATENT], pages.memory[LATENT], *places)[:, 0]
+        matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(rope.dtype)
+        latents, mean = (
+            stored.to(rope.dtype) @ matrix,
+            pages.codec.rotations[pages.layer][LATENT].mean,
+        )
         if mean is not None:
-            product = query[..., : mean.shape[-1]].float() @ mean[0].to(query.device).float()
-            read.totals.add_(scores.scale * product.T)
-        return read
+            latents += mean[0].to(rope.dtype)
+        return self._expand(latents, rope)
 
-    def _make_turns(self, like: torch.Tensor) -> Turns:
-        pages, heads = self.pages, (like.shape[1], -1, -1)
-        matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(like)
-        mean = pages.codec.rotations[pages.layer][LATENT].mean
-        rope = torch.eye(pages.rope_dim, dtype=like.dtype, device=like.device)
-        if mean is not None:
-            mean = mean.to(like).expand(like.shape[1], -1)
-        return torch.block_diag(matrix.T, rope).expand(heads), matrix.expand(heads), mean
+    def _turn(self, query: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """Queries as they are: keys are in the model's frame."""
+        return query
 
-    def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
-        self._gather_in_torch(step, exact, rows, into)
-        _clear_behind(into, len(exact.read.positions[0]))
-
-    def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
-        """Write the dequantized keys and values of a segment to `into`."""
-        pages, (keys, values) = self.pages, into
-        places = self._places(table, *segment.positions)
-        layout, count = pages.layouts[LATENT], len(places[0])
-        values[:count] = pages.dequantize(layout, pages.memory[LATENT], *places)
-        keys[:count, :, : layout.dim] = values[:count]
-        keys[:count, 0, layout.dim :] = pages.rope(pages.memory[ROPE])[places]
-        _clear_behind(into, count)
-
-
-def _clear_behind(rows: Sequence[torch.Tensor], count: int) -> None:
-    """Clear the rows after the first `count`, which a kernel multiplies by weights of zero."""
-    for each in rows:
-        each[count : count + BEHIND].zero_()
+    def _turn_back(self, output: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        return output

@@ -115,85 +115,111 @@ class LayerReader:
         """Store new keys and values `rows` `[T, H, D]`, and attend with their queries
         `[T, H_q, D]`, in the order that `StoreStream` requires. Few new tokens of a request read as
         in `LayerPages.attend`; many read the sink, the recent window and themselves exact."""
-        pages, prompts, stream = self.pages, step.prompts, self.stream
+        rows, decodes = self.store(step, rows), len(query)
+        if step.prompts is not None:
+            decodes = step.prompts.token
+            self.read_prompts(step, query[decodes:], rows, scores, output[decodes:])
+        self.read_decodes(step, query[:decodes], scores, output[:decodes])
+
+    def store(self, step: Step, rows: Rows) -> Rows:
+        """Copy new rows, begin to store them, and return them as they are copied."""
+        pages = self.pages
         # Kernels read the rows of a token without gaps.
         rows = {side: each.to(pages.copies[side].dtype) for side, each in rows.items()}
         for side, each in rows.items():
             if each.stride()[1:] != (each.shape[-1], 1):
                 rows[side] = each.contiguous()
         overlaps = step.decode.copied
-        if prompts is not None:  # few rows are stored faster than a second stream starts
+        if step.prompts is not None:  # few rows are stored faster than a second stream starts
             overlaps = not pages.is_few(rows)
-        stream.start(overlaps, pages.store, step, rows)
+        self.stream.start(overlaps, pages.store, step, rows)
         pages.copy(step, rows)
-        decodes = len(query)
-        if prompts is not None:
-            decodes, many = prompts.token, slice(prompts.token, None)
-            new = {side: of_side[many] for side, of_side in rows.items()}
-            self._attend_prompts(step, query[many], new, scores, output[many])
-        if prompts is not None or not step.decode.copied:
-            stream.wait()
-        if decodes:
-            pages.attend(step, query[:decodes], scores, output[:decodes])
-        stream.wait()
+        return rows
 
-    def _attend_prompts(
+    def read_decodes(
+        self, step: Step, query: torch.Tensor, scores: Scores, output: torch.Tensor
+    ) -> None:
+        """Attend with the queries before those of prompts, and end the layer."""
+        if not step.decode.copied:
+            self.stream.wait()
+        if len(query):
+            self.pages.attend(step, query, scores, output)
+        self.stream.wait()
+
+    def read_prompts(
         self, step: Step, query: torch.Tensor, rows: Rows, scores: Scores, output: torch.Tensor
     ) -> None:
-        """Let prompts read what is exact, then codes."""
+        """Let prompts read what is exact, then codes. `rows`: of all new tokens, as `store` returns
+        them. Everything is stored afterwards."""
         prompts = step.prompts
         assert prompts is not None
+        rows = {side: each[prompts.token :] for side, each in rows.items()}
         if not prompts.exact:  # one prompt without context
             new = prompts.bounds, prompts.longest
-            read = Ragged((self._exact_keys(rows["key"]), rows["value"]), *new)
+            read = Ragged(self._new_rows(rows), *new)
             self.attention.attend(Ragged((query,), *new), read, scores, True, output)
+            self.stream.wait()
             return
-        room = max(self.attention.segment, *(group.read.max_tokens for group in prompts.exact))
-        heads = rows["key"].shape[1]
+        room, heads = self._room(prompts), rows["key"].shape[1]
         sizes = scratch_sizes(query.shape, heads, room, query.dtype, output.shape[-1])
         scratch, totals = self.lend(*sizes), []
-        exact, read_rows = scratch[0] if prompts.codes else output, scratch[-2:]
+        exact, into = scratch[0] if prompts.codes else output, scratch[-2:]
         for group in prompts.exact:
-            self._gather(step, group, rows, read_rows)
-            queries, into = (each[group.tokens] for each in (query, exact))
+            read_rows = self._gather(step, group, rows, into)
+            queries, results = (each[group.tokens] for each in (query, exact))
             own = Ragged((queries,), group.bounds, group.longest)
             read = Ragged(read_rows, group.read.bounds, group.read.longest)
-            totals.append(self.attention.attend(own, read, scores, True, into).totals)
-        if not prompts.codes:
-            return
-        if step.meets:
-            self.stream.wait()
-        # Attention sinks count once.
-        codes = self._read_codes(prompts, query, Scores(scores.scale, scores.soft_cap), scratch)
-        total = totals[0] if len(totals) == 1 else torch.cat(totals, 1)
-        self.attention.merge(Read(exact, total), codes, output)
+            totals.append(self.attention.attend(own, read, scores, True, results).totals)
+        if prompts.codes:
+            if step.meets:
+                self.stream.wait()
+            # Attention sinks count once.
+            codes = self._read_codes(prompts, query, Scores(scores.scale, scores.soft_cap), scratch)
+            total = totals[0] if len(totals) == 1 else torch.cat(totals, 1)
+            self.attention.merge(Read(exact, total), codes, output)
+        self.stream.wait()
 
     def _read_codes(
         self, prompts: Prompts, query: torch.Tensor, scores: Scores, scratch: list[torch.Tensor]
     ) -> Read:
         """Let prompts read from codes, in segments."""
-        self._turns = self._turns or self._make_turns(query)
-        to_codes, from_codes, mean = self._turns
         _, turned, into, second, spare, *rows = scratch
-        queries = Ragged((_multiply(query, to_codes, turned),), prompts.bounds, prompts.longest)
+        queries = Ragged((self._turn(query, turned),), prompts.bounds, prompts.longest)
         codes = None
         for segment in prompts.codes:
-            self._restore(prompts.page_table, segment, rows)
-            read = Ragged(rows, segment.bounds, segment.longest)
+            restored = self._restore(prompts.page_table, segment, rows)
+            read = Ragged(restored, segment.bounds, segment.longest)
             part = self.attention.attend(queries, read, scores, False, into)
             if codes is not None:
                 part, spare = self.attention.merge(codes, part, spare), codes.output
             codes, into = part, second
         assert codes is not None
-        restored = _multiply(codes.output, from_codes, second)
-        if mean is not None:
-            restored.add_(mean)
-        return Read(restored, codes.totals)
+        return Read(self._turn_back(codes.output, second), codes.totals)
+
+    def _room(self, prompts: Prompts) -> int:
+        """The rows of scratch memory for keys and for values."""
+        return max(self.attention.segment, *(group.read.max_tokens for group in prompts.exact))
+
+    def _new_rows(self, rows: Rows) -> Sequence[torch.Tensor]:
+        """The keys and values that new tokens read of each other."""
+        return self._exact_keys(rows["key"]), rows["value"]
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
         """Keys `[T, H, D]` without their mean, where they are centered."""
         pages, by_head = self.pages, rows.transpose(0, 1)
         return pages.codec.keep_exact(by_head, pages.layer, "key").transpose(0, 1)
+
+    def _turn(self, query: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """Queries in the frame of the codes."""
+        self._turns = self._turns or self._make_turns(query)
+        return _multiply(query, self._turns[0], into)
+
+    def _turn_back(self, output: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """What queries read from codes, in the model's frame."""
+        assert self._turns is not None
+        _, matrix, mean = self._turns
+        restored = _multiply(output, matrix, into)
+        return restored if mean is None else restored.add_(mean)
 
     def _make_turns(self, like: torch.Tensor) -> Turns:
         pages, group = self.pages, like.shape[1] // self.pages.heads
@@ -205,9 +231,11 @@ class LayerReader:
             mean = mean.to(like).repeat_interleave(group, 0)
         return query, output, mean
 
-    def _gather(self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]) -> None:
-        """Write the keys and values that a group of prompts reads exact to `into`, `[room, H, D]`
-        each: copies, then new `rows` `[T, H, D]`; keys without their mean."""
+    def _gather(
+        self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """The keys and values that a group of prompts reads exact, in `into`, `[room, H, D]` each:
+        copies, then new `rows` `[T, H, D]`; keys without their mean."""
         table, contexts = exact.page_table, exact.contexts
         new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
@@ -228,25 +256,25 @@ class LayerReader:
                 value=value,
             )
             self._launch("gather", exact.read, arguments)
-        else:
-            self._gather_in_torch(step, exact, rows, into)
-
-    def _gather_in_torch(
-        self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
-    ) -> None:
-        table, contexts = exact.page_table, exact.contexts
-        new = {side: rows[side][exact.tokens] for side in SIDES}
-        prompt, position = exact.read.positions
-        pages, at = self._places(table, prompt, position)
-        later = position - contexts[prompt]
-        number = exact.bounds[prompt] + later.clamp(min=0)
+            return into
         for side, target in zip(SIDES, into, strict=True):
-            copies = self.pages.copies[side][step.slot_of[pages], :, at]
-            gathered = torch.where((later >= 0)[:, None, None], new[side][number], copies)
-            target[: len(pages)] = self._exact_keys(gathered) if side == "key" else gathered
+            gathered = self._gather_side(side, step, exact, rows)
+            target[: len(gathered)] = self._exact_keys(gathered) if side == "key" else gathered
+        return into
 
-    def _restore(self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]) -> None:
-        """Write the dequantized keys and values of a segment to `into`, `[room, H, D]` each."""
+    def _gather_side(self, side: str, step: Step, exact: Exact, rows: Rows) -> torch.Tensor:
+        """What a group reads exact of one side, `[L, H, D]`."""
+        prompt, position = exact.read.positions
+        pages, at = self._places(exact.page_table, prompt, position)
+        later = position - exact.contexts[prompt]
+        number = exact.bounds[prompt] + later.clamp(min=0)
+        copies = self.pages.copies[side][step.slot_of[pages], :, at]
+        return torch.where((later >= 0)[:, None, None], rows[side][exact.tokens][number], copies)
+
+    def _restore(
+        self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """The dequantized keys and values of a segment, in `into`, `[room, H, D]` each."""
         pages, layout = self.pages, self.pages.layouts["key"]
         given = _tokens(segment, table), len(into[0]), pages.page_bytes
         if pages.has_segments:
@@ -256,16 +284,17 @@ class LayerReader:
             )
             restored = parameters.RestoreSegments(*given, list_scales(table.device), *of_sides)
             self._launch("restore_segments", segment, restored)
-            return
+            return into
         memory = (pages.memory[side] for side in SIDES)
         both = [parameters.RestoredRows(*pair) for pair in zip(memory, into, strict=True)]
         if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
             arguments = parameters.RestoreRows(*given, parameters.Begin(*layout.starts[1:3]), *both)
             self._launch("restore_rows", segment, arguments)
-            return
+            return into
         places = self._places(table, *segment.positions)
         for side, (stored, target) in zip(SIDES, both, strict=True):
             target[: len(places[0])] = pages.dequantize(pages.layouts[side], stored, *places)
+        return into
 
     def _places(
         self, table: torch.Tensor, prompt: torch.Tensor, position: torch.Tensor

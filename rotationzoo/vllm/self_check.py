@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from rotationzoo.codec.attention import Scores, attend_rows
+from rotationzoo.codec.attention import attend_rows
 from rotationzoo.codec.settings import CacheSettings
 from rotationzoo.errors import RotationZooError, as_unavailable
-from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import Rows
 from rotationzoo.vllm.plugin import OTHER_VERSION
@@ -33,10 +32,27 @@ class LayerRun:
         self.block = self.cache.shape[-2]
         self._made_with = spec.copy_with_new_block_size(self.block), [name], config, device
         self.settings: CacheSettings = self.impl.own_settings()
-        sizes = self.impl.head_size, self.impl.value_size
-        self.dims: dict[str, int] = dict(zip(SIDES, sizes, strict=True))
+        self.has_latents = self.settings.codec.rotations.cached is LATENTS
         self.dtype: torch.dtype = config.model_config.dtype
         self.max_tokens = (len(self.cache) - 1) * self.block  # vLLM does not use block 0
+
+    def draw(self, tokens: int, random: torch.Generator) -> tuple[torch.Tensor, Rows]:
+        """Queries and rows of a request, on the CPU."""
+        impl = self.impl
+        key = torch.randn(tokens, impl.num_kv_heads, impl.head_size, generator=random)
+        if self.has_latents:
+            size, value = impl.query_size, key[..., : impl.rank]
+        else:
+            size, value = impl.head_size, torch.randn(key.shape, generator=random)
+        query = torch.randn(tokens, impl.num_heads, size, generator=random)
+        return query.to(self.dtype), {"key": key.to(self.dtype), "value": value.to(self.dtype)}
+
+    def expand(self, latents: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values `[1, H_q, T, D]` of latents `[1, 1, T, R]` and what keys have behind
+        them `[1, 1, T, R + rope channels]`, as this layer computes them."""
+        rows = latents[0, 0], key[0, 0, :, latents.shape[-1] :]
+        heads = self.impl.expand(*(each.to(self.cache.device, self.dtype) for each in rows))
+        return [each.float().cpu().transpose(0, 1)[None] for each in heads]
 
     def step(self, start: int, query: torch.Tensor, rows: Rows, alone: bool) -> torch.Tensor:
         """Store new `rows` `[T, H, D]` from this position on, and return the attention output of
@@ -57,9 +73,15 @@ class LayerRun:
             seq_lens_cpu_upper_bound=length,
         )
         step = self._builder.build(0, common)
-        given = [each.to(place) for each in (query, rows["key"], rows["value"])]
-        output = given[0].new_empty(*query.shape[:-1], self.dims["value"])
-        self.impl.forward(self.layer, *given, self.cache, step, output)
+        query, key, value = (each.to(place) for each in (query, rows["key"], rows["value"]))
+        if not self.has_latents:
+            output = torch.empty_like(query)
+            self.impl.forward(self.layer, query, key, value, self.cache, step, output)
+            return output.cpu()
+        new = value[:, 0], key[..., value.shape[-1] :]
+        output = query.new_empty(count, self.impl.num_heads, self.impl.value_size)
+        self.impl.do_kv_cache_update(*new)
+        self.layer.forward_impl(query, *new, self.cache, step, output.flatten(1))
         return output.cpu()
 
 
@@ -94,16 +116,8 @@ def check_layer(run: LayerRun, layer: int, most: int) -> float:
     prompt = min(wanted, most, run.max_tokens - later)
     kept = run.cache[-(-(prompt + later) // run.block) * -1 :]
     before = kept.clone()
-
-    def draw(heads: int, dim: int) -> torch.Tensor:
-        drawn = torch.randn(prompt + later, heads, dim, generator=random)
-        return drawn.to(run.dtype)
-
-    rows = {side: draw(run.impl.num_kv_heads, dim) for side, dim in run.dims.items()}
-    if run.settings.codec.rotations.cached is LATENTS:  # the first channels of keys
-        rows["value"] = rows["key"][..., : run.dims["value"]]
-    queries = draw(run.impl.num_heads, run.dims["key"])
-    definition = Definition(run.settings, layer, run.impl.scores, rows)
+    queries, rows = run.draw(prompt + later, random)
+    definition = Definition(run, layer, rows)
     distances = []
     for start, end, exact in definition.steps(prompt):
         new, alone = slice(start, end), start == 0 or end - start > FEW
@@ -123,17 +137,19 @@ def check_layer(run: LayerRun, layer: int, most: int) -> float:
 class Definition:
     """The attention of a request's tokens, in plain torch on the CPU."""
 
-    def __init__(self, settings: CacheSettings, layer: int, scores: Scores, rows: Rows):
+    def __init__(self, run: LayerRun, layer: int, rows: Rows):
         _, heads, dim = rows["value"].shape
         like = torch.zeros(1, heads, 1, dim)
-        codec = settings.for_layer(layer, like, like).codec
-        self.layout, sinks = settings.layout, scores.sinks
-        self.scores = replace(scores, sinks=None if sinks is None else sinks.float().cpu())
+        codec = run.settings.for_layer(layer, like, like).codec
+        self.layout, self.scores = run.settings.layout, run.impl.scores
+        if (sinks := self.scores.sinks) is not None:
+            self.scores = replace(self.scores, sinks=sinks.float().cpu())
         given = {side: each.float().transpose(0, 1)[None] for side, each in rows.items()}
         store = partial(codec.fake_quantize, layer=layer, format=self.layout.format)
-        if codec.rotations.cached is LATENTS:
-            self.exact, stored = [*given.values()], store(given["value"], side=LATENT)
-            self.stored = [torch.cat([stored, given["key"][..., dim:]], -1), stored]
+        if run.has_latents:
+            key, latents = given.values()
+            self.exact = run.expand(latents, key)
+            self.stored = run.expand(store(latents, side=LATENT), key)
             return
         self.exact = [codec.keep_exact(each, layer, side) for side, each in given.items()]
         self.stored = [store(each, side=side) for side, each in given.items()]

@@ -316,10 +316,7 @@ def test_a_server_reads_what_the_definition_reads(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["vllm", "segments"])
 def test_a_server_on_a_gpu_reads_what_the_definition_reads(format, dtype, device, monkeypatch):
-    """Prompts, which vLLM's kernel attends with, and steps of decoding."""
-    pytest.importorskip("vllm")
-    from rotationzoo.vllm.flash_attention import choose_latent_attention
-
+    """Steps of decoding, and prompts, which read in torch here."""
     rank, rope = 512, 64
     geometry = [Layer(0, 0, 2, 1, rank, rank, rope_dim=rope)]
     settings = settings_of(format, sink=5, recent=40, kernel=True, geometry=geometry)
@@ -327,7 +324,6 @@ def test_a_server_on_a_gpu_reads_what_the_definition_reads(format, dtype, device
     monkeypatch.setattr(server_pages, "SCORES", Scores(0.003))
     servers = [Server(settings, tokens=PAGE, pages=32)]
     servers.append(Server(settings, tokens=PAGE, pages=32, device=device, dtype=dtype))
-    servers[1].reader.attention = choose_latent_attention(rank, rope, dtype, True)
     for server in servers:
         for request in "ab":
             server.begin(request)

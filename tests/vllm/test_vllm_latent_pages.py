@@ -1,28 +1,13 @@
 """Pages of latents (MLA) without vLLM, against the cache in transformers."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.server_pages import DIM, OF_LATENTS, ROPE, SCORES, Server, query_of, settings_of
 
 from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec.attention import attend_rows
-from rotationzoo.vllm.prompts import BEHIND, TorchAttention
 
 CHUNKS = [20, 9, 1, 1, 14, 1]  # those of more than 8 tokens are prompts
-
-
-class ByValues(TorchAttention):
-    """Reads the latents of keys in the values, and whole tiles of rows, as FlashAttention does."""
-
-    def attend(self, queries, read, scores, causal, output):
-        key, value = read.rows
-        end = int(read.bounds[-1])
-        for rows in read.rows:
-            assert rows[end : end + BEHIND].isfinite().all(), "times a weight of zero"
-        keys = torch.cat([value, key[..., DIM:]], -1)
-        return super().attend(queries, replace(read, rows=(keys, value)), scores, causal, output)
 
 
 def lend_garbage(*sizes) -> list[torch.Tensor]:
@@ -35,15 +20,12 @@ def draw(tokens: int, seed: int) -> dict[str, torch.Tensor]:
     return {"key": key, "value": key[..., :DIM]}
 
 
-@pytest.mark.parametrize("kind", [TorchAttention, ByValues])
 @pytest.mark.parametrize("segment", [7, 4096])
 @pytest.mark.parametrize("format", ["vllm", "sglang", "segments"])
-def test_new_tokens_read_what_the_cache_in_transformers_reads(format, segment, kind):
+def test_new_tokens_read_what_the_cache_in_transformers_reads(format, segment):
     """Two requests: the steps of one are prompts while the other decodes."""
     settings = settings_of(format, geometry=OF_LATENTS)
     server, layers = Server(settings, segment=segment), {}
-    server.reader.attention = kind()
-    server.reader.attention.segment = segment
     server.reader.lend = lend_garbage
     for request in "ab":
         server.begin(request)

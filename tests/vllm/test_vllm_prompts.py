@@ -70,6 +70,21 @@ def test_flash_attention_reads_what_torch_reads(dim, kind, device):
 
 
 @on_gpu
+@pytest.mark.parametrize("version", [2, 3])
+def test_values_may_have_fewer_channels_than_keys(version, device):
+    """As with latents."""
+    flash = pytest.importorskip("rotationzoo.vllm.flash_attention")
+    query, key, value = draw(192, device)
+    given = packed(QUERIES, query), packed(KEYS, key, value[..., :128]), Scores(0.07), False
+    outputs = []
+    for attention in (flash.FlashAttention(version), TorchAttention()):
+        output = torch.full_like(query[..., :128], torch.nan)
+        outputs.append(attention.attend(*given, output).output.float())
+    difference = (outputs[0] - outputs[1]).norm()
+    assert difference / outputs[1].norm() < 0.01  # bfloat16's rounding
+
+
+@on_gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_key_that_is_no_number_reaches_its_readers_alone(dim, device):
     """With a value of zeros, as `restore.cu` writes it; also where another part is empty."""
