@@ -103,7 +103,7 @@ class LatentImpl(RotatedImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[L, H_q, D]` and values `[L, H_q, D_v]` of latents `[L, R]` and exact keys
         `[L, rope channels]`. vLLM reserves memory for 64 times 1,024 of them."""
-        both = self.kv_b_proj(latents.contiguous())[0].view(len(rope), self.num_heads, -1)
+        both = self.kv_b_proj(latents.contiguous())[0].unflatten(-1, (self.num_heads, -1))
         nope, values = both.tensor_split([self.query_size - rope.shape[-1]], -1)
         return torch.cat([nope, rope[:, None].expand(-1, self.num_heads, -1)], -1), values
 

@@ -173,6 +173,9 @@ class LatentReader(LayerReader):
         return self._expand_keys(rows["key"])
 
     def _expand_keys(self, keys: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The keys and values of cached keys `[L, 1, R + rope channels]`."""
+        if not len(keys):  # kernels take no empty tensor
+            keys = keys.new_zeros(1, *keys.shape[1:])
         rank = keys.shape[-1] - self.pages.rope_dim
         return self._expand(keys[:, 0, :rank], keys[:, 0, rank:])
 
@@ -186,16 +189,13 @@ class LatentReader(LayerReader):
     ) -> Sequence[torch.Tensor]:
         """The keys and values of a segment, from its restored latents."""
         pages, places = self.pages, self._places(table, *segment.positions)
-        rope = pages.rope(pages.memory[ROPE])[places]
-        stored = pages.dequantize(pages.layouts[LATENT], pages.memory[LATENT], *places)[:, 0]
-        matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(rope.dtype)
-        latents, mean = (
-            stored.to(rope.dtype) @ matrix,
-            pages.codec.rotations[pages.layer][LATENT].mean,
-        )
+        rope = pages.rope(pages.memory[ROPE])[places][:, None]
+        stored = pages.dequantize(pages.layouts[LATENT], pages.memory[LATENT], *places)
+        matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(rope)
+        latents, mean = stored.to(rope) @ matrix, pages.codec.rotations[pages.layer][LATENT].mean
         if mean is not None:
-            latents += mean[0].to(rope.dtype)
-        return self._expand(latents, rope)
+            latents += mean[0].to(rope)
+        return self._expand_keys(torch.cat([latents, rope], -1))
 
     def _turn(self, query: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         """Queries as they are: keys are in the model's frame."""

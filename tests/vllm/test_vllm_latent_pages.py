@@ -6,8 +6,15 @@ from support.server_pages import DIM, OF_LATENTS, ROPE, SCORES, Server, query_of
 
 from rotationzoo.cache.layer import Padding, RotatedLayer
 from rotationzoo.codec.attention import attend_rows
+from rotationzoo.vllm.latents import absorb
 
 CHUNKS = [20, 9, 1, 1, 14, 1]  # those of more than 8 tokens are prompts
+
+
+def expand(latents, rope):
+    """As kernels, takes no empty tensor."""
+    assert len(latents)
+    return absorb(latents, rope)
 
 
 def lend_garbage(*sizes) -> list[torch.Tensor]:
@@ -26,7 +33,7 @@ def test_new_tokens_read_what_the_cache_in_transformers_reads(format, segment):
     """Two requests: the steps of one are prompts while the other decodes."""
     settings = settings_of(format, geometry=OF_LATENTS)
     server, layers = Server(settings, segment=segment), {}
-    server.reader.lend = lend_garbage
+    server.reader.lend, server.reader._expand = lend_garbage, expand
     for request in "ab":
         server.begin(request)
         layers[request] = RotatedLayer(settings, 0, Padding())

@@ -186,9 +186,10 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
     "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-AMX = torch.cpu._is_amx_tile_supported()
-"""Without it, vLLM's platform takes whole prompts, and caches no prefix of latents."""
-LATENT_CHUNK = 256 if AMX else 2048
+LATENT_CHUNK = 256 if torch.cpu._is_amx_tile_supported() else 2048
+"""Without AMX, vLLM's platform takes whole prompts, and caches no prefix of latents."""
+WITH_AMX = 'sys._getframe(1).f_code.co_filename.endswith("platforms/cpu.py")'
+"""What vLLM's platform gets if it asks, so that all CPUs read chunks here."""
 LARGE_LATENTS = dict(
     num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512,
     qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
@@ -212,15 +213,16 @@ def test_latents_are_read_as_by_the_cache_in_transformers(ids, tmp_path):
 
 
 @ON_CPU
-def test_transform_coding_cached_prefixes_and_requests_at_the_same_time(ids, tmp_path):
+def test_transform_coding_cached_prefixes_and_requests_at_the_same_time(ids, tmp_path, another):
     """With DeepSeek's own scaling of RoPE, and queries that are not compressed."""
     changes = {"rope_parameters": YARN, "max_position_embeddings": 2048, "q_lora_rank": None}
     model, folder, artifact = make_served("latents", tmp_path, CODED, **changes)
     asked = [[ids[:1000]], [ids[:1100]], [ids[:960], ids[70:120]]]
-    rounds = serve(tmp_path, artifact, asked, model=str(folder))["rounds"]
-    answers = [answer for answers in rounds for answer in answers]
-    assert [answer["cached"] for answer in answers] == [0, 896 * AMX, 896 * AMX, 0]
-    assert_answers(artifact, model, answers, chunk=LATENT_CHUNK)
+    lines = "import sys, torch", f"torch.cpu._is_amx_tile_supported = lambda: {WITH_AMX}"
+    served = serve(tmp_path, artifact, asked, variables=another(*lines), model=str(folder))
+    answers = [answer for answers in served["rounds"] for answer in answers]
+    assert [answer["cached"] for answer in answers] == [0, 896, 896, 0]
+    assert_answers(artifact, model, answers)
 
 
 @ON_CPU
