@@ -174,10 +174,14 @@ class LatentReader(LayerReader):
 
     def _expand_keys(self, keys: torch.Tensor) -> Sequence[torch.Tensor]:
         """The keys and values of cached keys `[L, 1, R + rope channels]`."""
-        if not len(keys):  # kernels take no empty tensor
-            keys = keys.new_zeros(1, *keys.shape[1:])
         rank = keys.shape[-1] - self.pages.rope_dim
-        return self._expand(keys[:, 0, :rank], keys[:, 0, rank:])
+        return self._expand_rows(keys[:, 0, :rank], keys[:, 0, rank:])
+
+    def _expand_rows(self, latents: torch.Tensor, rope: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Those of latents and exact keys. A latent that is not finite gets a key that is no number
+        and values of zeros, for the reason in `restore.cu`."""
+        bad = latents.sum(-1, keepdim=True, dtype=torch.float32) * 0
+        return self._expand(latents.nan_to_num(0, 0, 0), rope + bad.to(rope))
 
     def _gather(
         self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
@@ -188,14 +192,15 @@ class LatentReader(LayerReader):
         self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """The keys and values of a segment, from its restored latents."""
-        pages, places = self.pages, self._places(table, *segment.positions)
-        rope = pages.rope(pages.memory[ROPE])[places][:, None]
-        stored = pages.dequantize(pages.layouts[LATENT], pages.memory[LATENT], *places)
-        matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(rope)
-        latents, mean = stored.to(rope) @ matrix, pages.codec.rotations[pages.layer][LATENT].mean
+        pages, layer = self.pages, self.pages.layer
+        rope = pages.rope(pages.memory[ROPE])[self._places(table, *segment.positions)]
+        shape = segment.max_tokens, 1, pages.layouts[LATENT].dim
+        (stored,) = super()._restore(table, segment, [rope.new_empty(shape)])
+        matrix = pages.codec.inverse(layer, LATENT)[0].to(rope)
+        latents, mean = stored[:, 0] @ matrix, pages.codec.rotations[layer][LATENT].mean
         if mean is not None:
             latents += mean[0].to(rope)
-        return self._expand_keys(torch.cat([latents, rope], -1))
+        return self._expand_rows(latents, rope)
 
     def _turn(self, query: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         """Queries as they are: keys are in the model's frame."""

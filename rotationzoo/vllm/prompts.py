@@ -267,33 +267,34 @@ class LayerReader:
         prompt, position = exact.read.positions
         pages, at = self._places(exact.page_table, prompt, position)
         later = position - exact.contexts[prompt]
-        number = exact.bounds[prompt] + later.clamp(min=0)
+        new = rows[side][exact.tokens]
+        number = (exact.bounds[prompt] + later).clamp(min=0, max=len(new) - 1)
         copies = self.pages.copies[side][step.slot_of[pages], :, at]
-        return torch.where((later >= 0)[:, None, None], rows[side][exact.tokens][number], copies)
+        return torch.where((later >= 0)[:, None, None], new[number], copies)
 
     def _restore(
         self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """The dequantized keys and values of a segment, in `into`, `[room, H, D]` each."""
-        pages, layout = self.pages, self.pages.layouts["key"]
+        """The dequantized rows of each side of a segment, in `into`, `[room, H, D]` each."""
+        pages = self.pages
+        layout, sides = pages.layouts[pages.sides[0]], [*zip(pages.sides, into, strict=True)]
         given = _tokens(segment, table), len(into[0]), pages.page_bytes
         if pages.has_segments:
-            of_sides = (
-                parameters.RestoredSegments(each.places, each.memory, to)
-                for each, to in zip(pages.segments.values(), into, strict=True)
-            )
-            restored = parameters.RestoreSegments(*given, list_scales(table.device), *of_sides)
-            self._launch("restore_segments", segment, restored)
-            return into
-        memory = (pages.memory[side] for side in SIDES)
-        both = [parameters.RestoredRows(*pair) for pair in zip(memory, into, strict=True)]
-        if isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
-            arguments = parameters.RestoreRows(*given, parameters.Begin(*layout.starts[1:3]), *both)
-            self._launch("restore_rows", segment, arguments)
-            return into
-        places = self._places(table, *segment.positions)
-        for side, (stored, target) in zip(SIDES, both, strict=True):
-            target[: len(places[0])] = pages.dequantize(pages.layouts[side], stored, *places)
+            found = [(pages.segments[side], to) for side, to in sides]
+            both = [parameters.RestoredSegments(each.places, each.memory, to) for each, to in found]
+            scales = list_scales(table.device)
+            restored = parameters.RestoreSegments(*given, scales, both[0], both[-1])
+            self._launch("restore_segments", segment, restored, len(both))
+        elif isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
+            rows = [parameters.RestoredRows(pages.memory[side], to) for side, to in sides]
+            begin = parameters.Begin(*layout.starts[1:3])
+            arguments = parameters.RestoreRows(*given, begin, rows[0], rows[-1])
+            self._launch("restore_rows", segment, arguments, len(rows))
+        else:
+            places = self._places(table, *segment.positions)
+            for side, target in sides:
+                stored = pages.dequantize(pages.layouts[side], pages.memory[side], *places)
+                target[: len(stored)] = stored
         return into
 
     def _places(
@@ -304,12 +305,13 @@ class LayerReader:
         number = (position // tokens).clamp(max=table.shape[1] - 1)  # any page for new tokens
         return table[prompt, number], position % tokens
 
-    def _launch(self, name: str, of: Segment, arguments: _Restore) -> None:
-        """Launch a kernel of `restore.cu` or `segments.cu` for both sides of a segment."""
+    def _launch(self, name: str, of: Segment, arguments: _Restore, sides: int = 2) -> None:
+        """Launch a kernel of `restore.cu` or `segments.cu` for the sides of a segment."""
         device, pages = of.bounds.device, self.pages
-        kernel = _restore_kernel(name, pages.layouts["key"], pages.copies["key"].dtype, device)
+        layout = pages.layouts[pages.sides[0]]
+        kernel = _restore_kernel(name, layout, pages.copies["key"].dtype, device)
         rows = min(of.max_tokens + BEHIND, arguments.room)
-        grid = -(-rows // kernel.block_rows), pages.heads, 2
+        grid = -(-rows // kernel.block_rows), pages.heads, sides
         Launcher(device)(kernel.function, grid, THREADS, arguments, early=False)
 
 

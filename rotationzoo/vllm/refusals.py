@@ -64,8 +64,8 @@ def check_server(settings: CacheSettings, config: Any) -> None:
             parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1
         ),
         "latents with states or a KV connector": has_latents and (model.is_hybrid or connects),
-        "latents with drafts but n-grams and those of a draft model": (
-            has_latents and method not in (False, "ngram", "draft_model")
+        "latents with drafts but n-grams, MTP and those of a draft model": (
+            has_latents and method not in (False, "ngram", "draft_model", "mtp")
         ),
         "sliding windows with states": model.is_hybrid and has_windows,
         # vLLM would copy such a block without the exact copies of its pages.

@@ -80,11 +80,12 @@ class Segment:
 
     @cached_property
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt and the position of each token, int64. Waits for a GPU, once a step."""
+        """The prompt and the position of each of `max_tokens` tokens, int64; those after the last
+        one may have any. Nothing waits for a GPU."""
         bounds = self.bounds.long()
-        prompt = torch.repeat_interleave(bounds.diff())
-        position = torch.arange(len(prompt), device=prompt.device)
-        position = position + (self.firsts - bounds[:-1])[prompt]
+        token = torch.arange(self.max_tokens, device=bounds.device)
+        prompt = torch.searchsorted(bounds[1:-1], token, right=True)
+        position = token + (self.firsts - bounds[:-1])[prompt]
         return prompt, position + self.gaps[prompt] * (position >= self.jumps[prompt])
 
 

@@ -55,7 +55,7 @@ def compile_for_cpu(
     kernels: Iterable[str],
     macros: Iterable[tuple[str, str]],
     *flags: str,
-    in_ptx: str = "from_half|to_half|min_nan|max_nan",
+    in_ptx: str = "from_half|to_half|min_nan|max_nan|pack_pair",
 ) -> ctypes.CDLL:
     """A library of CUDA source that is compiled for the CPU, with a function `launch_NAME` for each
     of the kernels. `warps_on_cpu.h` has the functions `in_ptx` in C++: their definitions in PTX

@@ -168,6 +168,9 @@ static unsigned bfloat16_of(float x) {
   return x != x ? 0x7fff : bits + 0x7fff + (bits >> 16 & 1) >> 16;
 }
 static unsigned bfloat16_pair(float low, float high) { return bfloat16_of(low) | bfloat16_of(high) << 16; }
+#ifdef TYPE
+static unsigned pack_pair(float low, float high) { return TYPE == 1 ? half_pair(low, high) : bfloat16_pair(low, high); }
+#endif
 static float exp2_of(float x) { return exp2f(x); }
 static unsigned kept(unsigned x) { return x; }
 

@@ -155,6 +155,8 @@ def test_prompts_read_the_levels_of_the_definition(dim, device, dtype, has_kerne
         for segment in step.prompts.codes:
             into = room_for(dim, has, device, dtype)
             server.reader._restore(step.prompts.page_table, segment, into)
+            if not has:  # it may write anything behind the last row
+                into[:, int(segment.bounds[-1]) :] = 0
             read.append(into.cpu())
     count = len(step.prompts.codes)
     for definition, found in zip(read[:count], read[count:], strict=True):

@@ -74,6 +74,10 @@ def test_flash_attention_reads_what_torch_reads(dim, kind, device):
 def test_values_may_have_fewer_channels_than_keys(version, device):
     """As with latents."""
     flash = pytest.importorskip("rotationzoo.vllm.flash_attention")
+    if not hasattr(
+        getattr(torch.ops, f"_vllm_fa{version}_C"), "varlen_fwd" if version == 2 else "fwd"
+    ):
+        pytest.skip(f"this vLLM has no FlashAttention {version}")
     query, key, value = draw(192, device)
     given = packed(QUERIES, query), packed(KEYS, key, value[..., :128]), Scores(0.07), False
     outputs = []
