@@ -29,6 +29,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 TOKENS, DRAFTS, CHUNK = 24, 3, 128
 CLOSE = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
@@ -53,6 +55,8 @@ def draft(method: str, **more: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": method, "num_speculative_tokens": DRAFTS, **more}}
 
 
+ON_GPU = torch.cuda.is_available()
+OF_LATENTS = {"dtype": "float16"} if ON_GPU else {}  # kernels take latents in 16 bits
 NGRAMS = draft("ngram", prompt_lookup_max=3, prompt_lookup_min=1)
 PAIRED = {
     "prefix": Feature("prefix caching", {"enable_prefix_caching": True}),
@@ -63,7 +67,7 @@ PAIRED = {
     "mtp": Feature("MTP", draft("mtp"), family="ernie"),
     "hybrid": Feature("hybrid (Granite 4)", family="granite_h"),
     "windows": Feature("sliding windows (Gemma 2)", family="windows and soft caps"),
-    "latents": Feature("latents (DeepSeek V3)", family="latents"),
+    "latents": Feature("latents (DeepSeek V3)", OF_LATENTS, family="latents", counts=True),
     "float16": Feature("float16", {"dtype": "float16"}, counts=True),
 }
 ALONE = {
@@ -139,7 +143,13 @@ class Cell:
 def save_models(work: Path, families: set[str]) -> None:
     """The models, an EAGLE head, and an adapter."""
     from support.hybrids import CACHED, save_hybrid
-    from support.vllm_models import save_adapter, save_head, save_served, save_with_mtp
+    from support.vllm_models import (
+        LARGE_LATENTS,
+        save_adapter,
+        save_head,
+        save_served,
+        save_with_mtp,
+    )
 
     for family in sorted(families - {"demo"}):
         if (work / family).exists():
@@ -149,7 +159,8 @@ def save_models(work: Path, families: set[str]) -> None:
         elif family in CACHED:
             save_hybrid(family, work / family)
         else:
-            save_served(family, work / family)
+            sizes = LARGE_LATENTS if ON_GPU and family == "latents" else {}
+            save_served(family, work / family, **sizes)
     for name, save in {"head": save_head, "adapter": save_adapter}.items():
         if not (work / name).exists():
             save(work / name)
@@ -248,8 +259,6 @@ def work_off(asked: Path, answered: Path) -> None:
 def answer_job(job: dict[str, Any]) -> dict[str, Any]:
     """The answers of an engine, which leaves nothing behind."""
     import gc
-
-    import torch
 
     answers = run_engine(job)
     gc.collect()
@@ -430,10 +439,13 @@ def run_all(
             yield from zip(parts[part], part.result(), strict=True)
 
 
-def list_cells(rows: list[str]) -> Iterator[Cell]:
-    for row in rows:
-        for names in [*((name,) for name in FEATURES), *combinations(PAIRED, 2)]:
-            yield Cell(row, names)
+def list_cells(rows: str, cells: str | None) -> list[Cell]:
+    """The named cells, or all: features alone, and the pairs of the first ones."""
+    several = [*((name,) for name in FEATURES), *combinations(PAIRED, 2)]
+    if cells:
+        several = [tuple(each.split("+")) for each in cells.split(",")]
+    listed = [Cell(row, names) for row in rows.split(",") for names in several]
+    return [cell for cell in listed if not cell.impossible]
 
 
 def main() -> None:
@@ -451,10 +463,7 @@ def main() -> None:
         return
     begun, work = time.monotonic(), args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    cells = [cell for cell in list_cells(args.rows.split(",")) if not cell.impossible]
-    if args.cells:
-        named = [tuple(each.split("+")) for each in args.cells.split(",")]
-        cells = [cell for cell in cells if cell.names in named]
+    cells = list_cells(args.rows, args.cells)
     save_models(work, {cell.family for cell in cells})
     wanted = sorted({(cell.row, cell.family) for cell in cells})
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:

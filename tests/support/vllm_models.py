@@ -32,6 +32,11 @@ SERVED = {
         num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=128, qk_nope_head_dim=32,
         qk_rope_head_dim=16, v_head_dim=24, first_k_dense_replace=2)),
 }  # fmt: skip
+LARGE_LATENTS = dict(
+    num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+)  # fmt: skip
+"""The sizes of DeepSeek's, which the kernels of a GPU take."""
 
 
 def save_served(name: str, folder: Path, **changes) -> transformers.PreTrainedModel:
@@ -90,6 +95,26 @@ def save_with_mtp(folder: Path) -> Path:
         for name in ("emb", "hidden"):
             weights[f"model.mtp_{name}_norm.0.weight"] = torch.ones(128)
         weights["model.mtp_linear_proj.0.weight"] = torch.eye(128, 256)
+    return folder
+
+
+def save_latents_with_mtp(folder: Path) -> Path:
+    """The same with latents, in sizes that a GPU's kernels take."""
+    more = {"num_hidden_layers": 1, "first_k_dense_replace": 2, "num_nextn_predict_layers": 1}
+    save_served("latents", folder, **LARGE_LATENTS, **more)
+    with edited_weights(folder) as weights:
+        weights["model.embed_tokens.weight"] *= 10
+        head = "model.layers.1."
+        layer = {name: each for name, each in weights.items() if ".layers.0." in name}
+        for name, weight in layer.items():
+            weights[name.replace("model.layers.0.", head)] = weight.clone()
+        size = len(weights["model.norm.weight"])
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            weights[f"{head}{name}.weight"] = torch.ones(size)
+        shared = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        for name, source in shared.items():
+            weights[f"{head}{name}.weight"] = weights[f"{source}.weight"].clone()
+        weights[f"{head}eh_proj.weight"] = torch.eye(size, 2 * size)
     return folder
 
 

@@ -19,7 +19,13 @@ from support.vllm_answers import (
     read_exact,
     read_in_transformers,
 )
-from support.vllm_models import make_served, save_head, save_with_mtp
+from support.vllm_models import (
+    LARGE_LATENTS,
+    make_served,
+    save_head,
+    save_latents_with_mtp,
+    save_with_mtp,
+)
 
 from rotationzoo.model.source import DEMO
 
@@ -190,10 +196,6 @@ LATENT_CHUNK = 256 if torch.cpu._is_amx_tile_supported() else 2048
 """Without AMX, vLLM's platform takes whole prompts, and caches no prefix of latents."""
 WITH_AMX = 'sys._getframe(1).f_code.co_filename.endswith("platforms/cpu.py")'
 """What vLLM's platform gets if it asks, so that all CPUs read chunks here."""
-LARGE_LATENTS = dict(
-    num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512,
-    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-)  # fmt: skip
 
 
 @ON_CPU
@@ -272,3 +274,23 @@ def test_latents_on_a_gpu_are_as_close_as_those_of_vllm(ids, tmp_path):
             f" codes {differences(expected, exact).mean():.3f}"
         )
         assert far < 2 * rounding
+
+
+@pytest.mark.skipif(not ON_GPU, reason="vLLM's CPU engine finds no block size for both")
+def test_latents_with_mtp_on_a_gpu(ids, tmp_path):
+    """The head caches latents as vLLM does."""
+    model = str(save_latents_with_mtp(tmp_path / "model"))
+    artifact = calibrate_short(model, tmp_path / "artifact", CODED).folder
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    options = {"tokens": ANSWER, "model": model, "dtype": "float16", "disable_log_stats": False}
+    kinds = {}, {"speculative_config": drafts}
+    asked = [ids[:90] * 5, ids[:700]]
+    jobs = [engine_job(artifact, [asked], **options, **kind) for kind in kinds]
+    without, served = serve_in_turn(tmp_path, jobs)
+    for answer, other in zip(served["rounds"][0], without["rounds"][0], strict=True):
+        far = differences(answer["answer"], other["answer"]).mean()
+        print(f"measured {far:.4f}")
+        assert answer["ids"] == other["ids"]
+        assert far < 0.02  # rounding in float16
+    accepted, drafted = (int(served["counted"][name]) for name in (ACCEPTED, DRAFTED))
+    assert min(accepted, drafted - accepted) > 5, (accepted, drafted)
