@@ -17,7 +17,7 @@
 #include "tensor_cores.cu"
 #include "latent_pages.cu"
 
-constexpr int KEY = RANK + ROPE, TILE = 64, COLUMNS = 64, SLOTS = RANK / 4;
+constexpr int KEY = RANK + ROPE, TILE = 64, COLUMNS = 64;
 constexpr int GROUP = 128, THREADS = 3 * GROUP, MULTIPLY = 2 * GROUP;  // of a warpgroup, of a block, and those that multiply
 constexpr int BLOCK = 64 * 128, PAGE = RANK / 64 * BLOCK, STAGE = PAGE + BLOCK;  // bytes: of 64 rows, of codes, and with exact keys
 constexpr int TILES = RANK / 64 * BLOCK, RAW = TILES + 2 * STAGE, NUMBERS = RAW + TILE * ROOM;
@@ -104,70 +104,87 @@ struct Range {
   }
 };
 
-// Start copying the codes of a page.
+// Start copying the codes of a page. Two threads share a row.
 __device__ void fetch(const Tables& tables, Address page, int thread) {
-  const unsigned to = address_of(RAW);
+  const int first = thread % 2 * 16;
   if (tables.row > tables.bytes) {
-    const int row = thread % TILE;
-    for (int i = thread / TILE * 16; i < tables.bytes; i += 32) copy_async(to + row * tables.row + i, page + row * tables.bytes + i);
+    const int row = thread / 2;
+    for (int i = first; i < tables.bytes; i += 32) copy_async(address_of(RAW) + row * tables.row + i, page + row * tables.bytes + i);
   } else {
-    for (int i = thread * 16; i < TILE * tables.bytes; i += GROUP * 16) copy_async(to + i, page + i);
+    for (int i = thread * 16; i < TILE * tables.bytes; i += GROUP * 16) copy_async(address_of(RAW) + i, page + i);
   }
   end_group();
 }
 
-// Unpack the pages from `begin` to `end`. A thread has half of the slots of a row: two words of a row (bits 0 and 16), how far the first
-// is shifted, and the masks of both.
-__device__ void unpack(const Tables& tables, const int4* all_slots, int begin, int end, int thread) {
-  const int row = thread % TILE, half = thread / TILE;
+// Unpack two slots of every eighth row: where the words begin that each has codes in, how far they are shifted, and the masks. Two slots
+// are mostly in the same words. (Not where they are APART.)
+template <bool APART>
+__device__ void unpack_slots(const int4& pair, const char* row, int stride, char* to) {
+  const int first = pair.x & 0xffff, second = pair.x >> 16, shift = pair.y & 0xff, other_shift = pair.y >> 8;
+  #pragma unroll
+  for (int i = 0; i < TILE / 8; i++) {
+    const char* eighth = row + i * stride;
+    const unsigned* words = reinterpret_cast<const unsigned*>(eighth + first);
+    unsigned even = __byte_perm(words[0], words[1], 0x6240), odd = __byte_perm(words[0], words[1], 0x7351);
+    uint4 codes;
+    codes.x = even >> shift & pair.z, codes.y = odd >> shift & pair.z;
+    if (APART) {
+      words = reinterpret_cast<const unsigned*>(eighth + second);
+      even = __byte_perm(words[0], words[1], 0x6240), odd = __byte_perm(words[0], words[1], 0x7351);
+    }
+    codes.z = even >> other_shift & pair.w, codes.w = odd >> other_shift & pair.w;
+    *reinterpret_cast<uint4*>(to + i * 8 * 128) = codes;
+  }
+}
+
+// Unpack the pages from `begin` to `end`. Lanes of a warp have eight rows, and four pairs of slots, so that they read and write other
+// banks of shared memory.
+__device__ void unpack(const Tables& tables, const int4* pairs, int begin, int end, int thread) {
+  const int lane = thread % 32, row = lane % 8, first = thread / 32 * 16 + lane / 8;
   float* numbers = reinterpret_cast<float*>(memory + NUMBERS);
   Address page = tables.page(begin);
   fetch(tables, page, thread);
   for (int tile = begin; tile < end; tile++) {
     const int stage = (tile - begin) % 2, to = TILES + stage * STAGE;
     const Address next = tile + 1 < end ? tables.page(tile + 1) : 0;
+    uint4 exact[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) exact[i] = reinterpret_cast<const uint4*>(page + tables.rope)[thread + GROUP * i];
     float scale = 0.0f, offset = 0.0f;
-    if (!SEGMENTS && !half) {
+    if (!SEGMENTS && thread < TILE) {
       const char* numbers_at = reinterpret_cast<const char*>(page);
-      scale = number(numbers_at + tables.scales, row), offset = number(numbers_at + tables.offsets, row);
+      scale = number(numbers_at + tables.scales, thread), offset = number(numbers_at + tables.offsets, thread);
       if (!MINIMUM) offset *= -scale;
     }
+    wait_groups<0>();
+    meet<GROUP>(UNPACKED);  // all threads' copies of codes have arrived
+    if (SEGMENTS && thread < TILE) {
+      const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + thread * tables.row);
+      scale = offset = tables.levels[tables.bytes ? gathered(words[0]) : 0];
+    }
     if (tile - begin >= 2) meet<THREADS>(EMPTY + stage);
+    if (thread < TILE) numbers[2 * TILE * stage + thread] = scale, numbers[2 * TILE * stage + TILE + thread] = offset;
+    #pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+      const int at = first + 4 * i;
+      const int4 pair = __ldg(pairs + at);
+      const char* from = memory + RAW + row * tables.row;
+      char* codes = memory + to + at / 8 * BLOCK + place(row, at % 8);
+      if (__any_sync(ALL, (pair.x & 0xffff) != pair.x >> 16))
+        unpack_slots<true>(pair, from, 8 * tables.row, codes);
+      else
+        unpack_slots<false>(pair, from, 8 * tables.row, codes);
+    }
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int piece = 4 * half + i;
-      copy_async(address_of(to + PAGE + place(row, piece)), page + tables.rope + row * 2 * ROPE + piece * 16);
+      const int at = thread + GROUP * i;
+      *reinterpret_cast<uint4*>(memory + to + PAGE + place(at / 8, at % 8)) = exact[i];
     }
-    end_group();
-    wait_groups<1>();
-    meet<GROUP>(UNPACKED);  // all threads' copies of codes have arrived
-    const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + row * tables.row);
-    if (SEGMENTS) scale = offset = tables.levels[tables.bytes ? gathered(words[0]) : 0];
-    const int4* slots = all_slots + half * (SLOTS / 2);
-    #pragma unroll 4
-    for (int pair = 0; pair < SLOTS / 4; pair++) {
-      uint4 codes;
-      unsigned* parts = reinterpret_cast<unsigned*>(&codes);
-      #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int4 slot = __ldg(slots + 2 * pair + i);
-        const unsigned four = (words[slot.x & 0xffff] >> slot.y & slot.z) | (words[slot.x >> 16] << (8 - slot.y) & slot.w);
-        parts[2 * i] = four & 0x00ff00ff, parts[2 * i + 1] = four >> 8 & 0x00ff00ff;
-      }
-      const int number = half * (SLOTS / 4) + pair;
-      *reinterpret_cast<uint4*>(memory + to + number / 8 * BLOCK + place(row, number % 8)) = codes;
-    }
-    if (!half) numbers[2 * TILE * stage + row] = scale, numbers[2 * TILE * stage + TILE + row] = offset;
-    meet<GROUP>(UNPACKED);  // nobody reads these codes any more
-    if (tile + 1 < end) {
-      fetch(tables, next, thread);
-      wait_groups<1>();
-    } else {
-      wait_groups<0>();
-    }
-    page = next;
     publish();
     arrive(FULL + stage);
+    page = next;
+    meet<GROUP>(UNPACKED);  // nobody reads these codes any more
+    if (tile + 1 < end) fetch(tables, page, thread);
   }
 }
 
@@ -309,7 +326,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
 // [RANK] are in the order of slots, and so are the outputs; `windows` parts of totals and outputs come before those that this writes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
-    Address pages_base, Count pages_unit, Count pages_pages, const int4* slots, const float* codes_middles, const float* codes_levels,
+    Address pages_base, Count pages_unit, Count pages_pages, const int4* pairs, const float* codes_middles, const float* codes_levels,
     Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
     const int* codes_starts, const int* codes_floors, const int* codes_lengths, const int* recent_starts, const int* recent_lengths,
     Count windows, double scale, float2* totals, float* outputs) {
@@ -332,6 +349,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
            float(scale) * LOG2E, results, thread);
   } else {
     return_registers();
-    unpack(tables, slots, begin, end, thread - MULTIPLY);
+    unpack(tables, pairs, begin, end, thread - MULTIPLY);
   }
 }
