@@ -133,14 +133,13 @@ template <bool APART>
 __device__ void unpack_slots(const int4& pair, const char* row, int stride, char* to) {
   const int first = pair.x & 0xffff, second = pair.x >> 16, shift = pair.y & 0xff, other_shift = pair.y >> 8;
   #pragma unroll
-  for (int i = 0; i < TILE / 8; i++) {
-    const char* eighth = row + i * stride;
-    const unsigned* words = reinterpret_cast<const unsigned*>(eighth + first);
+  for (int i = 0; i < TILE / 8; i++, row += stride) {
+    const unsigned* words = reinterpret_cast<const unsigned*>(row + first);
     unsigned even = __byte_perm(words[0], words[1], 0x6240), odd = __byte_perm(words[0], words[1], 0x7351);
     uint4 codes;
     codes.x = even >> shift & pair.z, codes.y = odd >> shift & pair.z;
     if (APART) {
-      words = reinterpret_cast<const unsigned*>(eighth + second);
+      words = reinterpret_cast<const unsigned*>(row + second);
       even = __byte_perm(words[0], words[1], 0x6240), odd = __byte_perm(words[0], words[1], 0x7351);
     }
     codes.z = even >> other_shift & pair.w, codes.w = odd >> other_shift & pair.w;
@@ -180,23 +179,22 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
       const int half = i / 2 ^ stage, at = 32 * half + first + i % 2 * 4;  // the half of the group that is done first
       const int4 pair = __ldg(pairs + at);
       if (i % 2 == 0 && tile - begin >= 2) meet<MULTIPLY>(EMPTY + 2 * stage + half);
+      if (i == 0 && thread < TILE) {
+        float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + thread;
+        numbers[0] = scale, numbers[TILE] = 1.0f / scale, numbers[2 * TILE] = offset / scale;
+        numbers[3 * TILE] = __log2f(scale) - 8.0f;
+      }
       const char* from = memory + RAW + row * tables.row;
+      const int stride = kept(8 * tables.row);
       char* codes = memory + to + at / 8 * BLOCK + place(row, at % 8);
       if (__any_sync(ALL, (pair.x & 0xffff) != pair.x >> 16))
-        unpack_slots<true>(pair, from, 8 * tables.row, codes);
+        unpack_slots<true>(pair, from, stride, codes);
       else
-        unpack_slots<false>(pair, from, 8 * tables.row, codes);
+        unpack_slots<false>(pair, from, stride, codes);
     }
     #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int at = thread + GROUP * i;
-      *reinterpret_cast<uint4*>(memory + to + PAGE + place(at / 8, at % 8)) = exact[i];
-    }
-    if (thread < TILE) {
-      float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + thread;
-      numbers[0] = scale, numbers[TILE] = 1.0f / scale, numbers[2 * TILE] = offset / scale;
-      numbers[3 * TILE] = __log2f(scale) - 8.0f;
-    }
+    for (int i = 0; i < 4; i++)
+      *reinterpret_cast<uint4*>(memory + to + PAGE + place(thread / 8, thread % 8) + i * (GROUP / 8) * 128) = exact[i];
     publish();
     arrive<MULTIPLY>(FULL + stage);
     page = next;
@@ -230,11 +228,20 @@ struct Columns {
     hold(output);
   }
 
+  // Be relative to what the other group has for its page, once it has weights.
+  __device__ void follow(const float* shared_tops, int group) {
+    meet<MULTIPLY>(WEIGHTS + 1 - group);
+    const float next[2] = {shared_tops[0], shared_tops[8]};
+    move(next);
+  }
+
   // Begin to add what the weights of a stage read of the group's channels.
   __device__ void add(int from, int group) {
     const Matrix weights = matrix(from + PAGE), values = matrix(from + group * 4 * BLOCK);
+    begin_products();
     #pragma unroll
     for (int step = 0; step < TILE / 16; step++) multiply_values(output, weights + (step * 32 >> 4), values + (step * 16 * 128 >> 4));
+    end_products();
   }
 };
 
@@ -267,100 +274,97 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
   Columns mine = {{}, {LOWEST, LOWEST}};
   publish();
   meet<MULTIPLY>(MULTIPLIED);
-  // The group's own pages, and each with it the one before.
-  for (int tile = begin + group; tile <= end; tile += 2) {
+  // The group's own pages, and with each the one before.
+  for (int tile = begin + group; tile < end; tile += 2) {
     float scores[32] = {};
-    if (tile < end) {
-      meet<MULTIPLY>(FULL + group);
-      begin_products();
-      #pragma unroll
-      for (int step = 0; step < ROPE / 16; step++) multiply_keys(scores, keys[step], matrix(from + PAGE) + (step * 32 >> 4));
-      end_products();
-      wait_products<0>();
-      hold(scores);
-      // Token 8 j + 2 part + i is at 4 j + 2 r + i. Products with codes are added to all else, in their unit.
-      #pragma unroll
-      for (int j = 0; j < 8; j++)
-        #pragma unroll
-        for (int i = 0; i < 2; i++)
-          #pragma unroll
-          for (int r = 0; r < 2; r++) {
-            float& score = scores[4 * j + 2 * r + i];
-            score = score * (scale / units[r]) * numbers[TILE + 8 * j + i] + sums[r] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
-          }
-      hold(scores);
-    }
-    if (tile > begin) {
-      meet<MULTIPLY>(WEIGHTS + 1 - group);
-      const float next[2] = {shared_tops[(1 - group) * COLUMNS], shared_tops[(1 - group) * COLUMNS + 8]};
-      mine.move(next);
-    }
+    meet<MULTIPLY>(FULL + group);
     begin_products();
-    if (tile < end) {
-      #pragma unroll
-      for (int step = 0; step < RANK / 16; step++) {
-        const Matrix skip = (step / 4 * BLOCK + step % 4 * 32) >> 4;
-        multiply_codes(scores, matrix(0) + skip, matrix(from) + skip);
-      }
-    }
+    #pragma unroll
+    for (int step = 0; step < ROPE / 16; step++) multiply_keys(scores, keys[step], matrix(from + PAGE) + (step * 32 >> 4));
     end_products();
-    if (tile > begin) mine.add(other, group);
-    end_products();
-    if (tile < end) {
-      wait_products<1>();
-      hold(scores);
-      const int first = tile * TILE + 2 * part;
-      const bool whole = range.start <= tile * TILE && range.floor - range.tokens >= tile * TILE + TILE;
-      float tops[2] = {LOWEST, LOWEST};
+    wait_products<0>();
+    hold(scores);
+    // Token 8 j + 2 part + i is at 4 j + 2 r + i. Products with codes are added to all else, in their unit.
+    #pragma unroll
+    for (int j = 0; j < 8; j++)
       #pragma unroll
-      for (int j = 0; j < 8; j++)
+      for (int i = 0; i < 2; i++)
         #pragma unroll
-        for (int i = 0; i < 2; i++)
-          #pragma unroll
-          for (int r = 0; r < 2; r++) {
-            float& score = scores[4 * j + 2 * r + i];
-            score *= numbers[8 * j + i] * units[r];
-            if (!whole && (first + 8 * j + i < range.start || first + 8 * j + i >= ends[r])) score = MINUS_INFINITY;
-            tops[r] = fmaxf(tops[r], score + numbers[3 * TILE + 8 * j + i]);
-          }
-      #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 1));
-        tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 2));
-        if (tops[r] <= mine.tops[r] + 7.0f) tops[r] = mine.tops[r];
-        if (!part) shared_tops[group * COLUMNS + 8 * r] = tops[r];
-      }
-      float totals[2] = {}, offsets[2] = {};
-      meet<GROUP>(OWN + group);  // nobody reads exact keys any more, in whose place weights come
-      #pragma unroll
-      for (int r = 0; r < 2; r++)
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-          float scaled[2];
-          #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            const float weight = exp2_of(scores[4 * j + 2 * r + i] - tops[r]);
-            scaled[i] = weight * numbers[8 * j + i];
-            totals[r] += weight, offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
-          }
-          *reinterpret_cast<unsigned*>(memory + from + PAGE + place(first_row + 8 * r, j) + 4 * part) = half_pair(scaled[0], scaled[1]);
+        for (int r = 0; r < 2; r++) {
+          float& score = scores[4 * j + 2 * r + i];
+          score = score * (scale / units[r]) * numbers[TILE + 8 * j + i] + sums[r] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
         }
-      publish();
-      arrive<MULTIPLY>(WEIGHTS + group);
-      wait_products<0>();
-      hold(mine.output);
-      if (tile > begin && tile + 1 < end) arrive<MULTIPLY>(EMPTY + 2 * (1 - group) + group);
-      mine.move(tops);
-      #pragma unroll
-      for (int r = 0; r < 2; r++) mine.totals[r] += totals[r], mine.offsets[r] += offsets[r];
-      meet<GROUP>(OWN + group);
-      begin_products();
-      mine.add(from, group);
-      end_products();
+    hold(scores);
+    if (tile > begin) mine.follow(shared_tops + (1 - group) * COLUMNS, group);
+    begin_products();
+    #pragma unroll
+    for (int step = 0; step < RANK / 16; step++) {
+      const Matrix skip = (step / 4 * BLOCK + step % 4 * 32) >> 4;
+      multiply_codes(scores, matrix(0) + skip, matrix(from) + skip);
     }
+    end_products();
+    if (tile > begin)
+      mine.add(other, group);
+    else
+      end_products();
+    wait_products<1>();
+    hold(scores);
+    const int first = tile * TILE + 2 * part;
+    const bool whole = range.start <= tile * TILE && range.floor - range.tokens >= tile * TILE + TILE;
+    float tops[2] = {LOWEST, LOWEST};
+    #pragma unroll
+    for (int j = 0; j < 8; j++)
+      #pragma unroll
+      for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+          float& score = scores[4 * j + 2 * r + i];
+          score *= numbers[8 * j + i] * units[r];
+          if (!whole && (first + 8 * j + i < range.start || first + 8 * j + i >= ends[r])) score = MINUS_INFINITY;
+          tops[r] = fmaxf(tops[r], score + numbers[3 * TILE + 8 * j + i]);
+        }
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 1));
+      tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 2));
+      if (tops[r] <= mine.tops[r] + 7.0f) tops[r] = mine.tops[r];
+      if (!part) shared_tops[group * COLUMNS + 8 * r] = tops[r];
+    }
+    const unsigned weights = kept(from + PAGE + place(first_row, 0) + 4 * part);
+    float totals[2] = {}, offsets[2] = {};
+    meet<GROUP>(OWN + group);  // nobody reads exact keys any more, in whose place weights come
+    #pragma unroll
+    for (int r = 0; r < 2; r++)
+      #pragma unroll
+      for (int j = 0; j < 8; j++) {
+        float scaled[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float weight = exp2_of(scores[4 * j + 2 * r + i] - tops[r]);
+          scaled[i] = weight * numbers[8 * j + i];
+          totals[r] += weight, offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
+        }
+        *reinterpret_cast<unsigned*>(memory + (weights ^ j << 4) + r * 8 * 128) = half_pair(scaled[0], scaled[1]);
+      }
+    publish();
+    arrive<MULTIPLY>(WEIGHTS + group);
+    wait_products<0>();
+    hold(mine.output);
+    if (tile > begin && tile + 1 < end) arrive<MULTIPLY>(EMPTY + 2 * (1 - group) + group);
+    mine.move(tops);
+    #pragma unroll
+    for (int r = 0; r < 2; r++) mine.totals[r] += totals[r], mine.offsets[r] += offsets[r];
+    meet<GROUP>(OWN + group);
+    mine.add(from, group);
     wait_products<0>();
     hold(mine.output);
     if (tile + 2 < end) arrive<MULTIPLY>(EMPTY + 2 * group + group);
+  }
+  if ((end - begin) % 2 == group) {  // the last page is the other group's
+    mine.follow(shared_tops + (1 - group) * COLUMNS, group);
+    mine.add(other, group);
+    wait_products<0>();
+    hold(mine.output);
   }
   float2* shared_sums = reinterpret_cast<float2*>(memory + SUMS);
   #pragma unroll
