@@ -125,6 +125,7 @@ typedef unsigned (*Numbers)[6];
 
 static int __float2int_rn(float x) { return int(nearbyintf(x)); }
 #define __log2f(x) log2f(x)
+#define __fdividef(x, y) ((x) / (y))
 template <class T>
 static void atomicAdd(T* to, T x) { *to += x; }
 

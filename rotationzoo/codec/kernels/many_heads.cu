@@ -127,24 +127,33 @@ __device__ void fetch(const Tables& tables, Address page, int thread) {
   end_group();
 }
 
+// Of every eighth row, the first bytes of both words and the last two, each with the byte of the next word beside it.
+struct Words {
+  unsigned even[TILE / 8], odd[TILE / 8];
+  __device__ Words(const char* row, int stride) {
+    #pragma unroll
+    for (int i = 0; i < TILE / 8; i++) {
+      const unsigned* words = reinterpret_cast<const unsigned*>(row + i * stride);
+      even[i] = words[0], odd[i] = words[1];
+    }
+    #pragma unroll
+    for (int i = 0; i < TILE / 8; i++) {
+      const unsigned one = even[i], next = odd[i];
+      even[i] = __byte_perm(one, next, 0x6240), odd[i] = __byte_perm(one, next, 0x7351);
+    }
+  }
+};
+
 // Unpack two slots of every eighth row: where the words begin that each has codes in, how far they are shifted, and the masks. Two slots
 // are mostly in the same words. (Not where they are APART.)
 template <bool APART>
 __device__ void unpack_slots(const int4& pair, const char* row, int stride, char* to) {
-  const int first = pair.x & 0xffff, second = pair.x >> 16, shift = pair.y & 0xff, other_shift = pair.y >> 8;
+  const int shift = pair.y & 0xff, other_shift = pair.y >> 8;
+  const Words one(row + (pair.x & 0xffff), stride), other = APART ? Words(row + (pair.x >> 16), stride) : one;
   #pragma unroll
-  for (int i = 0; i < TILE / 8; i++, row += stride) {
-    const unsigned* words = reinterpret_cast<const unsigned*>(row + first);
-    unsigned even = __byte_perm(words[0], words[1], 0x6240), odd = __byte_perm(words[0], words[1], 0x7351);
-    uint4 codes;
-    codes.x = even >> shift & pair.z, codes.y = odd >> shift & pair.z;
-    if (APART) {
-      words = reinterpret_cast<const unsigned*>(row + second);
-      even = __byte_perm(words[0], words[1], 0x6240), odd = __byte_perm(words[0], words[1], 0x7351);
-    }
-    codes.z = even >> other_shift & pair.w, codes.w = odd >> other_shift & pair.w;
-    *reinterpret_cast<uint4*>(to + i * 8 * 128) = codes;
-  }
+  for (int i = 0; i < TILE / 8; i++)
+    *reinterpret_cast<uint4*>(to + i * 8 * 128) = {one.even[i] >> shift & pair.z, one.odd[i] >> shift & pair.z,
+                                                   other.even[i] >> other_shift & pair.w, other.odd[i] >> other_shift & pair.w};
 }
 
 // Unpack the pages from `begin` to `end`. Lanes of a warp have eight rows, and four pairs of slots, so that they read and write other
@@ -181,8 +190,9 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
       if (i % 2 == 0 && tile - begin >= 2) meet<MULTIPLY>(EMPTY + 2 * stage + half);
       if (i == 0 && thread < TILE) {
         float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + thread;
-        numbers[0] = scale, numbers[TILE] = 1.0f / scale, numbers[2 * TILE] = offset / scale;
-        numbers[3 * TILE] = __log2f(scale) - 8.0f;
+        const float inverse = __fdividef(1.0f, scale);
+        numbers[0] = scale, numbers[TILE] = inverse, numbers[3 * TILE] = __log2f(scale) - 8.0f;
+        if (!SEGMENTS) numbers[2 * TILE] = offset * inverse;
       }
       const char* from = memory + RAW + row * tables.row;
       const int stride = kept(8 * tables.row);
@@ -199,7 +209,7 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
     arrive<MULTIPLY>(FULL + stage);
     page = next;
     meet<GROUP>(UNPACKED);  // nobody reads these codes any more
-    if (tile + 1 < end) fetch(tables, page, thread);
+    if (tile + 1 < end) fetch(tables, page, kept(thread));
   }
 }
 
