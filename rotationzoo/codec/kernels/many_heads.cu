@@ -167,7 +167,7 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
     const Address next = tile + 1 < end ? tables.page(tile + 1) : 0;
     uint4 exact[4];
     #pragma unroll
-    for (int i = 0; i < 4; i++) exact[i] = reinterpret_cast<const uint4*>(page + tables.rope)[thread + GROUP * i];
+    for (int i = 0; i < 4; i++) exact[i] = __ldg(reinterpret_cast<const uint4*>(page + tables.rope) + thread + GROUP * i);
     // What lies beyond may be anything, even NaN.
     const bool counts = thread < TILE && tile * TILE + thread >= range.start && tile * TILE + thread < range.length;
     float scale = 0.0f, offset = 0.0f;
@@ -183,24 +183,28 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
       scale = offset = tables.levels[tables.bytes ? gathered(words[0]) : 0];
     }
     if (scale < 0x1p-40f) scale = 0x1p-40f;  // but NaN stays
+    // The group whose page this was is the first that is done with its half of the channels.
+    int at = 32 * stage + first;
+    int4 pair = __ldg(pairs + at);
+    if (tile - begin >= 2) meet<MULTIPLY>(EMPTY + 2 * stage + stage);
+    if (thread < TILE) {
+      float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + thread;
+      const float inverse = __fdividef(1.0f, scale);
+      numbers[0] = scale, numbers[TILE] = inverse, numbers[3 * TILE] = __log2f(scale) - 8.0f;
+      if (!SEGMENTS) numbers[2 * TILE] = offset * inverse;
+    }
     #pragma unroll 1
     for (int i = 0; i < 4; i++) {
-      const int half = i / 2 ^ stage, at = 32 * half + first + i % 2 * 4;  // the half of the group that is done first
-      const int4 pair = __ldg(pairs + at);
-      if (i % 2 == 0 && tile - begin >= 2) meet<MULTIPLY>(EMPTY + 2 * stage + half);
-      if (i == 0 && thread < TILE) {
-        float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + thread;
-        const float inverse = __fdividef(1.0f, scale);
-        numbers[0] = scale, numbers[TILE] = inverse, numbers[3 * TILE] = __log2f(scale) - 8.0f;
-        if (!SEGMENTS) numbers[2 * TILE] = offset * inverse;
-      }
+      if (i == 2 && tile - begin >= 2) meet<MULTIPLY>(EMPTY + 2 * stage + 1 - stage);
       const char* from = memory + RAW + row * tables.row;
-      const int stride = kept(8 * tables.row);
+      const int stride = kept(8 * tables.row), next_at = i % 2 ? at - 4 ^ 32 : at + 4;
+      const int4 next_pair = __ldg(pairs + next_at);
       char* codes = memory + to + at / 8 * BLOCK + place(row, at % 8);
       if (__any_sync(ALL, (pair.x & 0xffff) != pair.x >> 16))
         unpack_slots<true>(pair, from, stride, codes);
       else
         unpack_slots<false>(pair, from, stride, codes);
+      at = next_at, pair = next_pair;
     }
     #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -224,14 +228,15 @@ struct Results {
 struct Columns {
   float output[128], tops[2], totals[2], offsets[2];
 
-  // Scores are relative to others.
-  __device__ void move(const float (&next)[2]) {
-    float factors[2];
+  // Scores are relative to others. What this changes outputs by, which products may still be adding to.
+  __device__ void move(const float (&next)[2], float (&factors)[2]) {
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       factors[r] = exp2_of(tops[r] - next[r]);
       tops[r] = next[r], totals[r] *= factors[r], offsets[r] *= factors[r];
     }
+  }
+  __device__ void change(const float (&factors)[2]) {
     if (__any_sync(ALL, factors[0] != 1.0f || factors[1] != 1.0f))
       #pragma unroll
       for (int i = 0; i < 128; i++) output[i] *= factors[i / 2 % 2];
@@ -242,7 +247,8 @@ struct Columns {
   __device__ void follow(const float* shared_tops, int group) {
     meet<MULTIPLY>(WEIGHTS + 1 - group);
     const float next[2] = {shared_tops[0], shared_tops[8]};
-    move(next);
+    float factors[2];
+    move(next, factors), change(factors);
   }
 
   // Begin to add what the weights of a stage read of the group's channels.
@@ -341,7 +347,8 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
       if (!part) shared_tops[group * COLUMNS + 8 * r] = tops[r];
     }
     const unsigned weights = kept(from + PAGE + place(first_row, 0) + 4 * part);
-    float totals[2] = {}, offsets[2] = {};
+    float factors[2];
+    mine.move(tops, factors);
     meet<GROUP>(OWN + group);  // nobody reads exact keys any more, in whose place weights come
     #pragma unroll
     for (int r = 0; r < 2; r++)
@@ -350,9 +357,9 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
         float scaled[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const float weight = exp2_of(scores[4 * j + 2 * r + i] - tops[r]);
+          const float weight = exp2_of(scores[4 * j + 2 * r + i] - mine.tops[r]);
           scaled[i] = weight * numbers[8 * j + i];
-          totals[r] += weight, offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
+          mine.totals[r] += weight, mine.offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
         }
         *reinterpret_cast<unsigned*>(memory + (weights ^ j << 4) + r * 8 * 128) = half_pair(scaled[0], scaled[1]);
       }
@@ -361,9 +368,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     wait_products<0>();
     hold(mine.output);
     if (tile > begin && tile + 1 < end) arrive<MULTIPLY>(EMPTY + 2 * (1 - group) + group);
-    mine.move(tops);
-    #pragma unroll
-    for (int r = 0; r < 2; r++) mine.totals[r] += totals[r], mine.offsets[r] += offsets[r];
+    mine.change(factors);
     meet<GROUP>(OWN + group);
     mine.add(from, group);
     wait_products<0>();
