@@ -121,13 +121,16 @@ def reference(inputs: Inputs) -> torch.Tensor:
     return read.transpose(1, 2)
 
 
-def attend(case: Case, inputs: Inputs) -> torch.Tensor:
-    output = torch.full_like(inputs.query[..., : case.rank], math.nan)
-    given = inputs.query, inputs.packed, inputs.windows
+def make_frame(case: Case, inputs: Inputs) -> Frame:
     columns, side = case.heads * case.new, inputs.packed.value
     like = case.rope, case.dtype, inputs.query.device
-    variant = cuda_latents.choose_variant(columns, side.layout, *like)
-    cuda_latents.attend(*given, Frame.of(side, variant), SCALE, output)
+    return Frame.of(side, cuda_latents.choose_variant(columns, side.layout, *like))
+
+
+def attend(case: Case, inputs: Inputs, frame: Frame | None = None) -> torch.Tensor:
+    output = torch.full_like(inputs.query[..., : case.rank], math.nan)
+    given = inputs.query, inputs.packed, inputs.windows
+    cuda_latents.attend(*given, frame or make_frame(case, inputs), SCALE, output)
     return output
 
 
@@ -225,12 +228,13 @@ def test_it_reads_the_same_on_a_gpu(case, many, device, monkeypatch):
     monkeypatch.setattr(cuda_latents, "MANY_HEADS", many)
     case = replace(case, device=device)
     inputs, expected = draw(case), reference(draw(case))
-    assert error_of(attend(case, inputs), expected).row < LIMITS[case.dtype]
+    frame = make_frame(case, inputs)
+    assert error_of(attend(case, inputs, frame), expected).row < LIMITS[case.dtype]
     lengths = inputs.packed.lengths.clone()
     inputs.packed.lengths.copy_(inputs.packed.starts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = attend(case, inputs)
+        output = attend(case, inputs, frame)
     inputs.packed.lengths.copy_(lengths)
     graph.replay()
     assert error_of(output, expected).row < LIMITS[case.dtype]

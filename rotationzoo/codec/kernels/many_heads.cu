@@ -266,10 +266,11 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
                        const float* middles, float scale, const Results& results, int thread) {
   const int group = __shfl_sync(ALL, thread / GROUP, 0);  // which the compiler then knows to be the same in a warp
   const int lane = thread % 32, part = lane % 4, first_row = thread % GROUP / 32 * 16 + lane / 4;
-  for (int i = thread; i < COLUMNS * (RANK / 8); i += MULTIPLY) {
-    const int row = i / (RANK / 8), piece = i % (RANK / 8);
+  #pragma unroll
+  for (int i = 0; i < COLUMNS * (RANK / 8) / MULTIPLY; i++) {
+    const int row = i * (MULTIPLY / (RANK / 8)) + thread / (RANK / 8), piece = thread % (RANK / 8);
     uint4 x = {};
-    if (row < results.columns) x = reinterpret_cast<const uint4*>(turned + Count(row) * RANK)[piece];
+    if (row < results.columns) x = __ldg(reinterpret_cast<const uint4*>(turned + Count(row) * RANK) + piece);
     *reinterpret_cast<uint4*>(memory + piece / 8 * BLOCK + place(row, piece % 8)) = x;
   }
   unsigned keys[ROPE / 16][4];
@@ -300,16 +301,13 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     end_products();
     wait_products<0>();
     hold(scores);
-    // Token 8 j + 2 part + i is at 4 j + 2 r + i. Products with codes are added to all else, in their unit.
+    // Number i is of column first_row + 8 (i / 2 % 2) and token 8 (i / 4) + 2 part + i % 2. Products with codes are added to all else, in
+    // their unit.
     #pragma unroll
-    for (int j = 0; j < 8; j++)
-      #pragma unroll
-      for (int i = 0; i < 2; i++)
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          float& score = scores[4 * j + 2 * r + i];
-          score = score * (scale / units[r]) * numbers[TILE + 8 * j + i] + sums[r] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
-        }
+    for (int i = 0; i < 32; i++) {
+      const int r = i / 2 % 2, token = i / 4 * 8 + i % 2;
+      scores[i] = scores[i] * (scale / units[r]) * numbers[TILE + token] + sums[r] * (SEGMENTS ? 1.0f : numbers[2 * TILE + token]);
+    }
     hold(scores);
     if (tile > begin) mine.follow(shared_tops + (1 - group) * COLUMNS, group);
     begin_products();
@@ -325,20 +323,18 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
       end_products();
     wait_products<1>();
     hold(scores);
+    #pragma unroll
+    for (int i = 0; i < 32; i++) scores[i] *= numbers[i / 4 * 8 + i % 2] * units[i / 2 % 2];
     const int first = tile * TILE + 2 * part;
-    const bool whole = range.start <= tile * TILE && range.floor - range.tokens >= tile * TILE + TILE;
+    if (range.start > tile * TILE || range.floor - range.tokens < tile * TILE + TILE)
+      #pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const int token = first + i / 4 * 8 + i % 2;
+        if (token < range.start || token >= ends[i / 2 % 2]) scores[i] = MINUS_INFINITY;
+      }
     float tops[2] = {LOWEST, LOWEST};
     #pragma unroll
-    for (int j = 0; j < 8; j++)
-      #pragma unroll
-      for (int i = 0; i < 2; i++)
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          float& score = scores[4 * j + 2 * r + i];
-          score *= numbers[8 * j + i] * units[r];
-          if (!whole && (first + 8 * j + i < range.start || first + 8 * j + i >= ends[r])) score = MINUS_INFINITY;
-          tops[r] = fmaxf(tops[r], score + numbers[3 * TILE + 8 * j + i]);
-        }
+    for (int i = 0; i < 32; i++) tops[i / 2 % 2] = fmaxf(tops[i / 2 % 2], scores[i] + numbers[3 * TILE + i / 4 * 8 + i % 2]);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 1));
