@@ -275,11 +275,10 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
   }
   unsigned keys[ROPE / 16][4];
   float units[2], sums[2];
-  int ends[2];
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + 8 * r, column = min(row, int(results.columns) - 1);
-    units[r] = fmaxf(headers[3 * column], 0x1p-40f), sums[r] = headers[3 * column + 1] / units[r], ends[r] = range.end_of(column);
+    units[r] = fmaxf(headers[3 * column], 0x1p-40f), sums[r] = headers[3 * column + 1] / units[r];
     const unsigned* exact = reinterpret_cast<const unsigned*>(query + Count(column) * KEY + RANK);
     #pragma unroll
     for (int step = 0; step < ROPE / 16; step++)
@@ -326,12 +325,14 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     #pragma unroll
     for (int i = 0; i < 32; i++) scores[i] *= numbers[i / 4 * 8 + i % 2] * units[i / 2 % 2];
     const int first = tile * TILE + 2 * part;
-    if (range.start > tile * TILE || range.floor - range.tokens < tile * TILE + TILE)
+    if (range.start > tile * TILE || range.floor - range.tokens < tile * TILE + TILE) {
+      const int ends[2] = {range.end_of(first_row), range.end_of(first_row + 8)};
       #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int token = first + i / 4 * 8 + i % 2;
         if (token < range.start || token >= ends[i / 2 % 2]) scores[i] = MINUS_INFINITY;
       }
+    }
     float tops[2] = {LOWEST, LOWEST};
     #pragma unroll
     for (int i = 0; i < 32; i++) tops[i / 2 % 2] = fmaxf(tops[i / 2 % 2], scores[i] + numbers[3 * TILE + i / 4 * 8 + i % 2]);
