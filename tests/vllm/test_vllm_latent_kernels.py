@@ -44,7 +44,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     mean: bool = False
     device: str = "cpu"
-    splits: int | None = None
+    width: int | None = None
+    """Of the codes of the first half of segments, where these are not random, and others are 0."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ def draw(case: Case) -> Inputs:
     rotation = torch.linalg.qr(torch.randn(case.rank, case.rank, **make)).Q
     if case.format == "segments":
         widths = torch.randint(0, 6, (1, case.rank // 4), **make).sort(descending=True).values
+        if case.width:
+            widths[:, : case.rank // 8], widths[:, case.rank // 8 :] = case.width, 0
         layout = SegmentLayout.of(widths, PAGE)
         steps = 4 / 2.0 ** widths.repeat_interleave(4, 1)
         rotation = steps.mT * rotation
@@ -171,6 +174,7 @@ MANY = {
     "strided": Case(
         "sglang", rank=512, heads=64, lengths=(200,), starts=(64,), dtype=torch.float16
     ),
+    "split codes": Case("segments", rank=512, heads=64, lengths=(200,), starts=(64,), width=5),
 }
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of an error: 0.0006 and 0.005 were measured, as queries are rounded in the frame of codes."""
