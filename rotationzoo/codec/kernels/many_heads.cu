@@ -4,6 +4,7 @@
 // Four warps unpack: they write the codes of a page as float16 numbers to shared memory, code * 2^-24 each. Two groups of four warps
 // multiply. They take turns: of every other page, a group has the scores and makes them weights, while the other group multiplies. For
 // outputs, each group has half of the channels, and takes weights and codes of all pages.
+//
 // Products read a page twice: [tokens, channels] for scores, and [channels, tokens], which are the same bytes, for outputs.
 //
 // Numbers in shared memory are in blocks of 64 channels or tokens: rows of 128 bytes, whose pieces of 16 bytes are swapped by the lowest
@@ -127,7 +128,8 @@ __device__ void fetch(const Tables& tables, Address page, int thread) {
   end_group();
 }
 
-// Of every eighth row, the first bytes of both words and the last two, each with the byte of the next word beside it.
+// Two words of every eighth row: bytes 0 and 2, and bytes 1 and 3, each of the first word with that of the second above it. All are read
+// before any result is written, which the compiler could not move reads across.
 struct Words {
   unsigned even[TILE / 8], odd[TILE / 8];
   __device__ Words(const char* row, int stride) {
@@ -144,8 +146,8 @@ struct Words {
   }
 };
 
-// Unpack two slots of every eighth row: where the words begin that each has codes in, how far they are shifted, and the masks. Two slots
-// are mostly in the same words. (Not where they are APART.)
+// Unpack two slots of every eighth row: where the words begin that each has codes in, how far they are shifted, and the masks. Both are
+// in the same two words, unless they are APART.
 template <bool APART>
 __device__ void unpack_slots(const int4& pair, const char* row, int stride, char* to) {
   const int shift = pair.y & 0xff, other_shift = pair.y >> 8;
@@ -157,7 +159,7 @@ __device__ void unpack_slots(const int4& pair, const char* row, int stride, char
 }
 
 // Unpack the pages from `begin` to `end`. Lanes of a warp have eight rows, and four pairs of slots, so that they read and write other
-// banks of shared memory.
+// banks of shared memory. Addresses come from a number that is `kept` for a page, because registers do not hold them for all pages.
 __device__ void unpack(const Tables& tables, const Range& range, const int4* pairs, int begin, int end, int thread) {
   const int lane = thread % 32, row = lane % 8, first = thread / 32 * 8 + lane / 8;
   Address page = tables.page(begin);
@@ -184,9 +186,10 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
     }
     if (scale < 0x1p-40f) scale = 0x1p-40f;  // but NaN stays
     // The group whose page this was is the first that is done with its half of the channels.
+    const bool again = tile - begin >= 2;
     int at = 32 * stage + first;
     int4 pair = __ldg(pairs + at);
-    if (tile - begin >= 2) meet<MULTIPLY>(EMPTY + 2 * stage + stage);
+    if (again) meet<MULTIPLY>(EMPTY + 2 * stage + stage);
     if (thread < TILE) {
       float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + thread;
       const float inverse = __fdividef(1.0f, scale);
@@ -195,14 +198,14 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
     }
     #pragma unroll 1
     for (int i = 0; i < 4; i++) {
-      if (i == 2 && tile - begin >= 2) meet<MULTIPLY>(EMPTY + 2 * stage + 1 - stage);
+      if (i == 2 && again) meet<MULTIPLY>(EMPTY + 2 * stage + 1 - stage);
       const char* from = memory + RAW + row * tables.row;
       const int stride = kept(8 * tables.row), next_at = i % 2 ? at - 4 ^ 32 : at + 4;
       const int4 next_pair = __ldg(pairs + next_at);
       char* codes = memory + to + at / 8 * BLOCK + place(row, at % 8);
       if (__any_sync(ALL, (pair.x & 0xffff) != pair.x >> 16))
         unpack_slots<true>(pair, from, stride, codes);
-      else
+      else if (!again || __any_sync(ALL, pair.z || pair.w))  // zeros stay
         unpack_slots<false>(pair, from, stride, codes);
       at = next_at, pair = next_pair;
     }
