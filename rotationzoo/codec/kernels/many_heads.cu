@@ -246,14 +246,6 @@ struct Columns {
     hold(output);
   }
 
-  // Be relative to what the other group has for its page, once it has weights.
-  __device__ void follow(const float* shared_tops, int group) {
-    meet<MULTIPLY>(WEIGHTS + 1 - group);
-    const float next[2] = {shared_tops[0], shared_tops[8]};
-    float factors[2];
-    move(next, factors), change(factors);
-  }
-
   // Begin to add what the weights of a stage read of the group's channels.
   __device__ void add(int from, int group) {
     const Matrix weights = matrix(from + PAGE), values = matrix(from + group * 4 * BLOCK);
@@ -261,6 +253,14 @@ struct Columns {
     #pragma unroll
     for (int step = 0; step < TILE / 16; step++) multiply_values(output, weights + (step * 32 >> 4), values + (step * 16 * 128 >> 4));
     end_products();
+  }
+
+  // The same of the other group's page, once it has weights, which are relative to its tops.
+  __device__ void follow(const float* shared_tops, int from, int group) {
+    meet<MULTIPLY>(WEIGHTS + 1 - group);
+    const float next[2] = {shared_tops[0], shared_tops[8]};
+    float factors[2];
+    move(next, factors), change(factors), add(from, group);
   }
 };
 
@@ -311,7 +311,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
       scores[i] = scores[i] * (scale / units[r]) * numbers[TILE + token] + sums[r] * (SEGMENTS ? 1.0f : numbers[2 * TILE + token]);
     }
     hold(scores);
-    if (tile > begin) mine.follow(shared_tops + (1 - group) * COLUMNS, group);
+    if (tile > begin) mine.follow(shared_tops + (1 - group) * COLUMNS, other, group);
     begin_products();
     #pragma unroll
     for (int step = 0; step < RANK / 16; step++) {
@@ -319,11 +319,12 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
       multiply_codes(scores, matrix(0) + skip, matrix(from) + skip);
     }
     end_products();
-    if (tile > begin)
-      mine.add(other, group);
-    else
-      end_products();
-    wait_products<1>();
+    if (tile > begin) {
+      wait_products<1>();
+      hold(mine.output);
+      if (tile + 1 < end) arrive<MULTIPLY>(EMPTY + 2 * (1 - group) + group);
+    }
+    wait_products<0>();
     hold(scores);
     #pragma unroll
     for (int i = 0; i < 32; i++) scores[i] *= numbers[i / 4 * 8 + i % 2] * units[i / 2 % 2];
@@ -365,9 +366,6 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
       }
     publish();
     arrive<MULTIPLY>(WEIGHTS + group);
-    wait_products<0>();
-    hold(mine.output);
-    if (tile > begin && tile + 1 < end) arrive<MULTIPLY>(EMPTY + 2 * (1 - group) + group);
     mine.change(factors);
     meet<GROUP>(OWN + group);
     mine.add(from, group);
@@ -376,8 +374,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     if (tile + 2 < end) arrive<MULTIPLY>(EMPTY + 2 * group + group);
   }
   if ((end - begin) % 2 == group) {  // the last page is the other group's
-    mine.follow(shared_tops + (1 - group) * COLUMNS, group);
-    mine.add(other, group);
+    mine.follow(shared_tops + (1 - group) * COLUMNS, other, group);
     wait_products<0>();
     hold(mine.output);
   }
