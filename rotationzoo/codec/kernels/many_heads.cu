@@ -327,7 +327,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     wait_products<0>();
     hold(scores);
     #pragma unroll
-    for (int i = 0; i < 32; i++) scores[i] *= numbers[i / 4 * 8 + i % 2] * units[i / 2 % 2];
+    for (int i = 0; i < 32; i++) scores[i] *= numbers[i / 4 * 8 + i % 2];
     const int first = tile * TILE + 2 * part;
     if (range.start > tile * TILE || range.floor - range.tokens < tile * TILE + TILE) {
       const int ends[2] = {range.end_of(first_row), range.end_of(first_row + 8)};
@@ -339,7 +339,10 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     }
     float tops[2] = {LOWEST, LOWEST};
     #pragma unroll
-    for (int i = 0; i < 32; i++) tops[i / 2 % 2] = fmaxf(tops[i / 2 % 2], scores[i] + numbers[3 * TILE + i / 4 * 8 + i % 2]);
+    for (int i = 0; i < 32; i++) {
+      const int r = i / 2 % 2;
+      tops[r] = fmaxf(tops[r], fmaf(scores[i], units[r], numbers[3 * TILE + i / 4 * 8 + i % 2]));
+    }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 1));
@@ -358,7 +361,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
         float scaled[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const float weight = exp2_of(scores[4 * j + 2 * r + i] - mine.tops[r]);
+          const float weight = exp2_of(fmaf(scores[4 * j + 2 * r + i], units[r], -mine.tops[r]));
           scaled[i] = weight * numbers[8 * j + i];
           mine.totals[r] += weight, mine.offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
         }
