@@ -151,7 +151,7 @@ def many_bytes(layout: Layout) -> int:
     """Shared memory of a block of `many_heads.cu`: `SHARED` in the source."""
     block = _PAGE * 128
     stages = 2 * (layout.dim // 64 + 1) * block
-    sums = 2 * 2 * _PAGE * 4 + 2 * _PAGE * 8
+    sums = 2 * 4 * _PAGE * 4 + 2 * _PAGE * 4 + 2 * _PAGE * 8
     return layout.dim // 64 * block + stages + _PAGE * round_up(row_stride(layout), 16) + sums
 
 

@@ -3,6 +3,7 @@ the kernels of `latents.cu` and `many_heads.cu` take them."""
 
 from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -49,31 +50,55 @@ def piece_table(layout: Layout, device: torch.device) -> torch.Tensor:
 
 @cache
 def unpack_table(layout: Layout, device: torch.device) -> torch.Tensor:
-    """What takes four codes of a row each, int32 `[R / 4, 4]`: two words (bits 0 and 16), how far
-    the first is shifted, and the masks of both."""
-    slots = {channel: [0, 0, 0, 0] for channel in _first_channels(layout)}
-    for word, mask, channel, _, power in list_pieces(layout):
-        slot = slots[channel]
-        if power <= 0:  # the lowest bits of the codes
-            slot[:3] = word | word << 16, -power, (mask >> -power) * 0x01010101
-        else:
-            slot[0] = slot[0] & 0xFFFF | word << 16
-            slot[3] = (mask << power) * 0x01010101
-    return torch.tensor([*slots.values()]).to(device, torch.int32)
+    """What `many_heads.cu` unpacks two slots with, int32 `[R / 8, 4]`: the first byte of the words
+    of each (bits 0 and 16), the shifts of each (bits 0 and 8), and the masks of both."""
+    slots = _list_slots(layout)
+    table = []
+    for one, other in zip(slots[::2], slots[1::2], strict=True):
+        first = second = one.start // 8
+        if other.start + other.width > 8 * first + 16:
+            second = other.start // 8
+        shifts = one.start - 8 * first | other.start - 8 * second << 8
+        table.append([4 * first | 4 * second << 16, shifts, one.mask, other.mask])
+    return torch.tensor(table).to(device, torch.int32)
 
 
-def _first_channels(layout: Layout) -> list[int]:
-    """The first channel of each four codes that are unpacked together."""
+class _Slot(NamedTuple):
+    """Four codes, one in each byte of one or two words."""
+
+    start: int
+    """The first bit in the bytes of all words."""
+    width: int
+    channel: int
+    """Of the first code."""
+
+    @property
+    def mask(self) -> int:
+        """Of two codes in the halves of a word."""
+        return ((1 << self.width) - 1) * 0x10001
+
+
+@cache
+def _list_slots(layout: Layout) -> list[_Slot]:
+    """The slots of a row in the order of their bits, those without bits last."""
+    found: dict[int, tuple[int, int]] = {}
+    for word, mask, channel, _, _ in list_pieces(layout):
+        lowest = (mask & -mask).bit_length() - 1
+        start, width = found.get(channel, (8 * word + lowest, 0))
+        found[channel] = start, width + mask.bit_count()
+    slots = sorted(_Slot(*place, channel) for channel, place in found.items())
     if isinstance(layout, SegmentLayout):
-        return [*range(0, layout.dim, SEGMENT)]
-    return sorted({channel for _, _, channel, _, _ in list_pieces(layout)})
+        last = slots[-1].start if slots else 0
+        empty = [channel for channel in range(0, layout.dim, SEGMENT) if channel not in found]
+        slots += [_Slot(last, 0, channel) for channel in empty]
+    return slots
 
 
 @cache
 def order_unpacked(layout: Layout, device: torch.device) -> torch.Tensor:
     """The channels of a row `[R]` in the order in which `many_heads.cu` unpacks them."""
     step = 1 if isinstance(layout, SegmentLayout) else list_pieces(layout)[0][3]
-    order = [first + step * byte for first in _first_channels(layout) for byte in (0, 2, 1, 3)]
+    order = [slot.channel + step * byte for slot in _list_slots(layout) for byte in (0, 2, 1, 3)]
     return torch.tensor(order, device=device)
 
 

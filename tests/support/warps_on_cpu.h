@@ -125,6 +125,7 @@ typedef unsigned (*Numbers)[6];
 
 static int __float2int_rn(float x) { return int(nearbyintf(x)); }
 #define __log2f(x) log2f(x)
+#define __fdividef(x, y) ((x) / (y))
 template <class T>
 static void atomicAdd(T* to, T x) { *to += x; }
 
@@ -263,10 +264,15 @@ static void wait_groups() {
 #define __ldg(from) (*(from))
 template <int COUNT>
 static void meet(int barrier) { wait(named[barrier], COUNT); }
-static void arrive(int barrier) { named[barrier].arrived++, named[barrier].open_if(blockDim.x); }
+template <int COUNT>
+static void arrive(int barrier) { named[barrier].arrived++, named[barrier].open_if(COUNT); }
 static void publish() {}
 static void begin_products() {}
 static void end_products() {}
+template <int PENDING>
+static void wait_products() {}
+template <int COUNT>
+static void hold(float (&)[COUNT]) {}
 static void take_registers() {}
 static void return_registers() {}
 
@@ -291,7 +297,7 @@ static float exact_of(unsigned bits) {
   return bits_as<float>(bits << 16);
 #endif
 }
-static void multiply_codes(float (&d)[16], unsigned long long a, unsigned long long b) {
+static void multiply_codes(float (&d)[32], unsigned long long a, unsigned long long b) {
   multiply_wide(d, [=](int row, int k) { return from_half(in_matrix(a, row, k, false)); },
                 [=](int row, int k) { return from_half(in_matrix(b, row, k, false)); });
 }
@@ -299,7 +305,7 @@ static void multiply_values(float (&d)[128], unsigned long long a, unsigned long
   multiply_wide(d, [=](int row, int k) { return from_half(in_matrix(a, row, k, false)); },
                 [=](int row, int k) { return from_half(in_matrix(b, row, k, true)); });
 }
-static void multiply_keys(float (&d)[16], const unsigned (&a)[4], unsigned long long b) {
+static void multiply_keys(float (&d)[32], const unsigned (&a)[4], unsigned long long b) {
   together({a[0], a[1], a[2], a[3]}, [&](Numbers all, int lane) {
     multiply_wide(d, [=](int row, int k) {
       return exact_of(all[row % 8 * 4 + k / 2 % 4][row / 8 % 2 + k / 8 * 2] >> k % 2 * 16 & 0xffff);

@@ -84,7 +84,7 @@ class AttendManyHeads(NamedTuple):
     columns: int
     heads: int
     pages: Pages
-    slots: Pieces
+    pairs: Pieces
     codes: PackedCodes
     recent: Ends
     windows: int

@@ -1,8 +1,10 @@
 // Attention of a few new tokens over pages of latents (MLA) for many query heads, on Hopper: between `scale_queries` and `merge_latents`
 // of latents.cu, whose conventions hold here. wgmma multiplies 64 columns, which are query heads times query tokens, by whole pages.
 //
-// Four warps unpack: they write the codes of a page as float16 numbers to shared memory, code * 2^-24 each. Eight warps multiply. The
-// first four have the scores of tokens 0 to 31 of a page and the outputs of the first half of the channels, the others have the rest.
+// Four warps unpack: they write the codes of a page as float16 numbers to shared memory, code * 2^-24 each. Two groups of four warps
+// multiply. They take turns: of every other page, a group has the scores and makes them weights, while the other group multiplies. For
+// outputs, each group has half of the channels, and takes weights and codes of all pages.
+//
 // Products read a page twice: [tokens, channels] for scores, and [channels, tokens], which are the same bytes, for outputs.
 //
 // Numbers in shared memory are in blocks of 64 channels or tokens: rows of 128 bytes, whose pieces of 16 bytes are swapped by the lowest
@@ -17,20 +19,22 @@
 #include "tensor_cores.cu"
 #include "latent_pages.cu"
 
-constexpr int KEY = RANK + ROPE, TILE = 64, COLUMNS = 64, SLOTS = RANK / 4;
+constexpr int KEY = RANK + ROPE, TILE = 64, COLUMNS = 64;
 constexpr int GROUP = 128, THREADS = 3 * GROUP, MULTIPLY = 2 * GROUP;  // of a warpgroup, of a block, and those that multiply
 constexpr int BLOCK = 64 * 128, PAGE = RANK / 64 * BLOCK, STAGE = PAGE + BLOCK;  // bytes: of 64 rows, of codes, and with exact keys
 constexpr int TILES = RANK / 64 * BLOCK, RAW = TILES + 2 * STAGE, NUMBERS = RAW + TILE * ROOM;
-constexpr int SUMS = NUMBERS + 2 * 2 * TILE * 4, SHARED = SUMS + 2 * COLUMNS * 8;
+constexpr int NUMBER = TILE * 4, TOPS = NUMBERS + 2 * 4 * NUMBER, SUMS = TOPS + 2 * COLUMNS * 4, SHARED = SUMS + 2 * COLUMNS * 8;
 static_assert(RANK == 512 && ROPE == 64, "each of the two groups that multiply has 256 channels, and a key is one block");
 static_assert(SHARED <= 227 * 1024, "too large");
 extern __shared__ __align__(1024) char memory[];
 
-// Barriers of these threads, by number: a stage is full, or empty; and those within threads that multiply, or unpack.
-constexpr int FULL = 1, EMPTY = 3, MULTIPLIED = 5, UNPACKED = 6;
+// Barriers of these threads, by number. Of each stage: it is full; a half of its channels is empty; it has weights. Of threads that
+// multiply: a group's own, and of both. And of those that unpack.
+constexpr int FULL = 1, EMPTY = 3, WEIGHTS = 7, OWN = 9, MULTIPLIED = 11, UNPACKED = 12;
 template <int COUNT>
 __device__ void meet(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(COUNT) : "memory"); }
-__device__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory"); }
+template <int COUNT>
+__device__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(COUNT) : "memory"); }
 
 // The threads that multiply have more registers, and those that unpack have fewer.
 __device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 216;"); }
@@ -48,31 +52,39 @@ __device__ Matrix matrix(int offset) {
   return Matrix((address_of(offset) & 0x3ffff) >> 4) | Matrix(BLOCK >> 4) << 16 | Matrix(1024 >> 4) << 32 | Matrix(1) << 62;
 }
 
-__device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ void end_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// The compiler must not move what changes these numbers across.
+template <int COUNT>
+__device__ void hold(float (&d)[COUNT]) {
+  #pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+
+__device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
-#define OF_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
+#define OF_32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 
-// d [64, 32] += a b^T for float16 a [64, 16] and b [32, 16] in shared memory.
-__device__ void multiply_codes(float (&d)[16], Matrix a, Matrix b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 " OF_16 ", %16, %17, 1, 1, 1, 0, 0;"
-               : SIXTEEN(d, 0) : "l"(a), "l"(b));
+// d [64, 64] += a b^T for float16 a [64, 16] and b [64, 16] in shared memory.
+__device__ void multiply_codes(float (&d)[32], Matrix a, Matrix b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " OF_32 ", %32, %33, 1, 1, 1, 0, 0;"
+               : SIXTEEN(d, 0), SIXTEEN(d, 16) : "l"(a), "l"(b));
 }
 
 // The same for a in registers, and the type of exact keys.
-__device__ void multiply_keys(float (&d)[16], const unsigned (&a)[4], Matrix b) {
+__device__ void multiply_keys(float (&d)[32], const unsigned (&a)[4], Matrix b) {
 #if TYPE == 1
 #define EXACT ".f32.f16.f16 "
 #else
 #define EXACT ".f32.bf16.bf16 "
 #endif
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16" EXACT OF_16 ", {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-               : SIXTEEN(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16" EXACT OF_32 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+               : SIXTEEN(d, 0), SIXTEEN(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // d [64, 256] += a b for float16 a [64, 16] and b [16, 256] in shared memory.
@@ -104,70 +116,107 @@ struct Range {
   }
 };
 
-// Start copying the codes of a page.
+// Start copying the codes of a page. Two threads share a row.
 __device__ void fetch(const Tables& tables, Address page, int thread) {
-  const unsigned to = address_of(RAW);
+  const int first = thread % 2 * 16;
   if (tables.row > tables.bytes) {
-    const int row = thread % TILE;
-    for (int i = thread / TILE * 16; i < tables.bytes; i += 32) copy_async(to + row * tables.row + i, page + row * tables.bytes + i);
+    const int row = thread / 2;
+    for (int i = first; i < tables.bytes; i += 32) copy_async(address_of(RAW) + row * tables.row + i, page + row * tables.bytes + i);
   } else {
-    for (int i = thread * 16; i < TILE * tables.bytes; i += GROUP * 16) copy_async(to + i, page + i);
+    for (int i = thread * 16; i < TILE * tables.bytes; i += GROUP * 16) copy_async(address_of(RAW) + i, page + i);
   }
   end_group();
 }
 
-// Unpack the pages from `begin` to `end`. A thread has half of the slots of a row: two words of a row (bits 0 and 16), how far the first
-// is shifted, and the masks of both.
-__device__ void unpack(const Tables& tables, const int4* all_slots, int begin, int end, int thread) {
-  const int row = thread % TILE, half = thread / TILE;
-  float* numbers = reinterpret_cast<float*>(memory + NUMBERS);
+// Two words of every eighth row: bytes 0 and 2, and bytes 1 and 3, each of the first word with that of the second above it. All are read
+// before any result is written, which the compiler could not move reads across.
+struct Words {
+  unsigned even[TILE / 8], odd[TILE / 8];
+  __device__ Words(const char* row, int stride) {
+    #pragma unroll
+    for (int i = 0; i < TILE / 8; i++) {
+      const unsigned* words = reinterpret_cast<const unsigned*>(row + i * stride);
+      even[i] = words[0], odd[i] = words[1];
+    }
+    #pragma unroll
+    for (int i = 0; i < TILE / 8; i++) {
+      const unsigned one = even[i], next = odd[i];
+      even[i] = __byte_perm(one, next, 0x6240), odd[i] = __byte_perm(one, next, 0x7351);
+    }
+  }
+};
+
+// Unpack two slots of every eighth row: where the words begin that each has codes in, how far they are shifted, and the masks. Both are
+// in the same two words, unless they are APART.
+template <bool APART>
+__device__ void unpack_slots(const int4& pair, const char* row, int stride, char* to) {
+  const int shift = pair.y & 0xff, other_shift = pair.y >> 8;
+  const Words one(row + (pair.x & 0xffff), stride), other = APART ? Words(row + (pair.x >> 16), stride) : one;
+  #pragma unroll
+  for (int i = 0; i < TILE / 8; i++)
+    *reinterpret_cast<uint4*>(to + i * 8 * 128) = {one.even[i] >> shift & pair.z, one.odd[i] >> shift & pair.z,
+                                                   other.even[i] >> other_shift & pair.w, other.odd[i] >> other_shift & pair.w};
+}
+
+// Unpack the pages from `begin` to `end`. Lanes of a warp have eight rows, and four pairs of slots, so that they read and write other
+// banks of shared memory. Addresses come from a number that is `kept` for a page, because registers do not hold them for all pages.
+__device__ void unpack(const Tables& tables, const Range& range, const int4* pairs, int begin, int end, int thread) {
+  const int lane = thread % 32, row = lane % 8, first = thread / 32 * 8 + lane / 8;
   Address page = tables.page(begin);
   fetch(tables, page, thread);
   for (int tile = begin; tile < end; tile++) {
     const int stage = (tile - begin) % 2, to = TILES + stage * STAGE;
     const Address next = tile + 1 < end ? tables.page(tile + 1) : 0;
+    uint4 exact[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) exact[i] = __ldg(reinterpret_cast<const uint4*>(page + tables.rope) + thread + GROUP * i);
+    // What lies beyond may be anything, even NaN.
+    const bool counts = thread < TILE && tile * TILE + thread >= range.start && tile * TILE + thread < range.length;
     float scale = 0.0f, offset = 0.0f;
-    if (!SEGMENTS && !half) {
+    if (!SEGMENTS && counts) {
       const char* numbers_at = reinterpret_cast<const char*>(page);
-      scale = number(numbers_at + tables.scales, row), offset = number(numbers_at + tables.offsets, row);
+      scale = number(numbers_at + tables.scales, thread), offset = number(numbers_at + tables.offsets, thread);
       if (!MINIMUM) offset *= -scale;
     }
-    if (tile - begin >= 2) meet<THREADS>(EMPTY + stage);
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int piece = 4 * half + i;
-      copy_async(address_of(to + PAGE + place(row, piece)), page + tables.rope + row * 2 * ROPE + piece * 16);
-    }
-    end_group();
-    wait_groups<1>();
+    wait_groups<0>();
     meet<GROUP>(UNPACKED);  // all threads' copies of codes have arrived
-    const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + row * tables.row);
-    if (SEGMENTS) scale = offset = tables.levels[tables.bytes ? gathered(words[0]) : 0];
-    const int4* slots = all_slots + half * (SLOTS / 2);
-    #pragma unroll 4
-    for (int pair = 0; pair < SLOTS / 4; pair++) {
-      uint4 codes;
-      unsigned* parts = reinterpret_cast<unsigned*>(&codes);
-      #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int4 slot = __ldg(slots + 2 * pair + i);
-        const unsigned four = (words[slot.x & 0xffff] >> slot.y & slot.z) | (words[slot.x >> 16] << (8 - slot.y) & slot.w);
-        parts[2 * i] = four & 0x00ff00ff, parts[2 * i + 1] = four >> 8 & 0x00ff00ff;
-      }
-      const int number = half * (SLOTS / 4) + pair;
-      *reinterpret_cast<uint4*>(memory + to + number / 8 * BLOCK + place(row, number % 8)) = codes;
+    if (SEGMENTS && counts) {
+      const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + thread * tables.row);
+      scale = offset = tables.levels[tables.bytes ? gathered(words[0]) : 0];
     }
-    if (!half) numbers[2 * TILE * stage + row] = scale, numbers[2 * TILE * stage + TILE + row] = offset;
-    meet<GROUP>(UNPACKED);  // nobody reads these codes any more
-    if (tile + 1 < end) {
-      fetch(tables, next, thread);
-      wait_groups<1>();
-    } else {
-      wait_groups<0>();
+    if (scale < 0x1p-40f) scale = 0x1p-40f;  // but NaN stays
+    // The group whose page this was is the first that is done with its half of the channels.
+    const bool again = tile - begin >= 2;
+    int at = 32 * stage + first;
+    int4 pair = __ldg(pairs + at);
+    if (again) meet<MULTIPLY>(EMPTY + 2 * stage + stage);
+    if (thread < TILE) {
+      float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + thread;
+      const float inverse = __fdividef(1.0f, scale);
+      numbers[0] = scale, numbers[TILE] = inverse, numbers[3 * TILE] = __log2f(scale) - 8.0f;
+      if (!SEGMENTS) numbers[2 * TILE] = offset * inverse;
     }
-    page = next;
+    #pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+      if (i == 2 && again) meet<MULTIPLY>(EMPTY + 2 * stage + 1 - stage);
+      const char* from = memory + RAW + row * tables.row;
+      const int stride = kept(8 * tables.row), next_at = i % 2 ? at - 4 ^ 32 : at + 4;
+      const int4 next_pair = __ldg(pairs + next_at);
+      char* codes = memory + to + at / 8 * BLOCK + place(row, at % 8);
+      if (__any_sync(ALL, (pair.x & 0xffff) != pair.x >> 16))
+        unpack_slots<true>(pair, from, stride, codes);
+      else if (!again || __any_sync(ALL, pair.z || pair.w))  // zeros stay
+        unpack_slots<false>(pair, from, stride, codes);
+      at = next_at, pair = next_pair;
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      *reinterpret_cast<uint4*>(memory + to + PAGE + place(thread / 8, thread % 8) + i * (GROUP / 8) * 128) = exact[i];
     publish();
-    arrive(FULL + stage);
+    arrive<MULTIPLY>(FULL + stage);
+    page = next;
+    meet<GROUP>(UNPACKED);  // nobody reads these codes any more
+    if (tile + 1 < end) fetch(tables, page, kept(thread));
   }
 }
 
@@ -178,129 +227,185 @@ struct Results {
   __device__ Count at(int column) const { return (first + column) * parts + part; }
 };
 
-// Attend to the pages from `begin` to `end` with queries in the order of slots.
-__device__ void attend(int begin, int end, const Range& range, const Element* query, const unsigned short* turned, const float* headers,
-                       const float* middles, float scale, const Results& results, int thread) {
-  const int group = thread / GROUP, lane = thread % 32, part = lane % 4, first_row = thread % GROUP / 32 * 16 + lane / 4;
-  for (int i = thread; i < COLUMNS * (RANK / 8); i += MULTIPLY) {
-    const int row = i / (RANK / 8), piece = i % (RANK / 8);
-    uint4 x = {};
-    if (row < results.columns) x = reinterpret_cast<const uint4*>(turned + Count(row) * RANK)[piece];
-    *reinterpret_cast<uint4*>(memory + piece / 8 * BLOCK + place(row, piece % 8)) = x;
-  }
-  unsigned keys[ROPE / 16][4];
-  float units[2], sums[2];
-  int ends[2];
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = first_row + 8 * r, column = min(row, int(results.columns) - 1);
-    units[r] = headers[3 * column], sums[r] = headers[3 * column + 1], ends[r] = range.end_of(column);
-    const unsigned* exact = reinterpret_cast<const unsigned*>(query + Count(column) * KEY + RANK);
-    #pragma unroll
-    for (int step = 0; step < ROPE / 16; step++)
-      keys[step][r] = exact[8 * step + part], keys[step][r + 2] = exact[8 * step + part + 4];
-  }
-  float output[128] = {}, tops[2] = {LOWEST, LOWEST}, totals[2] = {}, offsets_of[2] = {};
-  float* shared_tops = reinterpret_cast<float*>(memory + SUMS);
-  publish();
-  meet<MULTIPLY>(MULTIPLIED);
-  for (int tile = begin; tile < end; tile++) {
-    const int stage = (tile - begin) % 2, from = TILES + stage * STAGE;
-    meet<THREADS>(FULL + stage);
-    float codes[16] = {}, scores[16] = {};
-    const Matrix queries = matrix(0), rows = matrix(from + group * 32 * 128), exact = matrix(from + PAGE + group * 32 * 128);
-    begin_products();
-    #pragma unroll
-    for (int step = 0; step < RANK / 16; step++) {
-      const Matrix skip = (step / 4 * BLOCK + step % 4 * 32) >> 4;
-      multiply_codes(codes, queries + skip, rows + skip);
-    }
-    #pragma unroll
-    for (int step = 0; step < ROPE / 16; step++) multiply_keys(scores, keys[step], exact + (step * 32 >> 4));
-    end_products();
-    // Token 32 group + 8 j + 2 part + i is at 4 j + 2 r + i.
-    const float* numbers = reinterpret_cast<const float*>(memory + NUMBERS) + 2 * TILE * stage + 32 * group + 2 * part;
-    const int first = tile * TILE + 32 * group + 2 * part;
-    const bool whole = range.start <= tile * TILE && range.floor - range.tokens >= tile * TILE + TILE;
-    float top[2] = {LOWEST, LOWEST};
-    #pragma unroll
-    for (int j = 0; j < 4; j++)
-      #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float of = numbers[8 * j + i], offset = numbers[TILE + 8 * j + i];
-        const float level = __log2f(fmaxf(of, 0x1p-40f)) - 8.0f;
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          float& score = scores[4 * j + 2 * r + i];
-          score = score * scale + (codes[4 * j + 2 * r + i] * of * units[r] + offset * sums[r]);
-          if (!whole && (first + 8 * j + i < range.start || first + 8 * j + i >= ends[r])) score = MINUS_INFINITY;
-          top[r] = fmaxf(top[r], score + level);
-        }
-      }
+// Two columns of a thread: what their scores are relative to, and sums of weights and of weights times offsets.
+struct Columns {
+  float output[128], tops[2], totals[2], offsets[2];
+
+  // Scores are relative to others. What this changes outputs by, which products may still be adding to.
+  __device__ void move(const float (&next)[2], float (&factors)[2]) {
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-      top[r] = fmaxf(top[r], __shfl_xor_sync(ALL, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(ALL, top[r], 2));
-      if (!part) shared_tops[group * COLUMNS + first_row + 8 * r] = top[r];
+      factors[r] = exp2_of(tops[r] - next[r]);
+      tops[r] = next[r], totals[r] *= factors[r], offsets[r] *= factors[r];
     }
-    meet<MULTIPLY>(MULTIPLIED);  // and nobody reads exact keys any more, in whose place weights come
-    float factors[2];
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float both = fmaxf(shared_tops[first_row + 8 * r], shared_tops[COLUMNS + first_row + 8 * r]), before = tops[r];
-      tops[r] = tile == begin || both > before + 7.0f ? both : before;
-      factors[r] = tile == begin ? 1.0f : exp2_of(before - tops[r]);
-      totals[r] *= factors[r], offsets_of[r] *= factors[r];
-      #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        float scaled[2];
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float of = numbers[8 * j + i], offset = numbers[TILE + 8 * j + i];
-          // What lies beyond may be anything, even NaN.
-          if (!whole && (first + 8 * j + i < range.start || first + 8 * j + i >= range.length)) of = offset = 0.0f;
-          const float weight = exp2_of(scores[4 * j + 2 * r + i] - tops[r]);
-          totals[r] += weight, offsets_of[r] += weight * offset, scaled[i] = weight * of;
-        }
-        *reinterpret_cast<unsigned*>(memory + from + PAGE + place(first_row + 8 * r, 4 * group + j) + 4 * part) =
-            half_pair(scaled[0], scaled[1]);
-      }
-    }
+  }
+  __device__ void change(const float (&factors)[2]) {
     if (__any_sync(ALL, factors[0] != 1.0f || factors[1] != 1.0f))
       #pragma unroll
       for (int i = 0; i < 128; i++) output[i] *= factors[i / 2 % 2];
-    publish();
-    meet<MULTIPLY>(MULTIPLIED);
+    hold(output);
+  }
+
+  // Begin to add what the weights of a stage read of the group's channels.
+  __device__ void add(int from, int group) {
     const Matrix weights = matrix(from + PAGE), values = matrix(from + group * 4 * BLOCK);
     begin_products();
     #pragma unroll
     for (int step = 0; step < TILE / 16; step++) multiply_values(output, weights + (step * 32 >> 4), values + (step * 16 * 128 >> 4));
     end_products();
-    if (tile + 2 < end) arrive(EMPTY + stage);
+  }
+
+  // The same of the other group's page, once it has weights, which are relative to its tops.
+  __device__ void follow(const float* shared_tops, int from, int group) {
+    meet<MULTIPLY>(WEIGHTS + 1 - group);
+    const float next[2] = {shared_tops[0], shared_tops[8]};
+    float factors[2];
+    move(next, factors), change(factors), add(from, group);
+  }
+};
+
+// Attend to the pages from `begin` to `end` with queries in the order of slots.
+__device__ void attend(int begin, int end, const Range& range, const Element* query, const unsigned short* turned, const float* headers,
+                       const float* middles, float scale, const Results& results, int thread) {
+  const int group = __shfl_sync(ALL, thread / GROUP, 0);  // which the compiler then knows to be the same in a warp
+  const int lane = thread % 32, part = lane % 4, first_row = thread % GROUP / 32 * 16 + lane / 4;
+  #pragma unroll
+  for (int i = 0; i < COLUMNS * (RANK / 8) / MULTIPLY; i++) {
+    const int row = i * (MULTIPLY / (RANK / 8)) + thread / (RANK / 8), piece = thread % (RANK / 8);
+    uint4 x = {};
+    if (row < results.columns) x = __ldg(reinterpret_cast<const uint4*>(turned + Count(row) * RANK) + piece);
+    *reinterpret_cast<uint4*>(memory + piece / 8 * BLOCK + place(row, piece % 8)) = x;
+  }
+  unsigned keys[ROPE / 16][4];
+  float units[2], sums[2];
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = first_row + 8 * r, column = min(row, int(results.columns) - 1);
+    units[r] = fmaxf(headers[3 * column], 0x1p-40f), sums[r] = headers[3 * column + 1] / units[r];
+    const unsigned* exact = reinterpret_cast<const unsigned*>(query + Count(column) * KEY + RANK);
+    #pragma unroll
+    for (int step = 0; step < ROPE / 16; step++)
+      keys[step][r] = exact[8 * step + part], keys[step][r + 2] = exact[8 * step + part + 4];
+  }
+  const int from = TILES + group * STAGE, other = TILES + (1 - group) * STAGE;
+  const float* numbers = reinterpret_cast<const float*>(memory + NUMBERS + group * 4 * NUMBER) + 2 * part;
+  float* shared_tops = reinterpret_cast<float*>(memory + TOPS) + first_row;
+  Columns mine = {{}, {LOWEST, LOWEST}};
+  publish();
+  meet<MULTIPLY>(MULTIPLIED);
+  // The group's own pages, and with each the one before.
+  for (int tile = begin + group; tile < end; tile += 2) {
+    float scores[32] = {};
+    meet<MULTIPLY>(FULL + group);
+    begin_products();
+    #pragma unroll
+    for (int step = 0; step < ROPE / 16; step++) multiply_keys(scores, keys[step], matrix(from + PAGE) + (step * 32 >> 4));
+    end_products();
+    wait_products<0>();
+    hold(scores);
+    // Number i is of column first_row + 8 (i / 2 % 2) and token 8 (i / 4) + 2 part + i % 2. Products with codes are added to all else, in
+    // their unit.
+    #pragma unroll
+    for (int i = 0; i < 32; i++) {
+      const int r = i / 2 % 2, token = i / 4 * 8 + i % 2;
+      scores[i] = scores[i] * (scale / units[r]) * numbers[TILE + token] + sums[r] * (SEGMENTS ? 1.0f : numbers[2 * TILE + token]);
+    }
+    hold(scores);
+    if (tile > begin) mine.follow(shared_tops + (1 - group) * COLUMNS, other, group);
+    begin_products();
+    #pragma unroll
+    for (int step = 0; step < RANK / 16; step++) {
+      const Matrix skip = (step / 4 * BLOCK + step % 4 * 32) >> 4;
+      multiply_codes(scores, matrix(0) + skip, matrix(from) + skip);
+    }
+    end_products();
+    if (tile > begin) {
+      wait_products<1>();
+      hold(mine.output);
+      if (tile + 1 < end) arrive<MULTIPLY>(EMPTY + 2 * (1 - group) + group);
+    }
+    wait_products<0>();
+    hold(scores);
+    #pragma unroll
+    for (int i = 0; i < 32; i++) scores[i] *= numbers[i / 4 * 8 + i % 2];
+    const int first = tile * TILE + 2 * part;
+    if (range.start > tile * TILE || range.floor - range.tokens < tile * TILE + TILE) {
+      const int ends[2] = {range.end_of(first_row), range.end_of(first_row + 8)};
+      #pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const int token = first + i / 4 * 8 + i % 2;
+        if (token < range.start || token >= ends[i / 2 % 2]) scores[i] = MINUS_INFINITY;
+      }
+    }
+    float tops[2] = {LOWEST, LOWEST};
+    #pragma unroll
+    for (int i = 0; i < 32; i++) {
+      const int r = i / 2 % 2;
+      tops[r] = fmaxf(tops[r], fmaf(scores[i], units[r], numbers[3 * TILE + i / 4 * 8 + i % 2]));
+    }
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 1));
+      tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 2));
+      if (tops[r] <= mine.tops[r] + 7.0f) tops[r] = mine.tops[r];
+      if (!part) shared_tops[group * COLUMNS + 8 * r] = tops[r];
+    }
+    const unsigned weights = kept(from + PAGE + place(first_row, 0) + 4 * part);
+    float factors[2];
+    mine.move(tops, factors);
+    meet<GROUP>(OWN + group);  // nobody reads exact keys any more, in whose place weights come
+    #pragma unroll
+    for (int r = 0; r < 2; r++)
+      #pragma unroll
+      for (int j = 0; j < 8; j++) {
+        float scaled[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float weight = exp2_of(fmaf(scores[4 * j + 2 * r + i], units[r], -mine.tops[r]));
+          scaled[i] = weight * numbers[8 * j + i];
+          mine.totals[r] += weight, mine.offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
+        }
+        *reinterpret_cast<unsigned*>(memory + (weights ^ j << 4) + r * 8 * 128) = half_pair(scaled[0], scaled[1]);
+      }
+    publish();
+    arrive<MULTIPLY>(WEIGHTS + group);
+    mine.change(factors);
+    meet<GROUP>(OWN + group);
+    mine.add(from, group);
+    wait_products<0>();
+    hold(mine.output);
+    if (tile + 2 < end) arrive<MULTIPLY>(EMPTY + 2 * group + group);
+  }
+  if ((end - begin) % 2 == group) {  // the last page is the other group's
+    mine.follow(shared_tops + (1 - group) * COLUMNS, other, group);
+    wait_products<0>();
+    hold(mine.output);
   }
   float2* shared_sums = reinterpret_cast<float2*>(memory + SUMS);
-  meet<MULTIPLY>(MULTIPLIED);
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     #pragma unroll
-    for (int step = 1; step < 4; step *= 2)
-      totals[r] += __shfl_xor_sync(ALL, totals[r], step), offsets_of[r] += __shfl_xor_sync(ALL, offsets_of[r], step);
-    if (!part) shared_sums[group * COLUMNS + first_row + 8 * r] = {totals[r], offsets_of[r]};
+    for (int step = 1; step < 4; step *= 2) {
+      mine.totals[r] += __shfl_xor_sync(ALL, mine.totals[r], step);
+      mine.offsets[r] += __shfl_xor_sync(ALL, mine.offsets[r], step);
+    }
+    if (!part) shared_sums[group * COLUMNS + first_row + 8 * r] = {mine.totals[r], mine.offsets[r]};
   }
   meet<MULTIPLY>(MULTIPLIED);
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + 8 * r;
     if (row >= results.columns) continue;
-    const float2 one = shared_sums[row], other = shared_sums[COLUMNS + row];
-    if (!group && !part) results.totals[results.at(row)] = {tops[r] + headers[3 * row + 2], one.x + other.x};
-    const float2* mine = reinterpret_cast<const float2*>(middles + 256 * group) + part;
+    const float2 one = shared_sums[row], two = shared_sums[COLUMNS + row];
+    if (!group && !part) results.totals[results.at(row)] = {mine.tops[r] + headers[3 * row + 2], one.x + two.x};
+    const float2* of = reinterpret_cast<const float2*>(middles + 256 * group) + part;
     float2* to = reinterpret_cast<float2*>(results.outputs + results.at(row) * RANK + 256 * group) + part;
-    const float offset = one.y + other.y;
+    const float offset = one.y + two.y;
     #pragma unroll
     for (int j = 0; j < 32; j++) {
-      const float2 middle = mine[4 * j];
-      to[4 * j] = {16777216.0f * output[4 * j + 2 * r] + offset * middle.x, 16777216.0f * output[4 * j + 2 * r + 1] + offset * middle.y};
+      const float2 middle = of[4 * j];
+      const float* output = mine.output + 4 * j + 2 * r;
+      to[4 * j] = {16777216.0f * output[0] + offset * middle.x, 16777216.0f * output[1] + offset * middle.y};
     }
   }
 }
@@ -309,7 +414,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
 // [RANK] are in the order of slots, and so are the outputs; `windows` parts of totals and outputs come before those that this writes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
-    Address pages_base, Count pages_unit, Count pages_pages, const int4* slots, const float* codes_middles, const float* codes_levels,
+    Address pages_base, Count pages_unit, Count pages_pages, const int4* pairs, const float* codes_middles, const float* codes_levels,
     Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
     const int* codes_starts, const int* codes_floors, const int* codes_lengths, const int* recent_starts, const int* recent_lengths,
     Count windows, double scale, float2* totals, float* outputs) {
@@ -332,6 +437,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
            float(scale) * LOG2E, results, thread);
   } else {
     return_registers();
-    unpack(tables, slots, begin, end, thread - MULTIPLY);
+    unpack(tables, range, pairs, begin, end, thread - MULTIPLY);
   }
 }
