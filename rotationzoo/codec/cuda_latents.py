@@ -41,8 +41,8 @@ _PAGE = 64  # tokens: `TILE` in the source
 _SHORTEST_SPLIT = 2 * _PAGE  # tokens
 _MOST_PIECES = 3 / 8  # of a channel: more take more registers than there are
 _EXTRA = 8  # numbers of a row of codes behind its channels: `EXTRA` in the source
-MANY_HEADS = False
-"""Whether `many_heads.cu` is used. No GPU has run it yet."""
+MANY_HEADS = True
+"""Whether `many_heads.cu` is used."""
 _WAVES = 4  # of blocks of `attend_many_heads`, at most
 _STARTING = 4  # pages that a block could read while it starts and ends
 _MANY_THREADS = 384  # of a block of `attend_many_heads`: `THREADS` in the source

@@ -232,6 +232,7 @@ def run_process(jobs: list[dict[str, Any]], work: Path, name: str) -> list[dict[
     answered.unlink(missing_ok=True)
     command = [PYTHON, __file__, "--worker", asked, answered]
     variables = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has asked for a GPU
     with (work / f"{name}.log").open("w") as log:
         subprocess.run(command, env=variables, stdout=log, stderr=log, check=False)
     if not answered.exists():
