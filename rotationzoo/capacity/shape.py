@@ -81,7 +81,8 @@ class Shape:
         for layer in layers[:1]:  # all share this memory
             room = max(LONG, _STEP + storage.sink + storage.recent)
             queries = _STEP, layer.query_heads, layer.key_dim
-            sizes = scratch_sizes(queries, layer.kv_heads, room, torch.bfloat16)
+            rows = room, layer.kv_heads, layer.key_dim
+            sizes = scratch_sizes(queries, rows, torch.bfloat16)
             total += sum(math.prod(size) * dtype.itemsize for size, dtype in sizes)
         return total
 

@@ -19,7 +19,7 @@ from rotationzoo.errors import RotationZooError
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Row types of the kernels -> their numbers in `int2.cu`."""
-_LARGEST_DIM = 512
+_WARP = 32
 THREADS = 128
 """Of a block: WARPS in `int2.cu`, times 32."""
 INSTALL = "pip install 'cuda-bindings>=13,<14' 'cuda-core>=1' 'nvidia-cuda-nvrtc>=13,<14'"
@@ -188,11 +188,12 @@ class Variant:
         """Its macros. Raises `RotationZooError` for unsupported shapes and types."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group, format)
-        if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
+        largest = 4 * self.run * _WARP
+        if dim % 16 or dim > largest or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
             raise RotationZooError(
                 f"the CUDA kernel takes no rows of {dim} {dtype} in groups of {group}, but "
-                f"multiples of 16 up to {_LARGEST_DIM} in float32, float16 or bfloat16, "
+                f"multiples of 16 up to {largest} in float32, float16 or bfloat16, "
                 "and groups of multiples of 4"
             )
         values = {
@@ -209,13 +210,15 @@ class Variant:
         return [(name, str(int(value))) for name, value in values.items()]
 
     @property
+    def run(self) -> int:
+        """Neighboring channels of each quarter of a row that a thread holds: `RUN` in `int2.cu`."""
+        wide = self.dtype != torch.float32 and self.dim % 32 == 0 and self.group % 8 == 0
+        return 8 if wide and not self.rotates else 4
+
+    @property
     def block_rows(self) -> int:
-        """Rows of a thread block, as in the source. In `int2.cu`, `lanes` threads share a row, and
-        each holds runs of neighboring channels from every quarter of it."""
-        quarter = self.dim // 4
-        wide = self.dtype != torch.float32 and quarter % 8 == 0 and self.group % 8 == 0
-        run = 8 if wide and not self.rotates else 4
-        lanes = max(2, 1 << (quarter // run - 1).bit_length())
+        """Rows of a thread block, as in the source. In `int2.cu`, `lanes` threads share a row."""
+        lanes = max(2, 1 << (self.dim // 4 // self.run - 1).bit_length())
         rows_of_a_lane = 4 if self.rotates else 1
         return THREADS // lanes * rows_of_a_lane
 

@@ -236,7 +236,8 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             queries = self.max_tokens, self.num_heads, self.head_size
             windows = self.settings.layout.sink + self.settings.layout.recent
             room = max(self.attention.segment, self.max_tokens + windows)
-            sizes = scratch_sizes(queries, self.num_kv_heads, room, like.dtype)
+            rows = room, self.num_kv_heads, self.head_size
+            sizes = scratch_sizes(queries, rows, like.dtype)
             base.current_workspace_manager().get_simultaneous(*sizes)
 
     def own_settings(self) -> CacheSettings:

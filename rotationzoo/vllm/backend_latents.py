@@ -95,8 +95,13 @@ class LatentImpl(RotatedImpl):
             return
         slots = count_slots(self.settings.layout, PAGE, *self.most_requests)
         self.reserved = like.new_empty(slots, PAGE, self.head_size)
-        queries = self.max_tokens, self.num_heads, self.query_size
-        lend_scratch(*scratch_sizes(queries, 1, 0, like.dtype, self.value_size))
+        windows = self.settings.layout.sink + self.settings.layout.recent
+        room = max(self.attention.segment, self.max_tokens + windows)
+        queries, rows = (
+            (self.max_tokens, self.num_heads, self.query_size),
+            (room, 1, self.head_size),
+        )
+        lend_scratch(*scratch_sizes(queries, rows, like.dtype, self.value_size))
 
     def expand(
         self, latents: torch.Tensor, rope: torch.Tensor

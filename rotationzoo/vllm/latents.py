@@ -7,7 +7,7 @@ keys: values are their first channels.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -21,7 +21,7 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.sides import LATENT, LATENTS
 from rotationzoo.vllm.pages import LayerPages, PageBlocks, Rows, Windows, store_kernel
 from rotationzoo.vllm.prompts import LayerReader, Lend, TorchAttention
-from rotationzoo.vllm.segments import Exact, Prompts, Segment
+from rotationzoo.vllm.segments import Exact, Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
 
 ROPE = LATENTS.beside[0]
@@ -48,9 +48,9 @@ class LatentPages(LayerPages):
         self._frames: dict[bool, Frame] = {}  # of many heads, or not
         layout = self.codec.page_layout(self.layer, LATENT, self.tokens, self.format)
         self.memory = {LATENT: memory[:, : layout.bytes], ROPE: memory[:, layout.bytes :]}
-        # A step asks for keys and values, which are both latents.
+        # Prompts ask for keys and values: what is exact takes the place of keys.
         self.layouts = dict.fromkeys((LATENT, *SIDES), layout)
-        self.memory |= dict.fromkeys(SIDES, self.memory[LATENT])
+        self.memory |= {"key": self.memory[ROPE], "value": self.memory[LATENT]}
         self.dtype, beside = dtype, self.memory[ROPE].shape[1]
         self.rope_dim = beside // (self.tokens * dtype.itemsize)
         shape = slots, 1, self.tokens, layout.dim + self.rope_dim
@@ -62,6 +62,18 @@ class LatentPages(LayerPages):
         """Exact keys with RoPE `[N, P, rope channels]` from their bytes `[N, bytes]`, uint8."""
         exact: torch.Tensor = pages.view(self.dtype).unflatten(1, (self.tokens, self.rope_dim))
         return exact
+
+    def dequantize(self, side: str, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """As in `LayerPages`; for keys, the exact ones `[T, 1, rope channels]`."""
+        if side == "key":
+            return self.rope(self.memory[ROPE])[pages, places][:, None]
+        return super().dequantize(side, pages, places)
+
+    @cached_property
+    def segments(self) -> dict[str, parameters.IntoPages]:
+        latents = super().segments[LATENT]
+        exact = latents._replace(memory=self.memory[ROPE])
+        return {LATENT: latents, "key": exact, "value": latents}
 
     def is_few(self, rows: Rows) -> bool:
         """Never: a block of the kernel for few rows has too few threads for a latent."""
@@ -163,44 +175,46 @@ class LatentReader(LayerReader):
         """`expand`: computes keys `[L, H_q, D]` and values `[L, H_q, D_v]` from latents `[L, R]`
         and exact keys `[L, rope channels]`."""
         super().__init__(pages, attention, lend)
-        self._expand = expand
-
-    def _room(self, prompts: Prompts) -> int:
-        """None: rows are computed anew."""
-        return 0
+        self._expand, self._key_mean = expand, None
+        self.copies = dict.fromkeys(SIDES, pages.copies["key"])
 
     def _new_rows(self, rows: Rows) -> Sequence[torch.Tensor]:
-        return self._expand_keys(rows["key"])
-
-    def _expand_keys(self, keys: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The keys and values of cached keys `[L, 1, R + rope channels]`."""
-        rank = keys.shape[-1] - self.pages.rope_dim
-        return self._expand_rows(keys[:, 0, :rank], keys[:, 0, rank:])
-
-    def _expand_rows(self, latents: torch.Tensor, rope: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Those of latents and exact keys. A latent that is not finite gets a key that is no number
-        and values of zeros, for the reason in `restore.cu`."""
-        bad = latents.sum(-1, keepdim=True, dtype=torch.float32) * 0
-        return self._expand(latents.nan_to_num(0, 0, 0), rope + bad.to(rope))
+        key = rows["key"][:, 0]
+        return self._expand(*key.tensor_split([key.shape[1] - self.pages.rope_dim], 1))
 
     def _gather(
         self, step: Step, exact: Exact, rows: Rows, into: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        return self._expand_keys(self._gather_side("key", step, exact, rows))
+        """The keys and values that a group of prompts reads exact. Both sides are whole keys here,
+        of which those that are not finite differ: see `restore.cu`."""
+        whole, count = dict.fromkeys(SIDES, rows["key"]), exact.read.max_tokens
+        keys, values = (each[:count, 0] for each in super()._gather(step, exact, whole, into))
+        rank = keys.shape[1] - self.pages.rope_dim
+        return self._expand(values[:, :rank], keys[:, rank:])
 
     def _restore(
         self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """The keys and values of a segment, from its restored latents."""
-        pages, layer = self.pages, self.pages.layer
-        rope = pages.rope(pages.memory[ROPE])[self._places(table, *segment.positions)]
-        shape = segment.max_tokens, 1, pages.layouts[LATENT].dim
-        (stored,) = super()._restore(table, segment, [rope.new_empty(shape)])
-        matrix = pages.codec.inverse(layer, LATENT)[0].to(rope)
-        latents, mean = stored[:, 0] @ matrix, pages.codec.rotations[layer][LATENT].mean
-        if mean is not None:
-            latents += mean[0].to(rope)
-        return self._expand_rows(latents, rope)
+        dims = self.pages.rope_dim, self.pages.layouts[LATENT].dim
+        count = segment.max_tokens
+        parts = [
+            each.flatten()[: count * dim].view(count, 1, dim)
+            for each, dim in zip(into, dims, strict=True)
+        ]
+        rope, stored = super()._restore(table, segment, parts)
+        mean, matrix = self._frame
+        return self._expand(torch.addmm(mean, stored[:, 0], matrix), rope[:, 0])
+
+    @cached_property
+    def _frame(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean of latents, and the matrix that takes them back to the model's frame."""
+        pages = self.pages
+        matrix = pages.codec.inverse(pages.layer, LATENT)[0].to(pages.dtype)
+        mean = pages.codec.rotations[pages.layer][LATENT].mean
+        if mean is None:
+            return torch.zeros_like(matrix[0]), matrix
+        return mean[0].to(matrix), matrix
 
     def _turn(self, query: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         """Queries as they are: keys are in the model's frame."""

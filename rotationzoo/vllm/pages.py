@@ -75,6 +75,7 @@ class LayerPages:
 
     copied: tuple[str, ...] = SIDES
     """The sides whose rows `copy` writes."""
+    rope_dim = 0  # channels of exact keys beside latents
 
     def __init__(
         self,
@@ -188,16 +189,12 @@ class LayerPages:
         grid = len(step.pages), self.heads, 1
         Launcher(memory.device)(kernel, grid, 64, arguments, early=False)
 
-    @staticmethod
-    def dequantize(
-        layout: PageLayout | SegmentLayout,
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        places: torch.Tensor,
-    ) -> torch.Tensor:
+    def dequantize(self, side: str, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """The stored rows at `places` in `pages`, float32 `[T, H, D]`, in the frame of codes."""
-        sections = (each[pages, :, places].transpose(0, 1)[None] for each in layout.view(memory))
-        return layout.dequantize([*sections])[0].transpose(0, 1)
+        layout = self.layouts[side]
+        sections = layout.view(self.memory[side])
+        rows = (each[pages, :, places].transpose(0, 1)[None] for each in sections)
+        return layout.dequantize([*rows])[0].transpose(0, 1)
 
     def is_few(self, rows: Rows) -> bool:
         """Whether one launch rotates and stores these rows."""

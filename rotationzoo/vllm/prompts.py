@@ -13,7 +13,7 @@ from rotationzoo.codec.cuda import THREADS, Kernel, Launcher, Variant, build
 from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.codec.kernels import parameters
 from rotationzoo.codec.page_layout import PageLayout
-from rotationzoo.codec.transform import SegmentLayout, list_scales
+from rotationzoo.codec.transform import list_scales
 from rotationzoo.rotations import SIDES
 from rotationzoo.vllm.pages import LayerPages, Rows
 from rotationzoo.vllm.segments import SHORT, Exact, Prompts, Segment
@@ -86,14 +86,15 @@ class TorchAttention:
 
 
 def scratch_sizes(
-    queries: Sequence[int], heads: int, room: int, dtype: torch.dtype, value_dim: int | None = None
+    queries: Sequence[int], rows: Sequence[int], dtype: torch.dtype, value_dim: int | None = None
 ) -> list[Size]:
     """The scratch memory of queries `[T, H_q, D]`: their exact output, the rotated queries, three
-    partial outputs, and `room` rows of keys and of values, which have `value_dim` channels or D."""
+    partial outputs, all of which but the second have `value_dim` channels or D, and `rows`
+    `[room, H, D]` of keys and of values."""
     *some, dim = queries
-    value = value_dim or dim
-    sizes = [((*some, each), dtype) for each in (value, dim, value, value, value)]
-    return sizes + [((room, heads, each), dtype) for each in (dim, value)]
+    outputs = *some, value_dim or dim
+    shapes = outputs, queries, outputs, outputs, outputs, rows, rows
+    return [(tuple(each), dtype) for each in shapes]
 
 
 class LayerReader:
@@ -107,6 +108,8 @@ class LayerReader:
         self.pages, self.attention = pages, attention or TorchAttention()
         self.lend, self.stream = lend or partial(_allocate, device), find_stream(device)
         self._turns: Turns | None = None
+        self.copies = pages.copies
+        self._key_mean: torch.Tensor | None = pages.codec.rotations[pages.layer].key.mean
 
     @torch.no_grad()
     def run(
@@ -160,8 +163,9 @@ class LayerReader:
             self.attention.attend(Ragged((query,), *new), read, scores, True, output)
             self.stream.wait()
             return
-        room, heads = self._room(prompts), rows["key"].shape[1]
-        sizes = scratch_sizes(query.shape, heads, room, query.dtype, output.shape[-1])
+        room = max(self.attention.segment, *(group.read.max_tokens for group in prompts.exact))
+        shape = room, *rows["key"].shape[1:]
+        sizes = scratch_sizes(query.shape, shape, query.dtype, output.shape[-1])
         scratch, totals = self.lend(*sizes), []
         exact, into = scratch[0] if prompts.codes else output, scratch[-2:]
         for group in prompts.exact:
@@ -196,16 +200,14 @@ class LayerReader:
         assert codes is not None
         return Read(self._turn_back(codes.output, second), codes.totals)
 
-    def _room(self, prompts: Prompts) -> int:
-        """The rows of scratch memory for keys and for values."""
-        return max(self.attention.segment, *(group.read.max_tokens for group in prompts.exact))
-
     def _new_rows(self, rows: Rows) -> Sequence[torch.Tensor]:
         """The keys and values that new tokens read of each other."""
         return self._exact_keys(rows["key"]), rows["value"]
 
     def _exact_keys(self, rows: torch.Tensor) -> torch.Tensor:
         """Keys `[T, H, D]` without their mean, where they are centered."""
+        if self._key_mean is None:
+            return rows
         pages, by_head = self.pages, rows.transpose(0, 1)
         return pages.codec.keep_exact(by_head, pages.layer, "key").transpose(0, 1)
 
@@ -239,10 +241,9 @@ class LayerReader:
         table, contexts = exact.page_table, exact.contexts
         new = {side: rows[side][exact.tokens] for side in SIDES}
         if kernels_run_on(into[0].device):
-            mean = self.pages.codec.rotations[self.pages.layer].key.mean
-            held, sides = self.pages.copies, zip(SIDES, into, strict=True)
+            mean, sides = self._key_mean, zip(SIDES, into, strict=True)
             key, value = (
-                parameters.GatheredRows(held[side], new[side], new[side].stride(0), target)
+                parameters.GatheredRows(self.copies[side], new[side], new[side].stride(0), target)
                 for side, target in sides
             )
             arguments = parameters.Gather(
@@ -255,45 +256,42 @@ class LayerReader:
                 key=key,
                 value=value,
             )
-            self._launch("gather", exact.read, arguments)
+            dim = into[0].shape[-1]
+            self._launch("gather", exact.read, arguments, Variant(dim, dim, into[0].dtype))
             return into
+        prompt, position = exact.read.positions
+        pages, at = self._places(table, prompt, position)
+        later = position - contexts[prompt]
         for side, target in zip(SIDES, into, strict=True):
-            gathered = self._gather_side(side, step, exact, rows)
+            number = (exact.bounds[prompt] + later).clamp(min=0, max=len(new[side]) - 1)
+            copies = self.copies[side][step.slot_of[pages], :, at]
+            gathered = torch.where((later >= 0)[:, None, None], new[side][number], copies)
             target[: len(gathered)] = self._exact_keys(gathered) if side == "key" else gathered
         return into
-
-    def _gather_side(self, side: str, step: Step, exact: Exact, rows: Rows) -> torch.Tensor:
-        """What a group reads exact of one side, `[L, H, D]`."""
-        prompt, position = exact.read.positions
-        pages, at = self._places(exact.page_table, prompt, position)
-        later = position - exact.contexts[prompt]
-        new = rows[side][exact.tokens]
-        number = (exact.bounds[prompt] + later).clamp(min=0, max=len(new) - 1)
-        copies = self.pages.copies[side][step.slot_of[pages], :, at]
-        return torch.where((later >= 0)[:, None, None], new[number], copies)
 
     def _restore(
         self, table: torch.Tensor, segment: Segment, into: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """The dequantized rows of each side of a segment, in `into`, `[room, H, D]` each."""
-        pages = self.pages
-        layout, sides = pages.layouts[pages.sides[0]], [*zip(pages.sides, into, strict=True)]
+        pages, layout = self.pages, self.pages.layouts["value"]
         given = _tokens(segment, table), len(into[0]), pages.page_bytes
+        sides = [*zip(SIDES, into, strict=True)]
         if pages.has_segments:
             found = [(pages.segments[side], to) for side, to in sides]
             both = [parameters.RestoredSegments(each.places, each.memory, to) for each, to in found]
-            scales = list_scales(table.device)
-            restored = parameters.RestoreSegments(*given, scales, both[0], both[-1])
-            self._launch("restore_segments", segment, restored, len(both))
+            restored = parameters.RestoreSegments(*given, list_scales(table.device), *both)
+            variant = Variant(layout.dim, layout.dim, into[0].dtype)
+            self._launch("restore_segments", segment, restored, variant, "segments.cu")
         elif isinstance(layout, PageLayout) and kernels_run_on(into[0].device):
             rows = [parameters.RestoredRows(pages.memory[side], to) for side, to in sides]
-            begin = parameters.Begin(*layout.starts[1:3])
-            arguments = parameters.RestoreRows(*given, begin, rows[0], rows[-1])
-            self._launch("restore_rows", segment, arguments, len(rows))
+            begin, group = parameters.Begin(*layout.starts[1:3]), layout.dim // layout.groups
+            variant = Variant(layout.dim, group, into[0].dtype, layout.format)
+            arguments = parameters.RestoreRows(*given, begin, *rows)
+            self._launch("restore_rows", segment, arguments, variant)
         else:
             places = self._places(table, *segment.positions)
             for side, target in sides:
-                stored = pages.dequantize(pages.layouts[side], pages.memory[side], *places)
+                stored = pages.dequantize(side, *places)
                 target[: len(stored)] = stored
         return into
 
@@ -305,26 +303,28 @@ class LayerReader:
         number = (position // tokens).clamp(max=table.shape[1] - 1)  # any page for new tokens
         return table[prompt, number], position % tokens
 
-    def _launch(self, name: str, of: Segment, arguments: _Restore, sides: int = 2) -> None:
-        """Launch a kernel of `restore.cu` or `segments.cu` for the sides of a segment."""
+    def _launch(
+        self,
+        name: str,
+        of: Segment,
+        arguments: _Restore,
+        variant: Variant,
+        source: str = "restore.cu",
+    ) -> None:
+        """Launch a kernel of `restore.cu` or `segments.cu` for both sides of a segment."""
         device, pages = of.bounds.device, self.pages
-        layout = pages.layouts[pages.sides[0]]
-        kernel = _restore_kernel(name, layout, pages.copies["key"].dtype, device)
+        kernel = _restore_kernel(name, source, variant, pages.tokens, pages.rope_dim, device)
         rows = min(of.max_tokens + BEHIND, arguments.room)
-        grid = -(-rows // kernel.block_rows), pages.heads, sides
+        grid = -(-rows // kernel.block_rows), pages.heads, 2
         Launcher(device)(kernel.function, grid, THREADS, arguments, early=False)
 
 
 @cache
 def _restore_kernel(
-    name: str, layout: PageLayout | SegmentLayout, dtype: torch.dtype, device: torch.device
+    name: str, source: str, variant: Variant, tokens: int, exact: int, device: torch.device
 ) -> Kernel:
-    """A kernel of `restore.cu`, or of `segments.cu`, which includes it."""
-    source, variant = "segments.cu", Variant(layout.dim, layout.dim, dtype)
-    if isinstance(layout, PageLayout):
-        group = layout.dim // layout.groups
-        source, variant = "restore.cu", Variant(layout.dim, group, dtype, layout.format)
-    macros = (*variant.macros(), ("TOKENS", str(layout.tokens)))
+    """A kernel for pages of `tokens` tokens, which have `exact` channels beside latents."""
+    macros = (*variant.macros(), ("TOKENS", str(tokens)), ("EXACT", str(exact)))
     code = build(source, macros, device)
     return Kernel(code.get_kernel(name), variant.block_rows)
 

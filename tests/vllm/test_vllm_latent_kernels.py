@@ -310,6 +310,7 @@ def test_a_server_reads_what_the_definition_reads(
         key[1, 0, -1] = math.nan
         server.run({"b": {"key": key, "value": key[..., :RANK]}})
         found.append((outputs, bad.tolist()))
+    assert_values_are_finite(server)
     (definitions, bad), (all_read, counted) = found
     assert bad[0][0] == 0
     assert bad[1][0] == 1
@@ -318,6 +319,20 @@ def test_a_server_reads_what_the_definition_reads(
         for request, expected in definition.items():
             error = (read[request] - expected).float().norm() / expected.float().norm()
             assert error < 5e-3  # 0.0021 was measured
+
+
+def assert_values_are_finite(server: Server) -> None:
+    """A latent that is not finite gives prompts a key that is no number, and a value of zeros:
+    attention multiplies the values of other requests by weights of zero."""
+    seen = []
+    server.reader._expand = lambda *rows: seen.append(rows) or latents.absorb(*rows)
+    for first in (math.inf, 1, 1):  # exact, and then as codes
+        key = torch.ones(50, 1, RANK + ROPE)
+        key[3, 0, 5] = first
+        new = {"key": key, "value": key[..., :RANK]}
+        server.run({request: new for request in "ab"})
+    assert all(rows.isfinite().all() for rows, _ in seen)
+    assert sum(int(rope[:, 0].isnan().sum()) for _, rope in seen) >= 3 * 2
 
 
 @on_gpu

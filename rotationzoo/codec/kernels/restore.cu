@@ -1,7 +1,8 @@
 // Earlier tokens of prompts, one after another as attention over rows reads them: what `LayerReader._restore` in prompts.py does
 // with torch; and what `LayerReader._gather` does. Codes are dequantized, and stay in their own frame; exact keys only lose their mean.
 //
-// Lanes share a row as in int2.cu. The macros are those of int2.cu, and TOKENS (of a page).
+// Lanes share a row as in int2.cu. The macros are those of int2.cu, TOKENS (of a page), and EXACT: the channels of the exact keys that
+// latents (MLA) have beside them in a page. These keys then take the place of keys, and latents that of values.
 //
 // FlashAttention multiplies by 0 what a prompt does not read of a tile of values: rows of the next prompt, and those behind the last
 // one. None of these may be other than finite. So a token whose value is not has zeros in its place, and a key that is no number,
@@ -33,12 +34,30 @@ struct Tokens {
   __device__ Count page(int prompt, int position) const { return table[prompt * stride + position / TOKENS]; }
 };
 
-// Write a number to what a lane has of a row.
-__device__ void fill(Element* to, const Lane& lane, float x) {
+#ifndef EXACT
+#define EXACT 0
+#endif
+constexpr int KEY = EXACT ? EXACT : D;  // channels of a row of keys
+
+// Write a number to what a lane has of a row of so many channels.
+__device__ void fill(Element* to, const Lane& lane, float x, int channels = D) {
   alignas(16) float run[RUN];
   for (float& each : run) each = x;
 #pragma unroll
-  for (int k = 0; k < 4; k++) save(to + lane.channel(k), run);
+  for (int k = 0; k < 4; k++)
+    if (lane.channel(k) < channels) save(to + lane.channel(k), run);
+}
+
+// Write the exact key of a token of a page.
+__device__ void copy_exact(Element* to, const Lane& lane, const unsigned char* keys, int token) {
+  const Element* from = reinterpret_cast<const Element*>(keys) + token * EXACT;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    alignas(16) float x[RUN];
+    if (lane.channel(k) >= EXACT) continue;
+    load(from + lane.channel(k), x);
+    save(to + lane.channel(k), x);
+  }
 }
 
 // Rows [room, H, D] of dequantized codes, of each side from pages whose sections begin at these bytes. Launch with a grid of
@@ -51,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
   const Lane lane;
   const Count head = blockIdx.y, heads = gridDim.y, token = first_row();
   const bool is_value = blockIdx.z;
-  Element* to = (is_value ? value_rows : key_rows) + (token * heads + head) * D;
+  Element* to = (is_value ? value_rows : key_rows) + (token * heads + head) * (is_value ? D : KEY);
   int prompt, place;
   if (token >= room || !lane.active) return;
   if (!tokens.find(token, prompt, place)) {
@@ -61,7 +80,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_rows(
   const Count at = tokens.page(prompt, place) * page_bytes, row = head * TOKENS + place % TOKENS;
   const float scale = read(reinterpret_cast<const Metadata*>(value_memory + at + begin_scales)[row * GROUPS]);
   if (scale != scale) {
-    fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER);
+    fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER, is_value ? D : KEY);
+    return;
+  }
+  if (EXACT && !is_value) {
+    copy_exact(to, lane, key_memory + at, place % TOKENS);
     return;
   }
   const unsigned char* page = (is_value ? value_memory : key_memory) + at;

@@ -3,7 +3,7 @@
 // The definition is `SegmentLayout` in rotationzoo/codec/transform.py. What is stored of channels, and what is read of it, are the
 // same bit by bit: every operation is float32 and rounded on its own.
 //
-// The macros are those of restore.cu, of which D, TYPE and TOKENS count.
+// The macros are those of restore.cu, of which D, TYPE, TOKENS and EXACT count.
 
 #include "restore.cu"
 #include "segment_rows.cu"
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_segments(
   const Lane lane;
   const Count number = blockIdx.y, heads = gridDim.y, token = first_row();
   const bool is_value = blockIdx.z;
-  Element* to = (is_value ? value_rows : key_rows) + (token * heads + number) * D;
+  Element* to = (is_value ? value_rows : key_rows) + (token * heads + number) * (is_value ? D : KEY);
   int prompt, position;
   if (token >= room || !lane.active) return;
   if (!tokens.find(token, prompt, position)) {
@@ -233,7 +233,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) restore_segments(
     return reinterpret_cast<const unsigned*>(memory + at + side.row(place));
   };
   if (value.bytes() && gathered(*words_of(value, value_memory)) == NO_NUMBER) {
-    fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER);
+    fill(to, lane, is_value ? 0.0f : NOT_A_NUMBER, is_value ? D : KEY);
+    return;
+  }
+  if (EXACT && !is_value) {
+    copy_exact(to, lane, key_memory + at, place);
     return;
   }
   const unsigned* words = words_of(head, is_value ? value_memory : key_memory);
