@@ -43,6 +43,9 @@ def check_server(settings: CacheSettings, config: Any) -> None:
     drafts = config.speculative_config is not None
     method = drafts and config.speculative_config.method
     ngrams = method == "ngram"
+    latent_drafts = {False, "ngram", "draft_model"}
+    if on_gpu:  # vLLM's CPU engine has no block size for both
+        latent_drafts.add("mtp")
     untested = model.is_hybrid or drafts > ngrams or parallel.tensor_parallel_size > 1
     if has_latents and not model.use_mla:
         problem = "with VLLM_MLA_DISABLE, vLLM caches no latents, and the rotations are for latents"
@@ -64,8 +67,8 @@ def check_server(settings: CacheSettings, config: Any) -> None:
             parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1
         ),
         "latents with states or a KV connector": has_latents and (model.is_hybrid or connects),
-        "latents with drafts but n-grams, MTP and those of a draft model": (
-            has_latents and method not in (False, "ngram", "draft_model", "mtp")
+        "latents with drafts but n-grams, those of a draft model, and MTP on a GPU": (
+            has_latents and method not in latent_drafts
         ),
         "sliding windows with states": model.is_hybrid and has_windows,
         # vLLM would copy such a block without the exact copies of its pages.
