@@ -330,7 +330,7 @@ def assert_values_are_finite(server: Server) -> None:
         key = torch.ones(50, 1, RANK + ROPE)
         key[3, 0, 5] = first
         new = {"key": key, "value": key[..., :RANK]}
-        server.run({request: new for request in "ab"})
+        server.run(dict.fromkeys("ab", new))
     assert all(rows.isfinite().all() for rows, _ in seen)
     assert sum(int(rope[:, 0].isnan().sum()) for _, rope in seen) >= 3 * 2
 
