@@ -144,7 +144,8 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             serving.check_kernels(settings, dtype, head_size)
         self.most_requests = config.scheduler_config.max_num_seqs, serving.verified_tokens(config)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.head_size, self.layer = head_size, -1  # until the worker sets its number
+        self.head_size = self.query_size = self.value_size = head_size
+        self.layer = -1  # until the worker sets its number
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
         self.attention = choose_attention(head_size, dtype, sinks is not None, is_cuda)
@@ -175,8 +176,7 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         cell = max(size(each, *given) for each in layers)
         stored = replace(spec, state_content_bytes=cell)
         others = self.config.compilation_config.static_forward_context.values()
-        windows = [getattr(each, "sliding_window", None) for each in others]
-        has_windows = any(window is not None for window in windows)
+        has_windows = any(getattr(each, "sliding_window", None) is not None for each in others)
         has_budget = self.settings.codec.rotations.has_budget
         # A cell may not be a whole number of the model's elements. With windows, another dtype
         # makes vLLM clear blocks that change hands: rows may be NaN when read as scales, and codes
@@ -210,11 +210,10 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
         if attn_metadata is None:  # the run that measures memory
             self._reserve(key)
             return output.zero_()
-        tokens = attn_metadata.num_actual_tokens
+        tokens, step = attn_metadata.num_actual_tokens, attn_metadata.step
         rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
         into = output[:tokens].view(tokens, self.num_heads, self.head_size)
-        reader = self.find_reader(rows, kv_cache)
-        reader.run(attn_metadata.step, query[:tokens], rows, self.scores, into)
+        self.find_reader(rows, kv_cache).run(step, query[:tokens], rows, self.scores, into)
         return output
 
     def find_reader(self, rows: Rows, kv_cache: torch.Tensor) -> LayerReader:
@@ -233,12 +232,15 @@ class RotatedImpl(base.AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
             tokens = page_tokens(self.config.cache_config.block_size)
             slots = count_slots(self.settings.layout, tokens, *self.most_requests)
             self.reserved = like.new_empty(2, slots, self.num_kv_heads, tokens, self.head_size)
-            queries = self.max_tokens, self.num_heads, self.head_size
-            windows = self.settings.layout.sink + self.settings.layout.recent
-            room = max(self.attention.segment, self.max_tokens + windows)
-            rows = room, self.num_kv_heads, self.head_size
-            sizes = scratch_sizes(queries, rows, like.dtype)
-            base.current_workspace_manager().get_simultaneous(*sizes)
+            self._reserve_scratch(like)
+
+    def _reserve_scratch(self, like: torch.Tensor) -> None:
+        windows = self.settings.layout.sink + self.settings.layout.recent
+        room = max(self.attention.segment, self.max_tokens + windows)
+        queries = self.max_tokens, self.num_heads, self.query_size
+        rows = room, self.num_kv_heads, self.head_size
+        sizes = scratch_sizes(queries, rows, like.dtype, self.value_size)
+        base.current_workspace_manager().get_simultaneous(*sizes)
 
     def own_settings(self) -> CacheSettings:
         first = base.get_tensor_model_parallel_rank() * self.num_kv_heads

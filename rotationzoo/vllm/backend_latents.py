@@ -28,11 +28,11 @@ from rotationzoo.vllm.backend import (
 from rotationzoo.vllm.flash_attention import choose_attention
 from rotationzoo.vllm.latents import LatentPages, LatentReader
 from rotationzoo.vllm.pages import Rows
-from rotationzoo.vllm.prompts import LayerReader, scratch_sizes
+from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.steps import count_slots
 
 PAGE = 64  # tokens, on a GPU
-SEGMENT = 8192  # tokens that are restored at a time: torch does it, in several times their memory
+SEGMENT = 8192  # tokens that are restored at a time, to keys and values of all heads
 
 
 class LatentMetadata(RotatedMetadata):
@@ -95,13 +95,7 @@ class LatentImpl(RotatedImpl):
             return
         slots = count_slots(self.settings.layout, PAGE, *self.most_requests)
         self.reserved = like.new_empty(slots, PAGE, self.head_size)
-        windows = self.settings.layout.sink + self.settings.layout.recent
-        room = max(self.attention.segment, self.max_tokens + windows)
-        queries, rows = (
-            (self.max_tokens, self.num_heads, self.query_size),
-            (room, 1, self.head_size),
-        )
-        lend_scratch(*scratch_sizes(queries, rows, like.dtype, self.value_size))
+        self._reserve_scratch(like)
 
     def expand(
         self, latents: torch.Tensor, rope: torch.Tensor
@@ -162,11 +156,8 @@ class LatentImpl(RotatedImpl):
     def _open_pages(self, rows: Rows, kv_cache: torch.Tensor) -> LayerReader:
         latents, keys = (rows[side].transpose(0, 1)[None] for side in ("value", "key"))
         settings = self.own_settings().for_layer(self.layer, latents, keys)
-        slots, dtype = (
-            count_slots(settings.layout, kv_cache.shape[2], *self.most_requests),
-            keys.dtype,
-        )
-        pages = LatentPages(settings, self.layer, kv_cache, slots, dtype, self.bad)
+        slots = count_slots(settings.layout, kv_cache.shape[2], *self.most_requests)
+        pages = LatentPages(settings, self.layer, kv_cache, slots, keys.dtype, self.bad)
         lend = lend_scratch if keys.is_cuda else None
         return LatentReader(pages, self.attention, lend, self.expand)
 

@@ -41,10 +41,10 @@ class LayerRun:
         impl = self.impl
         key = torch.randn(tokens, impl.num_kv_heads, impl.head_size, generator=random)
         if self.has_latents:
-            size, value = impl.query_size, key[..., : impl.rank]
+            value = key[..., : impl.rank]
         else:
-            size, value = impl.head_size, torch.randn(key.shape, generator=random)
-        query = torch.randn(tokens, impl.num_heads, size, generator=random)
+            value = torch.randn(key.shape, generator=random)
+        query = torch.randn(tokens, impl.num_heads, impl.query_size, generator=random)
         return query.to(self.dtype), {"key": key.to(self.dtype), "value": value.to(self.dtype)}
 
     def expand(self, latents: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
@@ -74,14 +74,13 @@ class LayerRun:
         )
         step = self._builder.build(0, common)
         query, key, value = (each.to(place) for each in (query, rows["key"], rows["value"]))
-        if not self.has_latents:
-            output = torch.empty_like(query)
-            self.impl.forward(self.layer, query, key, value, self.cache, step, output)
-            return output.cpu()
-        new = value[:, 0], key[..., value.shape[-1] :]
         output = query.new_empty(count, self.impl.num_heads, self.impl.value_size)
-        self.impl.do_kv_cache_update(*new)
-        self.layer.forward_impl(query, *new, self.cache, step, output.flatten(1))
+        if self.has_latents:
+            new = value[:, 0], key[..., value.shape[-1] :]
+            self.impl.do_kv_cache_update(*new)
+            self.layer.forward_impl(query, *new, self.cache, step, output.flatten(1))
+        else:
+            self.impl.forward(self.layer, query, key, value, self.cache, step, output)
         return output.cpu()
 
 
