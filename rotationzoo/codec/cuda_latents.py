@@ -45,8 +45,8 @@ MANY_HEADS = True
 """Whether `many_heads.cu` is used."""
 _WAVES = 4  # of blocks of `attend_many_heads`, at most
 _STARTING = 4  # pages that a block could read while it starts and ends
-_MANY_THREADS = 384  # of a block of `attend_many_heads`: `THREADS` in the source
-_MERGING = 256  # threads of `merge_latents`, each for four of 128 channels
+_MANY_THREADS = 512  # of a block of `attend_many_heads`: `THREADS` in the source
+_MERGING = 8  # warps of `merge_latents`, and parts that one adds, before there are more warps
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def attend(
     room = len(packed.key.blocks)
     tokens = room * layout.tokens
     if variant.has_many:
-        splits = choose_many_splits(kernels.blocks, batch * blocks, room)
+        splits = choose_many_splits(kernels.blocks, batch * blocks, room, exact * tiles * batch)
     else:
         splits = choose_splits(kernels.blocks, batch * blocks, exact, tokens, _SHORTEST_SPLIT)
     splits = max(1, min(splits, room))
@@ -294,18 +294,22 @@ def attend(
         table, ends = unpack_table(layout, query.device), Ends(recent.starts, recent.lengths)
         many = AttendManyHeads(*queries, table, codes, ends, exact, *results)
         grid, shared = (splits, blocks, batch), many_bytes(layout)
-        launch(kernels.many, grid, _MANY_THREADS, many, early=False, shared=shared)
+        launch(kernels.many, grid, _MANY_THREADS, many, early=exact > 0, shared=shared)
 
     of_copies = query.new_empty(batch * columns, rank)
     of_codes = query.new_empty(batch * columns, rank + _EXTRA)
     merge = MergeLatents(totals, outputs, parts, exact, of_codes, of_copies)
-    launch(kernels.merge, (columns, batch, rank // 128), _MERGING, merge, early=False)
+    warps = min(_MERGING, -(-parts // _MERGING))
+    launch(kernels.merge, (columns, batch, rank // 128), 32 * warps, merge, early=False)
     torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
 
 
-def choose_many_splits(blocks: int, tiles: int, pages: int) -> int:
+def choose_many_splits(blocks: int, tiles: int, pages: int, others: int = 0) -> int:
     """How many splits of `pages` pages end first, of each of so many tiles of columns. A GPU holds
-    `blocks` blocks at once, each of which takes the time of `_STARTING` pages to start and end."""
+    `blocks` blocks at once, each of which takes the time of `_STARTING` pages to start and end. A
+    few `others` take the place of as many for as long."""
+    if others < blocks / 2:
+        blocks -= others
     most = max(1, min(pages, _WAVES * blocks // tiles))
 
     def time(splits: int) -> int:

@@ -152,6 +152,7 @@ static bool __any_sync(unsigned, bool x) {
 }
 static bool __all_sync(unsigned mask, bool x) { return !__any_sync(mask, !x); }
 
+static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const unsigned long long bytes = low | (unsigned long long)high << 32;
   unsigned result = 0;
@@ -244,11 +245,16 @@ static float read_number(unsigned from, unsigned index) {
 #endif
 }
 
+static void check_page(unsigned long long from, int bytes) {
+  bool known = false;
+  for (const auto& page : pages) known |= from >= page.first && from + bytes <= page.second;
+  if (!known) fail("not in a page", from);
+}
+
 // A copy arrives when it is waited for, which is as late as it may.
 static void copy_async(unsigned to, unsigned long long from) {
-  bool known = false;
-  for (const auto& page : pages) known |= from >= page.first && from + 16 <= page.second;
-  if (!known || from % 16) fail("not in a page", from);
+  check_page(from, 16);
+  if (from % 16) fail("not at a piece", from);
   current->open.push_back({to, from});
 }
 static void end_group() { current->groups.push_back(std::exchange(current->open, {})); }
@@ -273,6 +279,7 @@ template <int PENDING>
 static void wait_products() {}
 template <int COUNT>
 static void hold(float (&)[COUNT]) {}
+static void prefetch_line(unsigned long long from) { check_page(from, 1); }
 static void take_registers() {}
 static void return_registers() {}
 
@@ -301,17 +308,25 @@ static void multiply_codes(float (&d)[32], unsigned long long a, unsigned long l
   multiply_wide(d, [=](int row, int k) { return from_half(in_matrix(a, row, k, false)); },
                 [=](int row, int k) { return from_half(in_matrix(b, row, k, false)); });
 }
-static void multiply_values(float (&d)[128], unsigned long long a, unsigned long long b) {
+static void multiply_values(float (&d)[64], unsigned long long a, unsigned long long b) {
   multiply_wide(d, [=](int row, int k) { return from_half(in_matrix(a, row, k, false)); },
                 [=](int row, int k) { return from_half(in_matrix(b, row, k, true)); });
 }
-static void multiply_keys(float (&d)[32], const unsigned (&a)[4], unsigned long long b) {
+// With a in registers, whose numbers are as `number` says.
+template <int COUNT, class Number, class B>
+static void multiply_wide(float (&d)[COUNT], const unsigned (&a)[4], Number number, B b) {
   together({a[0], a[1], a[2], a[3]}, [&](Numbers all, int lane) {
     multiply_wide(d, [=](int row, int k) {
-      return exact_of(all[row % 8 * 4 + k / 2 % 4][row / 8 % 2 + k / 8 * 2] >> k % 2 * 16 & 0xffff);
-    }, [=](int row, int k) { return exact_of(in_matrix(b, row, k, false)); });
+      return number(all[row % 8 * 4 + k / 2 % 4][row / 8 % 2 + k / 8 * 2] >> k % 2 * 16 & 0xffff);
+    }, b);
     return 0;
   });
+}
+static void multiply_keys(float (&d)[32], const unsigned (&a)[4], unsigned long long b) {
+  multiply_wide(d, a, exact_of, [=](int row, int k) { return exact_of(in_matrix(b, row, k, false)); });
+}
+static void multiply_own(float (&d)[64], const unsigned (&a)[4], unsigned long long b) {
+  multiply_wide(d, a, from_half, [=](int row, int k) { return from_half(in_matrix(b, row, k, true)); });
 }
 
 // ---- launches --------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,13 @@ from support.server_pages import Server, settings_of
 
 from rotationzoo.codec import attention, cuda_latents, cuda_segments, int2, kernels
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
-from rotationzoo.codec.cuda_latents import Frame, Kernels, LatentVariant, choose_columns
+from rotationzoo.codec.cuda_latents import (
+    Frame,
+    Kernels,
+    LatentVariant,
+    choose_columns,
+    choose_many_splits,
+)
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout
@@ -191,12 +197,18 @@ def test_it_reads_what_the_definition_reads(name, on_emulated_gpu):
 
 @on_cpu
 @pytest.mark.parametrize("name", quick_first(MANY, 1))
-def test_many_heads_read_what_the_definition_reads(name, on_emulated_gpu, monkeypatch):
-    monkeypatch.setattr(cuda_latents, "MANY_HEADS", True)
+def test_many_heads_read_what_the_definition_reads(name, on_emulated_gpu):
     case = MANY[name]
     inputs = draw(case)
     on_emulated_gpu(inputs.memory)
     assert error_of(attend(case, inputs), reference(inputs)).row < LIMITS[case.dtype]
+
+
+def test_splits_leave_room_for_the_blocks_that_read_copies():
+    """Unless there are so many of these that all others wait for them anyway."""
+    assert choose_many_splits(132, tiles=2, pages=512) == 64
+    assert choose_many_splits(132, tiles=2, pages=512, others=24) == 52
+    assert choose_many_splits(132, tiles=2, pages=512, others=240) == 64
 
 
 @on_cpu

@@ -625,6 +625,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
 
   const Element* rows = query + results.first * KEY;
   if (exact) {
+    let_next_start();  // `attend_many_heads`
     load_exact<KEY>(rows, EXACT_QUERIES, count);
     const bool early = block < sink_pieces;
     const int piece = early ? block : block - int(sink_pieces);
@@ -639,38 +640,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
                results);
 }
 
-constexpr int MERGING = 8, EXTRA = 8;  // warps of a block of `merge_latents`; and what a row of codes has behind its channels
+constexpr int MERGING = 8, EXTRA = 8;  // warps of a block of `merge_latents`, at most; and what a row of codes has behind its channels
 
-// Add the parts of a column from number `first` on, of which each warp takes some.
+// Add the parts of a column from number `first` on, of which each warp takes some. Lanes read what 32 of them sum to, so that reading
+// their outputs waits for nothing else.
 __device__ void add_parts(float4& sum, float& total, const float2* totals, const float4* outputs, Count first, Count end, float top) {
-  #pragma unroll 4
-  for (Count i = first + threadIdx.x / 32; i < end; i += MERGING) {
-    const float2 part = totals[i];
-    if (part.y == 0.0f) continue;  // it has no output
-    const float factor = exp2_of(part.x - top);
-    const float4 x = outputs[i * (RANK / 4)];
-    sum.x += factor * x.x, sum.y += factor * x.y, sum.z += factor * x.z, sum.w += factor * x.w, total += factor * part.y;
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  for (Count begin = first + threadIdx.x / 32; begin < end; begin += 32 * warps) {
+    const Count mine = begin + lane * warps;
+    const float2 part = mine < end ? totals[mine] : float2{LOWEST, 0.0f};
+    const float factor = part.y == 0.0f ? 0.0f : exp2_of(part.x - top);  // without a sum, it has no output
+    total += factor * part.y;
+    const int count = min(Count(32), (end - begin + warps - 1) / warps);
+    #pragma unroll 8
+    for (int i = 0; i < count; i++) {
+      const float of_part = __shfl_sync(ALL, factor, i);
+      float4 x = {};
+      if (of_part != 0.0f) x = outputs[(begin + i * warps) * (RANK / 4)];
+      sum.x += of_part * x.x, sum.y += of_part * x.y, sum.z += of_part * x.z, sum.w += of_part * x.w;
+    }
   }
+  #pragma unroll
+  for (int step = 16; step; step /= 2) total += __shfl_xor_sync(ALL, total, step);
 }
 
 // Merge the parts of a column, of which the first `windows` are exact. exact [B columns, RANK], and packed [B columns, RANK + EXTRA]:
 // behind its channels, it has what weights of packed tokens sum to, and zeros. Grid: x = columns, y = batch, z = RANK / 128.
-extern "C" __global__ void __launch_bounds__(32 * MERGING) merge_latents(
+extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
     const float2* totals, const float* outputs, Count parts, Count windows, Element* packed, Element* exact) {
   __shared__ float tops[MERGING], found[2][MERGING];
   __shared__ float4 sums[2][MERGING][32];
   const Count column = Count(blockIdx.y) * gridDim.x + blockIdx.x, first = 128 * blockIdx.z;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const float2* mine = totals + column * parts;
   const float4* of = reinterpret_cast<const float4*>(outputs + column * parts * RANK + first) + lane;
   float top = LOWEST;
-  for (Count i = threadIdx.x; i < parts; i += 32 * MERGING) top = fmaxf(top, mine[i].x);
+  for (Count i = threadIdx.x; i < parts; i += blockDim.x) top = fmaxf(top, mine[i].x);
   #pragma unroll
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
   if (!lane) tops[warp] = top;
   __syncthreads();
-  #pragma unroll
-  for (int w = 0; w < MERGING; w++) top = fmaxf(top, tops[w]);
+  for (int w = 0; w < warps; w++) top = fmaxf(top, tops[w]);
   float4 both[2] = {};
   float total[2] = {};
   add_parts(both[0], total[0], mine, of, 0, windows, top);
@@ -683,14 +693,12 @@ extern "C" __global__ void __launch_bounds__(32 * MERGING) merge_latents(
   __syncthreads();
   if (warp) return;
   total[0] = total[1] = 0.0f;
-  #pragma unroll
-  for (int w = 0; w < MERGING; w++) total[0] += found[0][w], total[1] += found[1][w];
+  for (int w = 0; w < warps; w++) total[0] += found[0][w], total[1] += found[1][w];
   const float sum = total[0] + total[1], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // a row of padding reads nothing
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     float4 x = {};
-    #pragma unroll
-    for (int w = 0; w < MERGING; w++) {
+    for (int w = 0; w < warps; w++) {
       const float4 of_warp = sums[i][w][lane];
       x.x += of_warp.x, x.y += of_warp.y, x.z += of_warp.z, x.w += of_warp.w;
     }

@@ -1,9 +1,10 @@
 // Attention of a few new tokens over pages of latents (MLA) for many query heads, on Hopper: between `scale_queries` and `merge_latents`
 // of latents.cu, whose conventions hold here. wgmma multiplies 64 columns, which are query heads times query tokens, by whole pages.
 //
-// Four warps unpack: they write the codes of a page as float16 numbers to shared memory, code * 2^-24 each. Two groups of four warps
+// Eight warps unpack: they write the codes of a page as float16 numbers to shared memory, code * 2^-24 each. Two groups of four warps
 // multiply. They take turns: of every other page, a group has the scores and makes them weights, while the other group multiplies. For
-// outputs, each group has half of the channels, and takes weights and codes of all pages.
+// outputs, each group has half of the channels, and takes weights and codes of all pages. The other group's weights are multiplied between
+// the halves of a page's scores: earlier, scores would wait for them, and later, what unpacks would wait for their page.
 //
 // Products read a page twice: [tokens, channels] for scores, and [channels, tokens], which are the same bytes, for outputs.
 //
@@ -20,12 +21,13 @@
 #include "latent_pages.cu"
 
 constexpr int KEY = RANK + ROPE, TILE = 64, COLUMNS = 64;
-constexpr int GROUP = 128, THREADS = 3 * GROUP, MULTIPLY = 2 * GROUP;  // of a warpgroup, of a block, and those that multiply
+constexpr int GROUP = 128, MULTIPLY = 2 * GROUP, UNPACK = 2 * GROUP;  // threads: of a warpgroup, that multiply, and that unpack
+constexpr int HANDED = GROUP + UNPACK, THREADS = MULTIPLY + UNPACK;   // that hand each other a stage; of a block
 constexpr int BLOCK = 64 * 128, PAGE = RANK / 64 * BLOCK, STAGE = PAGE + BLOCK;  // bytes: of 64 rows, of codes, and with exact keys
 constexpr int TILES = RANK / 64 * BLOCK, RAW = TILES + 2 * STAGE, NUMBERS = RAW + TILE * ROOM;
 constexpr int NUMBER = TILE * 4, TOPS = NUMBERS + 2 * 4 * NUMBER, SUMS = TOPS + 2 * COLUMNS * 4, SHARED = SUMS + 2 * COLUMNS * 8;
 static_assert(RANK == 512 && ROPE == 64, "each of the two groups that multiply has 256 channels, and a key is one block");
-static_assert(SHARED <= 227 * 1024, "too large");
+static_assert(SHARED <= 227 * 1024 && TILE * ROOM <= 4 * UNPACK * 16, "too large");
 extern __shared__ __align__(1024) char memory[];
 
 // Barriers of these threads, by number. Of each stage: it is full; a half of its channels is empty; it has weights. Of threads that
@@ -38,7 +40,7 @@ __device__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(ba
 
 // The threads that multiply have more registers, and those that unpack have fewer.
 __device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 216;"); }
-__device__ void return_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 72;"); }
+__device__ void return_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
 
 // What threads wrote to shared memory, for wgmma to read.
 __device__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -87,21 +89,22 @@ __device__ void multiply_keys(float (&d)[32], const unsigned (&a)[4], Matrix b) 
                : SIXTEEN(d, 0), SIXTEEN(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// d [64, 256] += a b for float16 a [64, 16] and b [16, 256] in shared memory.
-__device__ void multiply_values(float (&d)[128], Matrix a, Matrix b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
-               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-               "%128, %129, 1, 1, 1, 0, 1;"
-               : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48), SIXTEEN(d, 64), SIXTEEN(d, 80), SIXTEEN(d, 96),
-                 SIXTEEN(d, 112)
-               : "l"(a), "l"(b));
+// d [64, 128] += a b for float16 a [64, 16] and b [16, 128] in shared memory. The compiler takes no larger product where a block has 512
+// threads.
+#define OF_64 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+__device__ void multiply_values(float (&d)[64], Matrix a, Matrix b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " OF_64 ", %64, %65, 1, 1, 1, 0, 1;"
+               : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48) : "l"(a), "l"(b));
+}
+
+// The same for a in registers.
+__device__ void multiply_own(float (&d)[64], const unsigned (&a)[4], Matrix b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " OF_64 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // Where piece `piece` of 16 bytes of a row lies in its block.
@@ -116,30 +119,39 @@ struct Range {
   }
 };
 
-// Start copying the codes of a page. Two threads share a row.
-__device__ void fetch(const Tables& tables, Address page, int thread) {
-  const int first = thread % 2 * 16;
-  if (tables.row > tables.bytes) {
-    const int row = thread / 2;
-    for (int i = first; i < tables.bytes; i += 32) copy_async(address_of(RAW) + row * tables.row + i, page + row * tables.bytes + i);
-  } else {
-    for (int i = thread * 16; i < TILE * tables.bytes; i += GROUP * 16) copy_async(address_of(RAW) + i, page + i);
+// Bring what lies at this address into the L2 cache.
+__device__ void prefetch_line(Address from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// Start copying the codes of a page. `inverse` takes the number of a piece of 16 bytes to its row.
+__device__ void fetch(const Tables& tables, unsigned inverse, Address page, int thread) {
+  #pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int piece = thread + i * UNPACK;
+    const int row = __umulhi(piece, inverse);
+    if (piece < TILE / 16 * tables.bytes) copy_async(address_of(RAW) + piece * 16 + row * (tables.row - tables.bytes), page + piece * 16);
   }
   end_group();
 }
 
-// Two words of every eighth row: bytes 0 and 2, and bytes 1 and 3, each of the first word with that of the second above it. All are read
-// before any result is written, which the compiler could not move reads across.
+// Prefetch a page that is copied later. Exact keys are the last in it.
+__device__ void prefetch(const Tables& tables, Address page, int thread) {
+  const int at = 128 * thread;
+  if (at < tables.rope + TILE * ROPE * 2) prefetch_line(page + at);
+}
+
+// Two words of ROWS rows, eight apart: bytes 0 and 2, and bytes 1 and 3, each of the first word with that of the second above it. All are
+// read before any result is written, which the compiler could not move reads across. More rows take more registers than there are.
+constexpr int ROWS = 2;
 struct Words {
-  unsigned even[TILE / 8], odd[TILE / 8];
+  unsigned even[ROWS], odd[ROWS];
   __device__ Words(const char* row, int stride) {
     #pragma unroll
-    for (int i = 0; i < TILE / 8; i++) {
+    for (int i = 0; i < ROWS; i++) {
       const unsigned* words = reinterpret_cast<const unsigned*>(row + i * stride);
       even[i] = words[0], odd[i] = words[1];
     }
     #pragma unroll
-    for (int i = 0; i < TILE / 8; i++) {
+    for (int i = 0; i < ROWS; i++) {
       const unsigned one = even[i], next = odd[i];
       even[i] = __byte_perm(one, next, 0x6240), odd[i] = __byte_perm(one, next, 0x7351);
     }
@@ -151,72 +163,83 @@ struct Words {
 template <bool APART>
 __device__ void unpack_slots(const int4& pair, const char* row, int stride, char* to) {
   const int shift = pair.y & 0xff, other_shift = pair.y >> 8;
-  const Words one(row + (pair.x & 0xffff), stride), other = APART ? Words(row + (pair.x >> 16), stride) : one;
   #pragma unroll
-  for (int i = 0; i < TILE / 8; i++)
-    *reinterpret_cast<uint4*>(to + i * 8 * 128) = {one.even[i] >> shift & pair.z, one.odd[i] >> shift & pair.z,
-                                                   other.even[i] >> other_shift & pair.w, other.odd[i] >> other_shift & pair.w};
+  for (int first = 0; first < TILE / 8; first += ROWS) {
+    const char* from = row + first * stride;
+    const Words one(from + (pair.x & 0xffff), stride), other = APART ? Words(from + (pair.x >> 16), stride) : one;
+    #pragma unroll
+    for (int i = 0; i < ROWS; i++)
+      *reinterpret_cast<uint4*>(to + (first + i) * 8 * 128) = {one.even[i] >> shift & pair.z, one.odd[i] >> shift & pair.z,
+                                                               other.even[i] >> other_shift & pair.w, other.odd[i] >> other_shift & pair.w};
+  }
 }
 
-// Unpack the pages from `begin` to `end`. Lanes of a warp have eight rows, and four pairs of slots, so that they read and write other
-// banks of shared memory. Addresses come from a number that is `kept` for a page, because registers do not hold them for all pages.
-__device__ void unpack(const Tables& tables, const Range& range, const int4* pairs, int begin, int end, int thread) {
-  const int lane = thread % 32, row = lane % 8, first = thread / 32 * 8 + lane / 8;
-  Address page = tables.page(begin);
-  fetch(tables, page, thread);
+__device__ void swap(int4& one, int4& other) {
+  const int4 was = one;
+  one = other, other = was;
+}
+
+// Write the numbers of a token: its scale, the inverse, the offset in that unit, and the logarithm of the scale.
+__device__ void number_rows(const Tables& tables, const Range& range, float level, Address page, int tile, int stage, int row) {
+  const bool counts = tile * TILE + row >= range.start && tile * TILE + row < range.length;  // what lies beyond may be anything, even NaN
+  float scale = 0.0f, offset = 0.0f;
+  if (SEGMENTS) {
+    const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + row * tables.row);
+    const float found = __shfl_sync(ALL, level, tables.bytes ? gathered(words[0]) : 0);
+    if (counts) scale = offset = found;
+  } else if (counts) {
+    const char* numbers_at = reinterpret_cast<const char*>(page);
+    scale = number(numbers_at + tables.scales, row), offset = number(numbers_at + tables.offsets, row);
+    if (!MINIMUM) offset *= -scale;
+  }
+  if (scale < 0x1p-40f) scale = 0x1p-40f;  // but NaN stays
+  float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + row;
+  const float inverse = __fdividef(1.0f, scale);
+  numbers[0] = scale, numbers[TILE] = inverse, numbers[3 * TILE] = __log2f(scale);
+  if (!SEGMENTS) numbers[2 * TILE] = offset * inverse;
+}
+
+// Unpack the pages from `begin` to `end`. Lanes of a warp have eight rows, and four pairs of slots of each half of the channels, so that
+// they read and write other banks of shared memory. Addresses come from a number that is `kept` for a page, because registers do not hold
+// them for all pages.
+__device__ void unpack(const Tables& tables, const Range& range, const int4* pairs, int begin, int end, int number_of_thread) {
+  const float level = SEGMENTS ? tables.levels[number_of_thread % 16] : 0.0f;
+  int4 pair = __ldg(pairs + number_of_thread / 8), other = __ldg(pairs + 32 + number_of_thread / 8);
+  Address page = tables.page(begin), next = begin + 1 < end ? tables.page(begin + 1) : 0;
+  const unsigned inverse = 0xffffffffu / max(1, tables.bytes / 16) + 1;
+  fetch(tables, inverse, page, number_of_thread);
   for (int tile = begin; tile < end; tile++) {
+    const int thread = kept(number_of_thread), row = thread % 8, slots = thread / 8;
     const int stage = (tile - begin) % 2, to = TILES + stage * STAGE;
-    const Address next = tile + 1 < end ? tables.page(tile + 1) : 0;
-    uint4 exact[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++) exact[i] = __ldg(reinterpret_cast<const uint4*>(page + tables.rope) + thread + GROUP * i);
-    // What lies beyond may be anything, even NaN.
-    const bool counts = thread < TILE && tile * TILE + thread >= range.start && tile * TILE + thread < range.length;
-    float scale = 0.0f, offset = 0.0f;
-    if (!SEGMENTS && counts) {
-      const char* numbers_at = reinterpret_cast<const char*>(page);
-      scale = number(numbers_at + tables.scales, thread), offset = number(numbers_at + tables.offsets, thread);
-      if (!MINIMUM) offset *= -scale;
-    }
     wait_groups<0>();
-    meet<GROUP>(UNPACKED);  // all threads' copies of codes have arrived
-    if (SEGMENTS && counts) {
-      const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + thread * tables.row);
-      scale = offset = tables.levels[tables.bytes ? gathered(words[0]) : 0];
-    }
-    if (scale < 0x1p-40f) scale = 0x1p-40f;  // but NaN stays
+    meet<UNPACK>(UNPACKED);  // all threads' copies of codes have arrived
+    if (next) prefetch(tables, next, thread);
     // The group whose page this was is the first that is done with its half of the channels.
     const bool again = tile - begin >= 2;
-    int at = 32 * stage + first;
-    int4 pair = __ldg(pairs + at);
-    if (again) meet<MULTIPLY>(EMPTY + 2 * stage + stage);
-    if (thread < TILE) {
-      float* numbers = reinterpret_cast<float*>(memory + NUMBERS + stage * 4 * NUMBER) + thread;
-      const float inverse = __fdividef(1.0f, scale);
-      numbers[0] = scale, numbers[TILE] = inverse, numbers[3 * TILE] = __log2f(scale) - 8.0f;
-      if (!SEGMENTS) numbers[2 * TILE] = offset * inverse;
-    }
+    if (again) meet<HANDED>(EMPTY + 2 * stage + stage);
     #pragma unroll 1
-    for (int i = 0; i < 4; i++) {
-      if (i == 2 && again) meet<MULTIPLY>(EMPTY + 2 * stage + 1 - stage);
+    for (int i = 0; i < 2; i++) {
+      if (i && again) meet<HANDED>(EMPTY + 2 * stage + 1 - stage);
+      if (i)
+        #pragma unroll
+        for (int part = 0; part < TILE * ROPE * 2; part += UNPACK * 16)
+          copy_async(address_of(to + PAGE + place(thread / 8, thread % 8)) + part, page + tables.rope + part + thread * 16);
       const char* from = memory + RAW + row * tables.row;
-      const int stride = kept(8 * tables.row), next_at = i % 2 ? at - 4 ^ 32 : at + 4;
-      const int4 next_pair = __ldg(pairs + next_at);
-      char* codes = memory + to + at / 8 * BLOCK + place(row, at % 8);
+      char* codes = memory + to + (i ^ stage) * (PAGE / 2) + slots / 8 * BLOCK + place(row, slots % 8);
       if (__any_sync(ALL, (pair.x & 0xffff) != pair.x >> 16))
-        unpack_slots<true>(pair, from, stride, codes);
+        unpack_slots<true>(pair, from, 8 * tables.row, codes);
       else if (!again || __any_sync(ALL, pair.z || pair.w))  // zeros stay
-        unpack_slots<false>(pair, from, stride, codes);
-      at = next_at, pair = next_pair;
+        unpack_slots<false>(pair, from, 8 * tables.row, codes);
+      if (!i) swap(pair, other);
     }
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-      *reinterpret_cast<uint4*>(memory + to + PAGE + place(thread / 8, thread % 8) + i * (GROUP / 8) * 128) = exact[i];
+    end_group();
+    if (thread >= UNPACK - TILE) number_rows(tables, range, level, page, tile, stage, thread - (UNPACK - TILE));
+    wait_groups<0>();
     publish();
-    arrive<MULTIPLY>(FULL + stage);
-    page = next;
-    meet<GROUP>(UNPACKED);  // nobody reads these codes any more
-    if (tile + 1 < end) fetch(tables, page, kept(thread));
+    arrive<HANDED>(FULL + stage);
+    page = next, next = tile + 2 < end ? tables.page(tile + 2) : 0;
+    meet<UNPACK>(UNPACKED);  // nobody reads these codes any more
+    if (page) fetch(tables, inverse, page, kept(thread));
   }
 }
 
@@ -229,7 +252,7 @@ struct Results {
 
 // Two columns of a thread: what their scores are relative to, and sums of weights and of weights times offsets.
 struct Columns {
-  float output[128], tops[2], totals[2], offsets[2];
+  float output[2][64], tops[2], totals[2], offsets[2];
 
   // Scores are relative to others. What this changes outputs by, which products may still be adding to.
   __device__ void move(const float (&next)[2], float (&factors)[2]) {
@@ -239,20 +262,30 @@ struct Columns {
       tops[r] = next[r], totals[r] *= factors[r], offsets[r] *= factors[r];
     }
   }
+  __device__ void hold_output() { hold(output[0]), hold(output[1]); }
   __device__ void change(const float (&factors)[2]) {
-    if (__any_sync(ALL, factors[0] != 1.0f || factors[1] != 1.0f))
-      #pragma unroll
-      for (int i = 0; i < 128; i++) output[i] *= factors[i / 2 % 2];
-    hold(output);
+    if (!__any_sync(ALL, factors[0] != 1.0f || factors[1] != 1.0f)) return;
+    wait_products<0>();  // all of them, or the compiler lets none run beside others
+    #pragma unroll
+    for (int i = 0; i < 128; i++) output[i / 64][i % 64] *= factors[i / 2 % 2];
+    hold_output();
   }
 
-  // Begin to add what the weights of a stage read of the group's channels.
-  __device__ void add(int from, int group) {
-    const Matrix weights = matrix(from + PAGE), values = matrix(from + group * 4 * BLOCK);
+  // Begin to add what weights read of the group's channels in a stage: those of the group's own page, or in shared memory.
+  __device__ void add(const unsigned (&weights)[TILE / 16][4], int from, int group) {
     begin_products();
     #pragma unroll
-    for (int step = 0; step < TILE / 16; step++) multiply_values(output, weights + (step * 32 >> 4), values + (step * 16 * 128 >> 4));
+    for (int i = 0; i < TILE / 16 * 2; i++) multiply_own(output[i % 2], weights[i / 2], values(from, group, i));
     end_products();
+  }
+  __device__ void add(Matrix weights, int from, int group) {
+    begin_products();
+    #pragma unroll
+    for (int i = 0; i < TILE / 16 * 2; i++) multiply_values(output[i % 2], weights + (i / 2 * 32 >> 4), values(from, group, i));
+    end_products();
+  }
+  static __device__ Matrix values(int from, int group, int i) {
+    return matrix(from + group * 4 * BLOCK) + (i % 2 * 2 * BLOCK + i / 2 * 16 * 128 >> 4);
   }
 
   // The same of the other group's page, once it has weights, which are relative to its tops.
@@ -260,9 +293,21 @@ struct Columns {
     meet<MULTIPLY>(WEIGHTS + 1 - group);
     const float next[2] = {shared_tops[0], shared_tops[8]};
     float factors[2];
-    move(next, factors), change(factors), add(from, group);
+    move(next, factors), change(factors), add(matrix(from + PAGE), from, group);
   }
 };
+
+// Begin to add products with the first or the second half of the codes.
+template <int PART>
+__device__ void multiply_part(float (&scores)[32], int from) {
+  begin_products();
+  #pragma unroll
+  for (int step = PART * RANK / 32; step < (PART + 1) * RANK / 32; step++) {
+    const Matrix skip = (step / 4 * BLOCK + step % 4 * 32) >> 4;
+    multiply_codes(scores, matrix(0) + skip, matrix(from) + skip);
+  }
+  end_products();
+}
 
 // Attend to the pages from `begin` to `end` with queries in the order of slots.
 __device__ void attend(int begin, int end, const Range& range, const Element* query, const unsigned short* turned, const float* headers,
@@ -296,7 +341,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
   // The group's own pages, and with each the one before.
   for (int tile = begin + group; tile < end; tile += 2) {
     float scores[32] = {};
-    meet<MULTIPLY>(FULL + group);
+    meet<HANDED>(FULL + group);
     begin_products();
     #pragma unroll
     for (int step = 0; step < ROPE / 16; step++) multiply_keys(scores, keys[step], matrix(from + PAGE) + (step * 32 >> 4));
@@ -311,23 +356,21 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
       scores[i] = scores[i] * (scale / units[r]) * numbers[TILE + token] + sums[r] * (SEGMENTS ? 1.0f : numbers[2 * TILE + token]);
     }
     hold(scores);
+    multiply_part<0>(scores, from);
     if (tile > begin) mine.follow(shared_tops + (1 - group) * COLUMNS, other, group);
-    begin_products();
-    #pragma unroll
-    for (int step = 0; step < RANK / 16; step++) {
-      const Matrix skip = (step / 4 * BLOCK + step % 4 * 32) >> 4;
-      multiply_codes(scores, matrix(0) + skip, matrix(from) + skip);
-    }
-    end_products();
+    multiply_part<1>(scores, from);
     if (tile > begin) {
       wait_products<1>();
-      hold(mine.output);
-      if (tile + 1 < end) arrive<MULTIPLY>(EMPTY + 2 * (1 - group) + group);
+      if (tile + 1 < end) arrive<HANDED>(EMPTY + 2 * (1 - group) + group);
     }
     wait_products<0>();
     hold(scores);
+    // From here on, they are logarithms of weights times scales, which is what codes are multiplied by.
     #pragma unroll
-    for (int i = 0; i < 32; i++) scores[i] *= numbers[i / 4 * 8 + i % 2];
+    for (int i = 0; i < 32; i++) {
+      const int r = i / 2 % 2, token = i / 4 * 8 + i % 2;
+      scores[i] = fmaf(scores[i] * numbers[token], units[r], numbers[3 * TILE + token]);
+    }
     const int first = tile * TILE + 2 * part;
     if (range.start > tile * TILE || range.floor - range.tokens < tile * TILE + TILE) {
       const int ends[2] = {range.end_of(first_row), range.end_of(first_row + 8)};
@@ -339,18 +382,17 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     }
     float tops[2] = {LOWEST, LOWEST};
     #pragma unroll
-    for (int i = 0; i < 32; i++) {
-      const int r = i / 2 % 2;
-      tops[r] = fmaxf(tops[r], fmaf(scores[i], units[r], numbers[3 * TILE + i / 4 * 8 + i % 2]));
-    }
+    for (int i = 0; i < 32; i++) tops[i / 2 % 2] = fmaxf(tops[i / 2 % 2], scores[i]);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 1));
       tops[r] = fmaxf(tops[r], __shfl_xor_sync(ALL, tops[r], 2));
+      tops[r] -= 8.0f;  // so that the largest is 2^8, or up to 2^15
       if (tops[r] <= mine.tops[r] + 7.0f) tops[r] = mine.tops[r];
       if (!part) shared_tops[group * COLUMNS + 8 * r] = tops[r];
     }
-    const unsigned weights = kept(from + PAGE + place(first_row, 0) + 4 * part);
+    const unsigned to = kept(from + PAGE + place(first_row, 0) + 4 * part);
+    unsigned weights[TILE / 16][4];
     float factors[2];
     mine.move(tops, factors);
     meet<GROUP>(OWN + group);  // nobody reads exact keys any more, in whose place weights come
@@ -361,25 +403,25 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
         float scaled[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const float weight = exp2_of(fmaf(scores[4 * j + 2 * r + i], units[r], -mine.tops[r]));
-          scaled[i] = weight * numbers[8 * j + i];
-          mine.totals[r] += weight, mine.offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
+          scaled[i] = exp2_of(scores[4 * j + 2 * r + i] - mine.tops[r]);
+          mine.totals[r] = fmaf(scaled[i], numbers[TILE + 8 * j + i], mine.totals[r]);
+          mine.offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
         }
-        *reinterpret_cast<unsigned*>(memory + (weights ^ j << 4) + r * 8 * 128) = half_pair(scaled[0], scaled[1]);
+        const unsigned pair = weights[j / 2][j % 2 * 2 + r] = half_pair(scaled[0], scaled[1]);
+        *reinterpret_cast<unsigned*>(memory + (to ^ j << 4) + r * 8 * 128) = pair;
       }
     publish();
     arrive<MULTIPLY>(WEIGHTS + group);
     mine.change(factors);
-    meet<GROUP>(OWN + group);
-    mine.add(from, group);
+    mine.add(weights, from, group);
     wait_products<0>();
-    hold(mine.output);
-    if (tile + 2 < end) arrive<MULTIPLY>(EMPTY + 2 * group + group);
+    mine.hold_output();
+    if (tile + 2 < end) arrive<HANDED>(EMPTY + 2 * group + group);
   }
   if ((end - begin) % 2 == group) {  // the last page is the other group's
     mine.follow(shared_tops + (1 - group) * COLUMNS, other, group);
     wait_products<0>();
-    hold(mine.output);
+    mine.hold_output();
   }
   float2* shared_sums = reinterpret_cast<float2*>(memory + SUMS);
   #pragma unroll
@@ -392,6 +434,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     if (!part) shared_sums[group * COLUMNS + first_row + 8 * r] = {mine.totals[r], mine.offsets[r]};
   }
   meet<MULTIPLY>(MULTIPLIED);
+  wait_for_previous();
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + 8 * r;
@@ -404,7 +447,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     #pragma unroll
     for (int j = 0; j < 32; j++) {
       const float2 middle = of[4 * j];
-      const float* output = mine.output + 4 * j + 2 * r;
+      const float* output = mine.output[j / 16] + 4 * (j % 16) + 2 * r;
       to[4 * j] = {16777216.0f * output[0] + offset * middle.x, 16777216.0f * output[1] + offset * middle.y};
     }
   }
@@ -412,6 +455,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
 
 // Grid: x = splits, y = tiles of columns, z = batch. The arguments are those of `attend_latents`, but turned [B, columns, RANK] and middles
 // [RANK] are in the order of slots, and so are the outputs; `windows` parts of totals and outputs come before those that this writes.
+// This may start when all blocks of `attend_latents` have, which reads copies and has waited for what this reads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pairs, const float* codes_middles, const float* codes_levels,
@@ -426,6 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
   const int from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE), each = (to - from + splits - 1) / splits;
   const int begin = min(to, from + int(blockIdx.x) * each), end = min(to, begin + each);
   if (begin >= end) {
+    wait_for_previous();
     if (thread < count) totals[results.at(thread)] = {LOWEST, 0.0f};
     return;
   }
