@@ -71,6 +71,8 @@ def check_server(settings: CacheSettings, config: Any) -> None:
             has_latents and method not in latent_drafts
         ),
         "sliding windows with states": model.is_hybrid and has_windows,
+        # With its own cache, too, vLLM's CPU engine answers these wrongly.
+        "drafts and states on a CPU": drafts and model.is_hybrid and not on_gpu,
         # vLLM would copy such a block without the exact copies of its pages.
         "prefixes that end inside a block": getattr(cache, "prefix_match_unit", None) is not None,
         "a KV cache dtype of vLLM's own": cache.cache_dtype not in ("auto", "bfloat16"),

@@ -1,6 +1,7 @@
 """Other models in a released vLLM: those that draft tokens, against the same without drafts, and
 those whose layers have states or latents (MLA), against `RotatedCache`."""
 
+import json
 from collections import namedtuple
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from support.hybrids import calibrate_hybrid
 from support.jobs import calibrate_short
 from support.recipes import CODED
-from support.vllm import NEEDS_VLLM, NGRAMS, ON_GPU, engine_job, serve, serve_in_turn
+from support.vllm import NEEDS_VLLM, NGRAMS, ON_GPU, drive, engine_job, serve, serve_in_turn
 from support.vllm_answers import (
     CLOSE,
     FLIPPED_EARLY,
@@ -122,7 +123,7 @@ def test_an_mtp_heads_cache_keeps_the_backend_of_vllm(prompts, tmp_path):
 # ---- layers with states next to keys and values
 
 
-Served = namedtuple("Served", "model artifact answers plain")
+Served = namedtuple("Served", "model folder artifact answers plain")
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +148,16 @@ def served(ids, tmp_path_factory) -> dict[str, Served]:
             jobs.append(engine_job(artifact, rounds, model=str(made[name][1]), **options))
         answers.append(dict(zip(asked, serve_in_turn(folder, jobs), strict=True)))
     ours, plain = answers[0], answers[-1]
-    return {name: Served(made[name][0], artifacts[name], ours[name], plain[name]) for name in asked}
+    return {
+        name: Served(*made[name][:2], artifacts[name], ours[name], plain[name]) for name in asked
+    }
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "granite_h"])
 def test_every_log_probability_is_that_of_the_cache_in_transformers(served, name):
     """The second request to Falcon-H1 finds two blocks of 512 tokens, and the state after them. On
     a GPU, vLLM's kernels for states round products of float32, with its own cache, too."""
-    model, artifact, answers, plain = served[name]
+    model, _, artifact, answers, plain = served[name]
     rounds = [answer for (answer,) in answers["rounds"]]
     rounding = 0.0
     for (answer,) in plain["rounds"] if ON_GPU else []:
@@ -173,6 +176,15 @@ def test_every_log_probability_is_that_of_the_cache_in_transformers(served, name
         else:
             assert_same(found, expected[-len(found) :], FLIPPED_EARLY)
         assert differences(expected, exact).mean() > 10 * CLOSE, "attention matters"
+
+
+@pytest.mark.skipif(bool(ON_GPU), reason="vLLM's GPU engine answers them correctly")
+def test_drafts_and_states_are_refused_on_a_cpu(served, tmp_path):
+    made = served["granite_h"]
+    drafts = "--speculative-config", json.dumps({**NGRAMS, "num_speculative_tokens": 3})
+    command = ["serve", str(made.folder), "--rotations", str(made.artifact), "--dry-run", "--"]
+    (end,) = drive(tmp_path, {"commands": [[*command, *drafts]]})
+    assert "rotations are not served with drafts and states on a CPU" in end["err"]
 
 
 @pytest.mark.skipif(bool(ON_GPU), reason="a GPU's blocks are smaller")
