@@ -15,6 +15,7 @@ first token that differs. A cell is `equal`, `refused` by this project or by vLL
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -356,7 +357,8 @@ def distance(found: dict[str, Any], alone: dict[str, Any]) -> float:
         apart.append(abs(chances[str(ours)] - expected.get(str(ours), -1e9)))
         if ours != other:
             break
-    return sum(apart) / len(apart)
+    mean = sum(apart) / len(apart)
+    return float("inf") if math.isnan(mean) else mean  # `max` would pass over NaN
 
 
 def key_of(answer: dict[str, Any]) -> str:
@@ -406,9 +408,9 @@ def judge(
         return Found("NOT COMPARED", why=reference.get("error", "no reference")[:300])
     alone, beside = (reference["answers"][at::2] for at in (0, 1))
     noise = max(map(distance, beside, alone))
-    expected = dict(zip(wanted, alone, strict=True))
     if noise > LOUDEST:
         return Found("NOT COMPARED", f"a stranger alone changes answers by {noise:.1e}")
+    expected = dict(zip(wanted, alone, strict=True))
     far = max(distance(answer, expected[key_of(answer)]) for answer in result["answers"])
     word = "equal" if far <= max(cell.close, TIMES * noise) else "WRONG"
     return Found(word, f"{far:.1e} apart at most, and {noise:.1e} beside a stranger")
