@@ -39,8 +39,8 @@ template <int COUNT>
 __device__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(COUNT) : "memory"); }
 
 // The threads that multiply have more registers, and those that unpack have fewer.
-__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 216;"); }
-__device__ void return_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
+__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 208;"); }
+__device__ void return_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 48;"); }
 
 // What threads wrote to shared memory, for wgmma to read.
 __device__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -141,7 +141,7 @@ __device__ void prefetch(const Tables& tables, Address page, int thread) {
 
 // Two words of ROWS rows, eight apart: bytes 0 and 2, and bytes 1 and 3, each of the first word with that of the second above it. All are
 // read before any result is written, which the compiler could not move reads across. More rows take more registers than there are.
-constexpr int ROWS = 2;
+constexpr int ROWS = 4;
 struct Words {
   unsigned even[ROWS], odd[ROWS];
   __device__ Words(const char* row, int stride) {
