@@ -60,7 +60,7 @@ class AttentionVariant:
     @property
     def window(self) -> int:
         """Exact tokens that a block of `attend` reads: `WINDOW` in the source."""
-        return 32 * self.warps // 4
+        return (8 if self.dtype == torch.float32 else 16) * self.warps
 
     @property
     def column_bytes(self) -> int:
@@ -212,9 +212,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     for window in (head, tail):
         for exact_rows in (window.key, window.value):
             dtype = torch.promote_types(dtype, exact_rows.dtype)
-    query = query.to(dtype)
-    if query.stride(3) != 1:
-        query = query.contiguous()
+    query = _aligned(query.to(dtype))
     layout = packed.key.layout
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
@@ -326,6 +324,15 @@ def _check(
             f"may be {_MOST_BLOCKS:,} of each",
             hint="give fewer rows, or fewer new tokens",
         )
+
+
+def _aligned(query: torch.Tensor) -> torch.Tensor:
+    """Queries whose rows are contiguous and begin at a multiple of 16 bytes."""
+    *strides, own = query.stride()
+    offsets = query.data_ptr(), *(stride * query.element_size() for stride in strides)
+    if own == 1 and not any(offset % 16 for offset in offsets):
+        return query
+    return query.clone(memory_format=torch.contiguous_format)
 
 
 def _pages(side: PackedSide) -> Pages:

@@ -167,6 +167,32 @@ struct Job {
   }
 };
 
+// Merge the warps of a block, of which `merged` [WARPS][COLUMNS][WIDTH] has outputs, what they are relative to, and sums. The headers of
+// columns have something to add, unless they are null.
+constexpr int WIDTH = VALUE_DIM + 2;
+__device__ void merge_warps(const Job& job, const Header* headers, const float* merged, float2* totals, float* outputs) {
+  __syncthreads();
+  const int columns = min(Count(COLUMNS), job.columns - job.tile * COLUMNS);
+  for (int c = 0; c < columns; c++) {
+    float top = LOWEST, total = 0.0f, factors[WARPS];
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, merged[(w * COLUMNS + c) * WIDTH + VALUE_DIM]);
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float* of = merged + (w * COLUMNS + c) * WIDTH + VALUE_DIM;
+      factors[w] = exp2_of(of[0] - top);
+      total += factors[w] * of[1];
+    }
+    for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
+      float x = 0.0f;
+      #pragma unroll
+      for (int w = 0; w < WARPS; w++) x += factors[w] * merged[(w * COLUMNS + c) * WIDTH + d];
+      outputs[job.at(c) * VALUE_DIM + d] = x;
+    }
+    if (!threadIdx.x) totals[job.at(c)] = {top + (headers ? headers[c].bias : 0.0f), total};
+  }
+}
+
 // Of the tiles from `begin` to `end`, the tokens of a range.
 __device__ void attend_packed(
     const Job& job, const Tables& tables, int begin, int end, const Range& range, const signed char* prepared, const Header* headers,
@@ -239,9 +265,7 @@ __device__ void attend_packed(
         state.offsets[group][set] += __shfl_xor_sync(ALL, state.offsets[group][set], step);
     }
 
-  // Merge the warps. [warp][column][VALUE_DIM + 2]: the outputs, the reference and the sum.
   __syncthreads();
-  constexpr int WIDTH = VALUE_DIM + 2;
   float* merged = reinterpret_cast<float*>(shared);
   #pragma unroll
   for (int set = 0; set < SETS; set++) {
@@ -285,44 +309,130 @@ __device__ void attend_packed(
 #endif
     if (!row) to[VALUE_DIM] = first < last ? state.top[set] : LOWEST, to[VALUE_DIM + 1] = state.sum[set];
   }
-  __syncthreads();
-  const int columns = min(Count(COLUMNS), job.columns - job.tile * COLUMNS);
-  for (int c = 0; c < columns; c++) {
-    float top = LOWEST, total = 0.0f, factors[WARPS];
-    #pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, merged[(w * COLUMNS + c) * WIDTH + VALUE_DIM]);
-    #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const float* of = merged + (w * COLUMNS + c) * WIDTH + VALUE_DIM;
-      factors[w] = exp2_of(of[0] - top);
-      total += factors[w] * of[1];
-    }
-    for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
-      float x = 0.0f;
-      #pragma unroll
-      for (int w = 0; w < WARPS; w++) x += factors[w] * merged[(w * COLUMNS + c) * WIDTH + d];
-      outputs[job.at(c) * VALUE_DIM + d] = x;
-    }
-    if (!threadIdx.x) totals[job.at(c)] = {top + (SOFT_CAP ? 0.0f : headers[column + c].bias), total};
-  }
+  merge_warps(job, SOFT_CAP ? nullptr : headers + column, merged, totals, outputs);
 }
 
-// The exact tokens from `begin` on, at most WINDOW. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last ones,
-// and as many more of the first ones, at most `moves`.
-__device__ void attend_exact(
-    const Job& job, const Rows& rows, int begin, int newest, int moves, const Element* query, const Strides& strides, float scale,
-    float cap, float2* totals, float* outputs, char* shared) {
+// Which exact tokens are read, from `begin` on, at most WINDOW. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last
+// ones, and as many more of the first ones, at most `moves`.
+struct Exact {
+  int begin, length, count, start, skipped, newest, tokens;  // skipped: those before are read by no query
+  Count at;                                                   // of the first row
+
+  __device__ Exact(const Job& job, const Rows& rows, int begin, int newest, int moves)
+      : begin(begin), length(rows.lengths ? rows.lengths[job.batch] : rows.room * int(rows.pieces)), count(min(WINDOW, length - begin)),
+        start(rows.starts ? rows.starts[job.batch] - begin : 0), skipped(start - moves), newest(newest), tokens(job.tokens) {
+    const int room = rows.room;
+    const Count slot = rows.slots ? rows.slots[job.batch * rows.pieces + begin / room] : job.batch;
+    at = (slot * job.heads + job.head) * room + begin % room;
+  }
+  __device__ bool has(int token) const { return token >= skipped && token < count; }
+  __device__ bool is_read(int token, int column) const {
+    const int later = newest * (tokens - 1 - column % tokens);
+    return token >= max(skipped, start - later) && begin + token < length - later;
+  }
+};
+
+#if TYPE
+// Every warp has 16 of the tokens. Lanes read pieces of eight channels of a row. So products take channels and tokens in another order
+// than they have: keys and queries in the same one.
+__device__ void attend_exact(const Job& job, const Rows& rows, const Exact& exact, const Element* query, const Strides& strides,
+                             float scale, float cap, float2* totals, float* outputs, char* shared) {
+  constexpr int KEYS = (KEY_DIM + 31) / 32, VALUES = (VALUE_DIM + 63) / 64;  // pieces of a row that a lane has
+  const int lane = threadIdx.x % 32, row = lane / 4, part = lane % 4, warp = threadIdx.x / 32, first = job.tile * COLUMNS;
+  const auto piece = [](const Element* from, bool exists) { return exists ? *reinterpret_cast<const uint4*>(from) : uint4{}; };
+  uint4 queries[KEYS], keys[KEYS][2];
+  unsigned values[VALUES][4][4];  // by word, and token
+  const bool is_column = row < COLUMNS && first + row < job.columns;
+  const Element* of = query + (is_column ? strides.at(job.batch, job.head, job.columns, job.tokens, first + row) : 0);
+  #pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    const int d = 32 * i + 8 * part;
+    queries[i] = piece(of + d, is_column && d < KEY_DIM);
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int token = 16 * warp + row + 8 * r;
+      keys[i][r] = piece(rows.key + (exact.at + token) * KEY_DIM + d, exact.has(token) && d < KEY_DIM);
+    }
+  }
+  // Values are on their way while keys are compared.
+  #pragma unroll
+  for (int i = 0; i < VALUES; i++)
+    #pragma unroll
+    for (int t = 0; t < 4; t++) {
+      const int d = 64 * i + 8 * row, token = 16 * warp + 2 * part + t % 2 + t / 2 * 8;
+      const uint4 x = piece(rows.value + (exact.at + token) * VALUE_DIM + d, exact.has(token) && d < VALUE_DIM);
+      values[i][0][t] = x.x, values[i][1][t] = x.y, values[i][2][t] = x.z, values[i][3][t] = x.w;
+    }
+  float scores[4] = {};
+  #pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    multiply_exact(scores, keys[i][0].x, keys[i][1].x, keys[i][0].y, keys[i][1].y, queries[i].x, queries[i].y);
+    multiply_exact(scores, keys[i][0].z, keys[i][1].z, keys[i][0].w, keys[i][1].w, queries[i].z, queries[i].w);
+  }
+  // Numbers are of tokens `row` and `row` + 8, and of columns 2 `part` and the next.
+  float tops[2], sums[2];
+  #pragma unroll
+  for (int c = 0; c < 2; c++) {
+    float top = LOWEST;
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float& score = scores[2 * r + c];
+      const bool is_read = exact.is_read(16 * warp + row + 8 * r, first + 2 * part + c);
+      score = is_read ? soft_capped(score * (scale * LOG2E), cap) : MINUS_INFINITY;
+      top = fmaxf(top, score);
+    }
+    #pragma unroll
+    for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    float sum = 0.0f;
+    #pragma unroll
+    for (int r = 0; r < 2; r++) sum += scores[2 * r + c] = exp2_of(scores[2 * r + c] - top);
+    #pragma unroll
+    for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
+    tops[c] = top, sums[c] = sum;
+  }
+  // A weight is the sum of two numbers: these tokens often have most of the weight.
+  unsigned weights[2][2];
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float low = scores[2 * r], high = scores[2 * r + 1];
+    const unsigned pair = element_pair(low, high);
+    weights[0][r] = transpose(pair), weights[1][r] = transpose(element_pair(low - element(pair & 0xffff), high - element(pair >> 16)));
+  }
+  float* merged = reinterpret_cast<float*>(shared) + warp * COLUMNS * WIDTH;
+  #pragma unroll
+  for (int i = 0; i < VALUES; i++)
+    #pragma unroll
+    for (int m = 0; m < 4; m++) {  // two channels of each piece
+      const unsigned(&words)[4] = values[i][m];
+      float sum[4] = {};
+      #pragma unroll
+      for (int w = 0; w < 2; w++)
+        multiply_exact(sum, __byte_perm(words[0], words[1], 0x5410), __byte_perm(words[0], words[1], 0x7632),
+                       __byte_perm(words[2], words[3], 0x5410), __byte_perm(words[2], words[3], 0x7632), weights[w][0], weights[w][1]);
+      const int d = 64 * i + 8 * row + 2 * m;
+      #pragma unroll
+      for (int k = 0; k < 4; k++)
+        if (2 * part < COLUMNS && d < VALUE_DIM) merged[(2 * part + k % 2) * WIDTH + d + k / 2] = sum[k];
+    }
+  #pragma unroll
+  for (int c = 0; c < 2; c++)
+    if (!row && 2 * part < COLUMNS) {
+      float* to = merged + (2 * part + c) * WIDTH + VALUE_DIM;
+      to[0] = tops[c], to[1] = sums[c];
+    }
+  wait_for_previous();
+  merge_warps(job, nullptr, reinterpret_cast<float*>(shared), totals, outputs);
+}
+#else
+// Of each token, COMPARERS threads have a part of the key.
+__device__ void attend_exact(const Job& job, const Rows& rows, const Exact& exact, const Element* query, const Strides& strides,
+                             float scale, float cap, float2* totals, float* outputs, char* shared) {
   constexpr int SHARE = KEY_DIM / COMPARERS, PADDED = SHARE + 4;
   static_assert((COMPARERS * PADDED + WINDOW + 2) * COLUMNS * sizeof(float) <= SHARED && WINDOW <= 32, "too large");
   float* queries = reinterpret_cast<float*>(shared);                     // [COLUMNS][COMPARERS][PADDED]
   float* scores = queries + COLUMNS * COMPARERS * PADDED;                // [WINDOW][COLUMNS]
   float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
   const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
-  const int room = rows.room, piece = begin / room;
-  const Count slot = rows.slots ? rows.slots[job.batch * rows.pieces + piece] : job.batch;
-  const Count at = (slot * job.heads + job.head) * room + begin % room;  // of the first row
-  const int length = rows.lengths ? rows.lengths[job.batch] : room * int(rows.pieces), count = min(WINDOW, length - begin);
-  const int start = rows.starts ? rows.starts[job.batch] - begin : 0, skipped = start - moves;  // of the last query, of the first
   const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
   for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
     const int c = i / KEY_DIM, d = i % KEY_DIM;
@@ -331,13 +441,13 @@ __device__ void attend_exact(
     queries[(c * COMPARERS + d / SHARE) * PADDED + d % SHARE] = x * scale * LOG2E;
   }
   float key[SHARE] = {};
-  if (token >= skipped && token < count) load<SHARE>(key, rows.key + (at + token) * KEY_DIM + side * SHARE);
+  if (exact.has(token)) load<SHARE>(key, rows.key + (exact.at + token) * KEY_DIM + side * SHARE);
   // Values are on their way while keys are compared.
   Element values[WINDOW];
-  const Element* value = rows.value + at * VALUE_DIM;
+  const Element* value = rows.value + exact.at * VALUE_DIM;
   #pragma unroll
   for (int i = 0; i < WINDOW; i++)
-    values[i] = i >= skipped && i < count && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
+    values[i] = exact.has(i) && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
   wait_for_previous();
   __syncthreads();
   #pragma unroll 2
@@ -351,10 +461,7 @@ __device__ void attend_exact(
     }
     #pragma unroll
     for (int step = 1; step < COMPARERS; step *= 2) score += __shfl_xor_sync(ALL, score, step);
-    const int later = newest * (job.tokens - 1 - (first + c) % int(job.tokens));
-    if (side == c % COMPARERS)
-      scores[token * COLUMNS + c] =
-          token >= max(skipped, start - later) && begin + token < length - later ? soft_capped(score, cap) : MINUS_INFINITY;
+    if (side == c % COMPARERS) scores[token * COLUMNS + c] = exact.is_read(token, first + c) ? soft_capped(score, cap) : MINUS_INFINITY;
   }
   __syncthreads();
   const int lane = threadIdx.x % 32;
@@ -372,7 +479,7 @@ __device__ void attend_exact(
   for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
     if (d >= THREADS)
       #pragma unroll
-      for (int i = 0; i < WINDOW; i++) values[i] = i >= skipped && i < count ? value[i * VALUE_DIM + d] : 0;
+      for (int i = 0; i < WINDOW; i++) values[i] = exact.has(i) ? value[i * VALUE_DIM + d] : 0;
     float sums[COLUMNS] = {};
     #pragma unroll
     for (int i = 0; i < WINDOW; i++) {
@@ -384,6 +491,7 @@ __device__ void attend_exact(
   }
   if (threadIdx.x < columns) totals[job.at(threadIdx.x)] = merged[threadIdx.x];
 }
+#endif
 
 // Grid: x = windows + splits, where windows are the blocks of the sink and of the recent tokens; y = KV heads times tiles of
 // columns, z = batch. `lengths` [B]: how many tokens are packed; `starts` [B] or null: how many of these are not read; `floors` [B] or
@@ -411,7 +519,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Rows sink = {sink_key, sink_value, sink_lengths, sink_starts, sink_slots, sink_room, sink_pieces};
     const Strides strides = {strides_row, strides_head, strides_token};
     const int begin = (early ? block : block - sinks) * WINDOW, moves = early ? 0 : min(int(tokens) - 1, length - floor);
-    attend_exact(job, early ? sink : recent, begin, !early, moves, query, strides, scale, capped, totals, outputs, shared);
+    const Rows rows = early ? sink : recent;
+    attend_exact(job, rows, Exact(job, rows, begin, !early, moves), query, strides, scale, capped, totals, outputs, shared);
     return;
   }
   const int exact = floors ? recent_lengths[job.batch] - recent_starts[job.batch] : tokens;

@@ -38,7 +38,7 @@ constexpr int STAGE = SEGMENTS ? TILE * BOTH_ROOM : VALUE_SCALE + 2 * TILE * VAL
 constexpr int MARGIN = 64;
 constexpr int ROOM = 48 * 1024 - MARGIN;  // what a block gets without asking for more
 constexpr int THREADS = 32 * WARPS;
-constexpr int COMPARERS = 4, WINDOW = THREADS / COMPARERS;  // threads for an exact key, and exact tokens of a block
+constexpr int COMPARERS = 4, WINDOW = TYPE ? 16 * WARPS : THREADS / COMPARERS;  // threads for an exact float32 key; exact tokens of a block
 constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
 constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;

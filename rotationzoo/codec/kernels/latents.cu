@@ -54,19 +54,8 @@ extern __shared__ uint4 memory[];
 
 __device__ unsigned word_at(const char* from, int index) { return reinterpret_cast<const unsigned*>(from)[index]; }
 
-// d += a b for exact rows a.
-__device__ void multiply_exact(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-#if TYPE == 1
-  multiply(d, a0, a1, a2, a3, b0, b1);
-#else
-  multiply_bfloat16(d, a0, a1, a2, a3, b0, b1);
-#endif
-}
-
 // Weights as the type of the values: codes are float16.
-__device__ unsigned pair_of(float low, float high, bool exact) {
-  return exact && TYPE == 2 ? bfloat16_pair(low, high) : half_pair(low, high);
-}
+__device__ unsigned pair_of(float low, float high, bool exact) { return exact ? element_pair(low, high) : half_pair(low, high); }
 
 // A piece: the first byte of its word in a row, the mask, its first channel, whether a piece before it has other bits of the same codes
 // (bit 12) and the channels from one byte to the next (from bit 16), and what it counts in its code as a power of two.

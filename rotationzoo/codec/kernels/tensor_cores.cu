@@ -86,6 +86,17 @@ __device__ void multiply_bfloat16(float (&d)[4], unsigned a0, unsigned a1, unsig
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same for exact rows, and two of their numbers.
+__device__ void multiply_exact(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+#if TYPE == 1
+  multiply(d, a0, a1, a2, a3, b0, b1);
+#else
+  multiply_bfloat16(d, a0, a1, a2, a3, b0, b1);
+#endif
+}
+
+__device__ unsigned element_pair(float low, float high) { return TYPE == 1 ? half_pair(low, high) : bfloat16_pair(low, high); }
+
 // d += a b for 8-bit codes a [16, 32] and signed b [32, 8].
 __device__ void multiply(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
