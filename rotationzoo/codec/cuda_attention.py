@@ -29,7 +29,9 @@ _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the so
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 # Tokens of a split. Shorter ones pay only if half of the GPU would be idle: merging takes longer.
 _SHORTEST_SPLIT, _LONGEST_SPLIT = 512, 1024
-_WAVES = 3  # of blocks on the GPU, so that it does not wait long for the last ones
+# Splits are one wave of blocks, or, where a head has few in it, several: with one, parts of the GPU
+# would wait for the last blocks.
+_SMALLEST_WAVE, _WAVES = 6, 3
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 _WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
 Layout = PageLayout | SegmentLayout
@@ -60,7 +62,12 @@ class AttentionVariant:
     @property
     def window(self) -> int:
         """Exact tokens that a block of `attend` reads: `WINDOW` in the source."""
-        return (8 if self.dtype == torch.float32 else 16) * self.warps
+        return 8 * self.warps if self.dtype == torch.float32 else 16 * self.warps
+
+    @property
+    def in_slot(self) -> int:
+        """How many of them lie in one slot: `IN_SLOT` in the source."""
+        return self.window if self.dtype == torch.float32 else 16
 
     @property
     def column_bytes(self) -> int:
@@ -159,15 +166,14 @@ def choose_columns(columns: int, key: Layout, value: Layout) -> int:
 
 
 def choose_splits(
-    blocks: int, heads: int, windows: int, tokens: int, shortest: int = _SHORTEST_SPLIT
+    blocks: int, heads: int, tokens: int, shortest: int = _SHORTEST_SPLIT, windows: int = 0
 ) -> int:
     """How many splits the `tokens` packed tokens of a head get, of `heads` in all rows and tiles of
-    columns. A GPU holds `blocks` blocks at once; the exact tokens of a head take `windows` more.
-    One wave of blocks has no splits of less than `shortest` tokens."""
-    # One wave of blocks, unless those of exact tokens, most of which end early, take most of it.
+    columns. A GPU holds `blocks` blocks at once; exact tokens of a head take `windows` of them as
+    long as packed ones do. One wave of blocks has no splits of less than `shortest` tokens."""
     wave = blocks // heads
     most, fewest = max(wave - windows, 3 * wave // 4), min(wave // 2, tokens // shortest)
-    if 2 * windows > wave:
+    if wave < _SMALLEST_WAVE or 2 * windows > wave:
         most = -(-_WAVES * blocks // heads)
     return max(1, min(most, max(fewest, tokens // _LONGEST_SPLIT)))
 
@@ -230,7 +236,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     windows = sum(-(-window.tokens // variant.window) for window in (head, tail))
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
-        splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
+        splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, room)
     splits = min(splits, _MOST_TOTALS - windows)
     parts, padded = windows + splits, tiles * width
 
@@ -310,7 +316,8 @@ def _check(
     key, value, dtype = variant.key, variant.value, variant.dtype
     exact = head.tokens + tail.tokens
     in_parts = all(
-        window.slots is None or window.key.shape[2] % variant.window == 0 for window in (head, tail)
+        window.slots is None or window.key.shape[2] % variant.in_slot == 0
+        for window in (head, tail)
     )
     if not in_parts or not supports(key, value, dtype, exact):
         raise RotationZooError(

@@ -255,7 +255,7 @@ def attend(
     if variant.has_many:
         splits = choose_many_splits(kernels.blocks, batch * blocks, room, exact * tiles * batch)
     else:
-        splits = choose_splits(kernels.blocks, batch * blocks, exact, tokens, _SHORTEST_SPLIT)
+        splits = choose_splits(kernels.blocks, batch * blocks, tokens, _SHORTEST_SPLIT, exact)
     splits = max(1, min(splits, room))
     parts = exact + splits
 

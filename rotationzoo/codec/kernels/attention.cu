@@ -312,17 +312,18 @@ __device__ void attend_packed(
   merge_warps(job, SOFT_CAP ? nullptr : headers + column, merged, totals, outputs);
 }
 
-// Which exact tokens are read, from `begin` on, at most WINDOW. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last
+// Which exact tokens are read, from `begin` on, at most IN_SLOT. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last
 // ones, and as many more of the first ones, at most `moves`.
 struct Exact {
   int begin, length, count, start, skipped, newest, tokens;  // skipped: those before are read by no query
   Count at;                                                   // of the first row
 
   __device__ Exact(const Job& job, const Rows& rows, int begin, int newest, int moves)
-      : begin(begin), length(rows.lengths ? rows.lengths[job.batch] : rows.room * int(rows.pieces)), count(min(WINDOW, length - begin)),
+      : begin(begin), length(rows.lengths ? rows.lengths[job.batch] : rows.room * int(rows.pieces)), count(min(IN_SLOT, length - begin)),
         start(rows.starts ? rows.starts[job.batch] - begin : 0), skipped(start - moves), newest(newest), tokens(job.tokens) {
     const int room = rows.room;
-    const Count slot = rows.slots ? rows.slots[job.batch * rows.pieces + begin / room] : job.batch;
+    const bool has_slot = rows.slots && begin < room * int(rows.pieces);
+    const Count slot = has_slot ? rows.slots[job.batch * rows.pieces + begin / room] : job.batch;
     at = (slot * job.heads + job.head) * room + begin % room;
   }
   __device__ bool has(int token) const { return token >= skipped && token < count; }
@@ -333,7 +334,7 @@ struct Exact {
 };
 
 #if TYPE
-// Every warp has 16 of the tokens. Lanes read pieces of eight channels of a row. So products take channels and tokens in another order
+// The tokens of a warp. Lanes read pieces of eight channels of a row. So products take channels and tokens in another order
 // than they have: keys and queries in the same one.
 __device__ void attend_exact(const Job& job, const Rows& rows, const Exact& exact, const Element* query, const Strides& strides,
                              float scale, float cap, float2* totals, float* outputs, char* shared) {
@@ -350,7 +351,7 @@ __device__ void attend_exact(const Job& job, const Rows& rows, const Exact& exac
     queries[i] = piece(of + d, is_column && d < KEY_DIM);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int token = 16 * warp + row + 8 * r;
+      const int token = row + 8 * r;
       keys[i][r] = piece(rows.key + (exact.at + token) * KEY_DIM + d, exact.has(token) && d < KEY_DIM);
     }
   }
@@ -359,7 +360,7 @@ __device__ void attend_exact(const Job& job, const Rows& rows, const Exact& exac
   for (int i = 0; i < VALUES; i++)
     #pragma unroll
     for (int t = 0; t < 4; t++) {
-      const int d = 64 * i + 8 * row, token = 16 * warp + 2 * part + t % 2 + t / 2 * 8;
+      const int d = 64 * i + 8 * row, token = 2 * part + t % 2 + t / 2 * 8;
       const uint4 x = piece(rows.value + (exact.at + token) * VALUE_DIM + d, exact.has(token) && d < VALUE_DIM);
       values[i][0][t] = x.x, values[i][1][t] = x.y, values[i][2][t] = x.z, values[i][3][t] = x.w;
     }
@@ -377,7 +378,7 @@ __device__ void attend_exact(const Job& job, const Rows& rows, const Exact& exac
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       float& score = scores[2 * r + c];
-      const bool is_read = exact.is_read(16 * warp + row + 8 * r, first + 2 * part + c);
+      const bool is_read = exact.is_read(row + 8 * r, first + 2 * part + c);
       score = is_read ? soft_capped(score * (scale * LOG2E), cap) : MINUS_INFINITY;
       top = fmaxf(top, score);
     }
@@ -518,7 +519,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const bool early = block < sinks;
     const Rows sink = {sink_key, sink_value, sink_lengths, sink_starts, sink_slots, sink_room, sink_pieces};
     const Strides strides = {strides_row, strides_head, strides_token};
-    const int begin = (early ? block : block - sinks) * WINDOW, moves = early ? 0 : min(int(tokens) - 1, length - floor);
+    const int begin = (early ? block : block - sinks) * WINDOW + threadIdx.x / 32 * IN_SLOT % WINDOW;
+    const int moves = early ? 0 : min(int(tokens) - 1, length - floor);
     const Rows rows = early ? sink : recent;
     attend_exact(job, rows, Exact(job, rows, begin, !early, moves), query, strides, scale, capped, totals, outputs, shared);
     return;
@@ -590,7 +592,7 @@ __device__ void merge(
   __syncthreads();
   float turned = 0.0f;
   if (works)
-    #pragma unroll (EARLY ? SHARE : 8)
+    #pragma unroll (EARLY ? SHARE : 16)
     for (int i = 0; i < SHARE; i++) {
       float x = 0.0f;
       #pragma unroll

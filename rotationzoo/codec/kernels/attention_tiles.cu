@@ -39,6 +39,7 @@ constexpr int MARGIN = 64;
 constexpr int ROOM = 48 * 1024 - MARGIN;  // what a block gets without asking for more
 constexpr int THREADS = 32 * WARPS;
 constexpr int COMPARERS = 4, WINDOW = TYPE ? 16 * WARPS : THREADS / COMPARERS;  // threads for an exact float32 key; exact tokens of a block
+constexpr int IN_SLOT = TYPE ? 16 : WINDOW;  // exact tokens that lie in one slot: a warp's, or a block's
 constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
 constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
