@@ -160,7 +160,7 @@ def test_grids_that_are_empty_or_too_large():
 
 @pytest.fixture
 def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
-    """`cuda_attention.attend` in float32 on a CPU. What kernels do not write is NaN."""
+    """`cuda_attention.attend` on a CPU. What kernels do not write is NaN."""
 
     def compiled(blocks: list, variant: AttentionVariant, device: torch.device) -> Kernels:
         functions = compile_program("attention.cu", variant.macros())
@@ -209,6 +209,26 @@ def test_the_source_run_on_a_cpu_is_the_definition(format, changes, attend_on_cp
     inputs = scattered(Drawing(replace(SMALL, format=format, **changes), "cpu").inputs())
     output = attend_on_cpu(*inputs.arguments(), splits=2)
     assert_right(output, inputs, 2e-4)  # measured: at most 9e-5
+
+
+# Slots of 32 tokens, of which a block has 64, in both types; and rows that do not fill their pieces.
+IN_16_BITS = [
+    (torch.bfloat16, "vllm", {"dim": 64, "tail": (70, 7, 99), "group": 2, **MOVED}),
+    (torch.float16, SEGMENTS, {"dim": 96, "bits": (5, 4), "tail": (70, 7, 99), **MOVED}),
+    (torch.bfloat16, "sglang", {"dim": 80, "group": 5, "tail": 70, "soft_cap": 20}),
+    (torch.float16, "vllm", {"dim": 112, "value_dim": 48, "head": (3, 0, 40), "group": 3}),
+]
+
+
+@on_cpu
+@pytest.mark.parametrize(("dtype", "format", "changes"), quick_first(IN_16_BITS, 2))
+def test_exact_tokens_in_16_bits_are_the_definition(dtype, format, changes, attend_on_cpu):
+    changes = {"query_type": dtype, "window_type": dtype, **changes}
+    inputs = Drawing(replace(SMALL, format=format, **changes), "cpu").inputs()
+    error = error_of(attend_on_cpu(*inputs.arguments(), splits=2), reference(inputs))
+    # Measured: 1.8e-3 and 2.9e-4.
+    assert error.row < 2.5e-3
+    assert error.beyond < 6e-4
 
 
 @on_cpu
