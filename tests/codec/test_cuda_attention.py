@@ -211,7 +211,7 @@ def test_the_source_run_on_a_cpu_is_the_definition(format, changes, attend_on_cp
     assert_right(output, inputs, 2e-4)  # measured: at most 9e-5
 
 
-# Slots of 32 tokens, of which a block has 64, in both types; and rows that do not fill their pieces.
+# Slots of 32 tokens, of which a block has 64, and rows that do not fill their pieces.
 IN_16_BITS = [
     (torch.bfloat16, "vllm", {"dim": 64, "tail": (70, 7, 99), "group": 2, **MOVED}),
     (torch.float16, SEGMENTS, {"dim": 96, "bits": (5, 4), "tail": (70, 7, 99), **MOVED}),

@@ -67,6 +67,8 @@ def compile_for_cpu(
     defined = [f"-D{name}={value}" for name, value in macros]
     # Shared memory has one name in every library that is loaded, and must not be one array.
     flags = ("-O1", "-std=c++17", "-fno-strict-aliasing", "-w", "-fno-gnu-unique", *flags)
+    # As on a GPU, a read that is not aligned ends the process.
+    flags = (*flags, "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     command = ["g++", *flags, "-shared", "-fPIC", *defined, "-o", str(library), str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
