@@ -51,7 +51,7 @@ class Feature:
     engine: dict[str, Any] = field(default_factory=dict)  # options of vLLM
     family: str = ""  # the model that it is a property of
     counts: bool = False  # whether the same request alone has it too, because it changes numbers
-    chunk: int = 3  # chunks of a prompt are so many times `CHUNK`, or a block
+    chunk: int = 3  # chunks of a prompt have so many times `CHUNK` tokens, or those of a block
 
 
 def draft(method: str, **more: Any) -> dict[str, Any]:
@@ -288,16 +288,16 @@ def run_engine(job: dict[str, Any]) -> list[dict[str, Any]]:
         return [describe(each, chunk) for each in outputs]
 
     answers = []
-    scheduler.scheduler_config.long_prefill_token_threshold = unit * job["chunk"]
+    scheduler.scheduler_config.long_prefill_token_threshold = chunk = unit * job["chunk"]
     for prompts in [] if "requests" in job else draw_rounds(unit):
-        answers += ask(prompts, job["chunk"])
+        answers += ask(prompts, chunk)
         if job["engine"].get("enable_sleep_mode"):
             llm.sleep()
             llm.wake_up()
     stranger = draw_rounds(unit)[0][0][::-1]
     for request in job.get("requests", []):
         for beside in ([], [stranger]):
-            cut_prompt(scheduler, request["cached"], request["chunk"] * unit)
+            cut_prompt(scheduler, request["cached"], request["chunk"])
             answers += ask([request["prompt"], *beside], request["chunk"])[:1]
     return answers
 
@@ -308,7 +308,10 @@ def cut_prompt(scheduler: Any, cached: int, chunk: int) -> None:
     first = iter([cached] if cached else [])
 
     def schedule(*given: Any, **named: Any) -> Any:
-        config.long_prefill_token_threshold = next(first, chunk) if scheduler.requests else chunk
+        size = next(first, chunk) if scheduler.requests else chunk
+        config.long_prefill_token_threshold = size
+        # vLLM ignores the threshold if there is only one request.
+        scheduler.max_num_scheduled_tokens = size * max(1, len(scheduler.requests))
         return own(scheduler, *given, **named)
 
     scheduler.schedule = schedule
