@@ -34,7 +34,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 TOKENS, DRAFTS, CHUNK = 24, 3, 128
-CLOSE = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
+CLOSE = {"float32": 1e-3, "float16": 5e-3, "bfloat16": 5e-2}
 """The most nats per token, on average, by which two correct answers differ."""
 ITSELF = "vLLM with its own cache, too"
 LOUDEST = 1.0
@@ -66,8 +66,10 @@ PAIRED = {
     "chunks": Feature("chunked prefill", chunk=1),
     "ngrams": Feature("n-grams", NGRAMS),
     "draft": Feature("draft model", draft("draft_model", model="DEMO")),
-    "eagle": Feature("EAGLE", draft("eagle", model="HEAD")),
-    "mtp": Feature("MTP", draft("mtp"), family="ernie"),
+    # vLLM computes the last cached block again for these. If a chunk ends before it, what ends there
+    # has exact copies, as in the same request alone.
+    "eagle": Feature("EAGLE", draft("eagle", model="HEAD"), chunk=1),
+    "mtp": Feature("MTP", draft("mtp"), family="ernie", chunk=1),
     "hybrid": Feature("hybrid (Granite 4)", family="granite_h"),
     "windows": Feature("sliding windows (Gemma 2)", family="windows and soft caps"),
     "latents": Feature("latents (DeepSeek V3)", OF_LATENTS, family="latents", counts=True),
@@ -82,6 +84,7 @@ ALONE = {
         "qwen3_next",
         counts=True,
     ),
+    "gemma3": Feature("sliding windows (Gemma 3)", family="windows and two RoPEs"),
     "gpt-oss": Feature("windows and sinks (gpt-oss)", family="windows and sinks"),
     "async": Feature("`--async-scheduling`", {"async_scheduling": True}),
     "offload": Feature("offloading", {"kv_offloading_size": 1, "enable_prefix_caching": True}),

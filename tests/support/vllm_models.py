@@ -20,15 +20,18 @@ _WINDOWS = dict(
     num_hidden_layers=4, num_key_value_heads=2, head_dim=32, sliding_window=128,
     layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=None,
 )  # fmt: skip
-# name -> (the name of its classes without endings, options)
+# name -> (the names of its classes without endings, options)
 SERVED = {
-    "one KV head": ("Llama", dict(num_key_value_heads=1)),
-    "biases": ("Qwen2", dict(num_key_value_heads=2)),
-    "a scale of its own": ("Granite", dict(num_key_value_heads=4, attention_multiplier=0.4)),
-    "windows and soft caps": ("Gemma2", _WINDOWS | dict(query_pre_attn_scalar=32)),
-    "windows and sinks": ("GptOss", _WINDOWS | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "one KV head": ("Llama", "Llama", dict(num_key_value_heads=1)),
+    "biases": ("Qwen2", "Qwen2", dict(num_key_value_heads=2)),
+    "a scale of its own": ("Granite", "Granite", dict(
+        num_key_value_heads=4, attention_multiplier=0.4)),
+    "windows and soft caps": ("Gemma2", "Gemma2", _WINDOWS | dict(query_pre_attn_scalar=32)),
+    "windows and two RoPEs": ("Gemma3", "Gemma3Text", _WINDOWS | dict(query_pre_attn_scalar=32)),
+    "windows and sinks": ("GptOss", "GptOss", _WINDOWS | dict(
+        num_local_experts=4, num_experts_per_tok=2)),
     # DeepSeek V3 without experts.
-    "latents": ("DeepseekV3", dict(
+    "latents": ("DeepseekV3", "DeepseekV3", dict(
         num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=128, qk_nope_head_dim=32,
         qk_rope_head_dim=16, v_head_dim=24, first_k_dense_replace=2)),
 }  # fmt: skip
@@ -41,8 +44,8 @@ LARGE_LATENTS = dict(
 
 def save_served(name: str, folder: Path, **changes) -> transformers.PreTrainedModel:
     """One of `SERVED`, whose weights are large enough for attention to matter."""
-    kind, options = SERVED[name]
-    return save_random(kind, kind, folder, std=0.1, **_SHAPE | options | changes)
+    kind, config, options = SERVED[name]
+    return save_random(kind, config, folder, std=0.1, **_SHAPE | options | changes)
 
 
 def make_served(
