@@ -66,8 +66,8 @@ PAIRED = {
     "chunks": Feature("chunked prefill", chunk=1),
     "ngrams": Feature("n-grams", NGRAMS),
     "draft": Feature("draft model", draft("draft_model", model="DEMO")),
-    # vLLM computes the last cached block again for these. If a chunk ends before it, what ends there
-    # has exact copies, as in the same request alone.
+    # vLLM computes the last cached block again for these. Only if a chunk ends before it, there are
+    # exact copies of what is read there, as in the same request alone.
     "eagle": Feature("EAGLE", draft("eagle", model="HEAD"), chunk=1),
     "mtp": Feature("MTP", draft("mtp"), family="ernie", chunk=1),
     "hybrid": Feature("hybrid (Granite 4)", family="granite_h"),
