@@ -178,6 +178,13 @@ def choose_splits(
     return max(1, min(most, max(fewest, tokens // _LONGEST_SPLIT)))
 
 
+def choose_windows(blocks: int, heads: int, chunks: int) -> int:
+    """How many blocks the exact tokens of a head get, of `heads` in all rows and tiles of columns,
+    for `chunks` chunks of them. A block takes several if there would be more than half a wave."""
+    each = -(-chunks // max(1, blocks // (2 * heads)))
+    return -(-chunks // each) if chunks else 0
+
+
 @cache
 def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
     """The kernels of a variant. Raises `RotationZooError` as `cuda.build` does."""
@@ -232,8 +239,10 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     if not result.numel():  # CUDA refuses an empty grid
         return result.to(result_type)
     kernels = compiled(variant, query.device)
-    # A block of `finish` keeps a maximum and a sum of every part.
     windows = sum(-(-window.tokens // variant.window) for window in (head, tail))
+    if dtype != torch.float32:
+        windows = choose_windows(kernels.blocks, batch * layout.heads * tiles, windows)
+    # A block of `finish` keeps a maximum and a sum of every part.
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
         splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, room)

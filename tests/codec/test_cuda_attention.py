@@ -162,16 +162,20 @@ def test_grids_that_are_empty_or_too_large():
 def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
     """`cuda_attention.attend` on a CPU. What kernels do not write is NaN."""
 
-    def compiled(blocks: list, variant: AttentionVariant, device: torch.device) -> Kernels:
+    def compiled(
+        blocks: list, resident: int, variant: AttentionVariant, device: torch.device
+    ) -> Kernels:
         functions = compile_program("attention.cu", variant.macros())
         starts = [(block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks]
         ends = [end for pair in starts for end in pair]
         functions.set_pages((ctypes.c_ulonglong * len(ends))(*ends), len(blocks))
         made = [getattr(functions, f"launch_{name}") for name in kernels.PROGRAMS["attention.cu"]]
-        return Kernels(*made, threads=32 * variant.warps, blocks=8)
+        return Kernels(*made, threads=32 * variant.warps, blocks=resident)
 
-    def attend(query, packed, *others, splits: int | None = None) -> torch.Tensor:
-        own = partial(compiled, [*packed.key.blocks, *packed.value.blocks])
+    def attend(
+        query, packed, *others, splits: int | None = None, resident: int = 8
+    ) -> torch.Tensor:
+        own = partial(compiled, [*packed.key.blocks, *packed.value.blocks], resident)
         monkeypatch.setattr(cuda_attention, "compiled", own)
         monkeypatch.setattr(cuda_attention, "Launcher", CpuLauncher)
         torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
@@ -227,10 +231,12 @@ def test_exact_tokens_in_16_bits_are_the_definition(dtype, format, changes, atte
     inputs = Drawing(replace(SMALL, format=format, **changes), "cpu").inputs()
     query, *others = inputs.arguments()
     query = torch.nn.functional.pad(query, (1, 0))[..., 1:]  # rows begin anywhere
-    error = error_of(attend_on_cpu(query, *others, splits=2), reference(inputs))
-    # Measured: 1.8e-3 and 2.9e-4.
-    assert error.row < 2.5e-3
-    assert error.beyond < 6e-4
+    for resident in (1, 999):  # a block takes all exact tokens of a head, or one chunk
+        output = attend_on_cpu(query, *others, splits=2, resident=resident)
+        error = error_of(output, reference(inputs))
+        # Measured: 1.8e-3 and 2.9e-4.
+        assert error.row < 2.5e-3
+        assert error.beyond < 6e-4
 
 
 @on_cpu

@@ -333,101 +333,147 @@ struct Exact {
   }
 };
 
+// The exact tokens of a job, in chunks of WINDOW tokens: `sinks` of the sink, and `recents` of the last ones.
+struct Windows {
+  Rows sink, recent;
+  int sinks, recents, moves;
+
+  __device__ Rows rows(int chunk) const { return chunk < sinks ? sink : recent; }
+  __device__ Exact exact(const Job& job, int chunk) const {  // of this warp
+    const bool early = chunk < sinks;
+    const int begin = (early ? chunk : chunk - sinks) * WINDOW + threadIdx.x / 32 * IN_SLOT % WINDOW;
+    return Exact(job, rows(chunk), begin, !early, early ? 0 : moves);
+  }
+};
+
 #if TYPE
-// The tokens of a warp. Lanes read pieces of eight channels of a row. So products take channels and tokens in another order
-// than they have: keys and queries in the same one.
-__device__ void attend_exact(const Job& job, const Rows& rows, const Exact& exact, const Element* query, const Strides& strides,
+__device__ uint4 read_piece(const Element* from, bool exists) { return exists ? *reinterpret_cast<const uint4*>(from) : uint4{}; }
+
+// A warp's part of the exact tokens. Lanes read pieces of eight channels of a row. So products take channels and tokens in another
+// order than they have: keys and queries in the same one. Sums are of columns 2 `part` and the next.
+struct ExactSums {
+  static constexpr int KEYS = (KEY_DIM + 31) / 32, VALUES = (VALUE_DIM + 63) / 64;  // pieces of a row that a lane has
+  uint4 queries[KEYS];
+  float tops[2] = {LOWEST, LOWEST}, sums[2] = {}, products[VALUES][4][4] = {};  // by two channels of each piece, as they come out
+  int row, part, first;                                                         // first: the block's first column
+
+  __device__ ExactSums(const Job& job, const Element* query, const Strides& strides)
+      : row(threadIdx.x % 32 / 4), part(threadIdx.x % 4), first(job.tile * COLUMNS) {
+    const bool is_column = row < COLUMNS && first + row < job.columns;
+    const Element* of = query + (is_column ? strides.at(job.batch, job.head, job.columns, job.tokens, first + row) : 0);
+    #pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+      const int d = 32 * i + 8 * part;
+      queries[i] = read_piece(of + d, is_column && d < KEY_DIM);
+    }
+  }
+
+  __device__ void add(const Rows& rows, const Exact& exact, float scale, float cap) {
+    uint4 keys[KEYS][2];
+    unsigned values[VALUES][4][4];  // by word, and token
+    #pragma unroll
+    for (int i = 0; i < KEYS; i++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int d = 32 * i + 8 * part, token = row + 8 * r;
+        keys[i][r] = read_piece(rows.key + (exact.at + token) * KEY_DIM + d, exact.has(token) && d < KEY_DIM);
+      }
+    // Values are on their way while keys are compared.
+    #pragma unroll
+    for (int i = 0; i < VALUES; i++)
+      #pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const int d = 64 * i + 8 * row, token = 2 * part + t % 2 + t / 2 * 8;
+        const uint4 x = read_piece(rows.value + (exact.at + token) * VALUE_DIM + d, exact.has(token) && d < VALUE_DIM);
+        values[i][0][t] = x.x, values[i][1][t] = x.y, values[i][2][t] = x.z, values[i][3][t] = x.w;
+      }
+    float scores[4] = {};
+    #pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+      multiply_exact(scores, keys[i][0].x, keys[i][1].x, keys[i][0].y, keys[i][1].y, queries[i].x, queries[i].y);
+      multiply_exact(scores, keys[i][0].z, keys[i][1].z, keys[i][0].w, keys[i][1].w, queries[i].z, queries[i].w);
+    }
+    // Numbers are of tokens `row` and `row` + 8.
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+      float top = tops[c];
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float& score = scores[2 * r + c];
+        const bool is_read = exact.is_read(row + 8 * r, first + 2 * part + c);
+        score = is_read ? soft_capped(score * (scale * LOG2E), cap) : MINUS_INFINITY;
+        top = fmaxf(top, score);
+      }
+      #pragma unroll
+      for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+      float sum = 0.0f;
+      #pragma unroll
+      for (int r = 0; r < 2; r++) sum += scores[2 * r + c] = exp2_of(scores[2 * r + c] - top);
+      #pragma unroll
+      for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
+      const float factor = exp2_of(tops[c] - top);
+      tops[c] = top, sums[c] = factor * sums[c] + sum;
+      #pragma unroll
+      for (int i = 0; i < VALUES; i++)
+        #pragma unroll
+        for (int m = 0; m < 4; m++) products[i][m][c] *= factor, products[i][m][2 + c] *= factor;
+    }
+    // A weight is the sum of two numbers: these tokens often have most of the weight.
+    unsigned weights[2][2];
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float low = scores[2 * r], high = scores[2 * r + 1];
+      const unsigned pair = element_pair(low, high);
+      weights[0][r] = transpose(pair), weights[1][r] = transpose(element_pair(low - element(pair & 0xffff), high - element(pair >> 16)));
+    }
+    #pragma unroll
+    for (int i = 0; i < VALUES; i++)
+      #pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const unsigned(&words)[4] = values[i][m];
+        #pragma unroll
+        for (int w = 0; w < 2; w++)
+          multiply_exact(products[i][m], __byte_perm(words[0], words[1], 0x5410), __byte_perm(words[0], words[1], 0x7632),
+                         __byte_perm(words[2], words[3], 0x5410), __byte_perm(words[2], words[3], 0x7632), weights[w][0], weights[w][1]);
+      }
+  }
+
+  __device__ void save(float* merged) const {  // [COLUMNS][WIDTH]
+    if (2 * part >= COLUMNS) return;
+    #pragma unroll
+    for (int i = 0; i < VALUES; i++)
+      #pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const int d = 64 * i + 8 * row + 2 * m;
+        #pragma unroll
+        for (int k = 0; k < 4; k++)
+          if (d < VALUE_DIM) merged[(2 * part + k % 2) * WIDTH + d + k / 2] = products[i][m][k];
+      }
+    #pragma unroll
+    for (int c = 0; c < 2; c++)
+      if (!row) {
+        float* to = merged + (2 * part + c) * WIDTH + VALUE_DIM;
+        to[0] = tops[c], to[1] = sums[c];
+      }
+  }
+};
+
+__device__ void attend_exact(const Job& job, const Windows& windows, int begin, int end, const Element* query, const Strides& strides,
                              float scale, float cap, float2* totals, float* outputs, char* shared) {
-  constexpr int KEYS = (KEY_DIM + 31) / 32, VALUES = (VALUE_DIM + 63) / 64;  // pieces of a row that a lane has
-  const int lane = threadIdx.x % 32, row = lane / 4, part = lane % 4, warp = threadIdx.x / 32, first = job.tile * COLUMNS;
-  const auto piece = [](const Element* from, bool exists) { return exists ? *reinterpret_cast<const uint4*>(from) : uint4{}; };
-  uint4 queries[KEYS], keys[KEYS][2];
-  unsigned values[VALUES][4][4];  // by word, and token
-  const bool is_column = row < COLUMNS && first + row < job.columns;
-  const Element* of = query + (is_column ? strides.at(job.batch, job.head, job.columns, job.tokens, first + row) : 0);
-  #pragma unroll
-  for (int i = 0; i < KEYS; i++) {
-    const int d = 32 * i + 8 * part;
-    queries[i] = piece(of + d, is_column && d < KEY_DIM);
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int token = row + 8 * r;
-      keys[i][r] = piece(rows.key + (exact.at + token) * KEY_DIM + d, exact.has(token) && d < KEY_DIM);
-    }
-  }
-  // Values are on their way while keys are compared.
-  #pragma unroll
-  for (int i = 0; i < VALUES; i++)
-    #pragma unroll
-    for (int t = 0; t < 4; t++) {
-      const int d = 64 * i + 8 * row, token = 2 * part + t % 2 + t / 2 * 8;
-      const uint4 x = piece(rows.value + (exact.at + token) * VALUE_DIM + d, exact.has(token) && d < VALUE_DIM);
-      values[i][0][t] = x.x, values[i][1][t] = x.y, values[i][2][t] = x.z, values[i][3][t] = x.w;
-    }
-  float scores[4] = {};
-  #pragma unroll
-  for (int i = 0; i < KEYS; i++) {
-    multiply_exact(scores, keys[i][0].x, keys[i][1].x, keys[i][0].y, keys[i][1].y, queries[i].x, queries[i].y);
-    multiply_exact(scores, keys[i][0].z, keys[i][1].z, keys[i][0].w, keys[i][1].w, queries[i].z, queries[i].w);
-  }
-  // Numbers are of tokens `row` and `row` + 8, and of columns 2 `part` and the next.
-  float tops[2], sums[2];
-  #pragma unroll
-  for (int c = 0; c < 2; c++) {
-    float top = LOWEST;
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float& score = scores[2 * r + c];
-      const bool is_read = exact.is_read(row + 8 * r, first + 2 * part + c);
-      score = is_read ? soft_capped(score * (scale * LOG2E), cap) : MINUS_INFINITY;
-      top = fmaxf(top, score);
-    }
-    #pragma unroll
-    for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-    float sum = 0.0f;
-    #pragma unroll
-    for (int r = 0; r < 2; r++) sum += scores[2 * r + c] = exp2_of(scores[2 * r + c] - top);
-    #pragma unroll
-    for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
-    tops[c] = top, sums[c] = sum;
-  }
-  // A weight is the sum of two numbers: these tokens often have most of the weight.
-  unsigned weights[2][2];
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float low = scores[2 * r], high = scores[2 * r + 1];
-    const unsigned pair = element_pair(low, high);
-    weights[0][r] = transpose(pair), weights[1][r] = transpose(element_pair(low - element(pair & 0xffff), high - element(pair >> 16)));
-  }
-  float* merged = reinterpret_cast<float*>(shared) + warp * COLUMNS * WIDTH;
-  #pragma unroll
-  for (int i = 0; i < VALUES; i++)
-    #pragma unroll
-    for (int m = 0; m < 4; m++) {  // two channels of each piece
-      const unsigned(&words)[4] = values[i][m];
-      float sum[4] = {};
-      #pragma unroll
-      for (int w = 0; w < 2; w++)
-        multiply_exact(sum, __byte_perm(words[0], words[1], 0x5410), __byte_perm(words[0], words[1], 0x7632),
-                       __byte_perm(words[2], words[3], 0x5410), __byte_perm(words[2], words[3], 0x7632), weights[w][0], weights[w][1]);
-      const int d = 64 * i + 8 * row + 2 * m;
-      #pragma unroll
-      for (int k = 0; k < 4; k++)
-        if (2 * part < COLUMNS && d < VALUE_DIM) merged[(2 * part + k % 2) * WIDTH + d + k / 2] = sum[k];
-    }
-  #pragma unroll
-  for (int c = 0; c < 2; c++)
-    if (!row && 2 * part < COLUMNS) {
-      float* to = merged + (2 * part + c) * WIDTH + VALUE_DIM;
-      to[0] = tops[c], to[1] = sums[c];
-    }
+  ExactSums sums(job, query, strides);
+  #pragma unroll 1
+  for (int chunk = begin; chunk < end; chunk++) sums.add(windows.rows(chunk), windows.exact(job, chunk), scale, cap);
+  float* merged = reinterpret_cast<float*>(shared);
+  sums.save(merged + threadIdx.x / 32 * COLUMNS * WIDTH);
   wait_for_previous();
-  merge_warps(job, nullptr, reinterpret_cast<float*>(shared), totals, outputs);
+  merge_warps(job, nullptr, merged, totals, outputs);
 }
 #else
 // Of each token, COMPARERS threads have a part of the key.
-__device__ void attend_exact(const Job& job, const Rows& rows, const Exact& exact, const Element* query, const Strides& strides,
+__device__ void attend_exact(const Job& job, const Windows& windows, int chunk, int, const Element* query, const Strides& strides,
                              float scale, float cap, float2* totals, float* outputs, char* shared) {
+  const Exact exact = windows.exact(job, chunk);
+  const Rows rows = windows.rows(chunk);
   constexpr int SHARE = KEY_DIM / COMPARERS, PADDED = SHARE + 4;
   static_assert((COMPARERS * PADDED + WINDOW + 2) * COLUMNS * sizeof(float) <= SHARED && WINDOW <= 32, "too large");
   float* queries = reinterpret_cast<float*>(shared);                     // [COLUMNS][COMPARERS][PADDED]
@@ -513,16 +559,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
                    int(blockIdx.x), int(gridDim.x), columns, tokens};
   const float capped = float(cap) * LOG2E;
   const int length = lengths[job.batch], floor = floors ? floors[job.batch] : length;
-  const Rows recent = {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, recent_room, recent_pieces};
   if (blockIdx.x < windows) {
-    const int sinks = (sink_room * sink_pieces + WINDOW - 1) / WINDOW, block = blockIdx.x;
-    const bool early = block < sinks;
-    const Rows sink = {sink_key, sink_value, sink_lengths, sink_starts, sink_slots, sink_room, sink_pieces};
+    const int sinks = (sink_room * sink_pieces + WINDOW - 1) / WINDOW, recents = (recent_room * recent_pieces + WINDOW - 1) / WINDOW;
+    const Windows all = {{sink_key, sink_value, sink_lengths, sink_starts, sink_slots, sink_room, sink_pieces},
+                         {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, recent_room, recent_pieces},
+                         sinks, recents, min(int(tokens) - 1, length - floor)};
     const Strides strides = {strides_row, strides_head, strides_token};
-    const int begin = (early ? block : block - sinks) * WINDOW + threadIdx.x / 32 * IN_SLOT % WINDOW;
-    const int moves = early ? 0 : min(int(tokens) - 1, length - floor);
-    const Rows rows = early ? sink : recent;
-    attend_exact(job, rows, Exact(job, rows, begin, !early, moves), query, strides, scale, capped, totals, outputs, shared);
+    const int each = (sinks + recents + windows - 1) / windows, begin = blockIdx.x * each;
+    attend_exact(job, all, begin, min(begin + each, sinks + recents), query, strides, scale, capped, totals, outputs, shared);
     return;
   }
   const int exact = floors ? recent_lengths[job.batch] - recent_starts[job.batch] : tokens;
