@@ -45,14 +45,25 @@ struct Strides {
   }
 };
 
+template <int COUNT>  // 1 or 4 numbers
+__device__ void load_piece(float* to, const float* from) {
+  if constexpr (COUNT == 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from);
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+  } else {
+    *to = *from;
+  }
+}
+
 // query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, PREPARED], upper and lower bytes, and headers [B, H, padded], where padded is a multiple of
 // COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 FIELDS bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens, const float* matrix,
     const float* mean, double scale, const int* segments, signed char* prepared, Header* headers) {
-  constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
-  __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
+  constexpr int D = KEY_DIM, EACH = (D + 31) / 32, PIECE = EACH % 4 ? 1 : 4, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
+  alignas(16) __shared__ float given[COLUMNS][D];
+  __shared__ float turned[COLUMNS][D], largest[32];
   __shared__ int4 slots[SEGMENTS ? KEY_WORDS : 1];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
@@ -60,14 +71,16 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   const Strides strides = {strides_row, strides_head, strides_token};
   const float* rows = matrix + Count(head) * D * D;
   // The matrix is on its way while the query is computed.
-  float numbers[ROWS][EACH];
+  float numbers[ROWS][EACH] = {};
   #pragma unroll
-  for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < ROWS; r++) {
+    const int j = r * WARPS_OF_BLOCK + warp;
     #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      const int j = r * WARPS_OF_BLOCK + warp, i = e * 32 + lane;
-      numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
+    for (int e = 0; e < EACH; e += PIECE) {
+      const int i = lane * EACH + e;
+      if (j < D && i < D) load_piece<PIECE>(numbers[r] + e, rows + j * D + i);
     }
+  }
   if (SEGMENTS)
     for (int i = threadIdx.x; i < KEY_WORDS; i += blockDim.x) slots[i] = HeadTable(segments, KEY_WORDS, head, KEY_ROW).slots[i];
   wait_for_previous();
@@ -85,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     #pragma unroll
     for (int e = 0; e < EACH; e++)
       #pragma unroll
-      for (int c = 0; c < COLUMNS; c++) sums[c] += e * 32 + lane < D ? numbers[r][e] * given[c][e * 32 + lane] : 0.0f;
+      for (int c = 0; c < COLUMNS; c++) sums[c] += lane * EACH + e < D ? numbers[r][e] * given[c][lane * EACH + e] : 0.0f;
     // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % COLUMNS.
     #pragma unroll
     for (int step = COLUMNS / 2; step; step /= 2)
