@@ -124,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
   if (!lane) largest[warp] = top;
   __syncthreads();
-  for (int w = 0; w < WARPS_OF_BLOCK; w++) top = fmaxf(top, largest[w]);
+  top = largest[lane];
+  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
   // All columns share a unit. The upper byte is rounded, so that the lower one may have a sign.
   const float unit = fmaxf(top, 1e-30f) / 32512.0f;
   for (int c = warp; c < COLUMNS; c += WARPS_OF_BLOCK) {
@@ -603,19 +604,20 @@ template <int TOGETHER>
 __device__ void merge(
     const float2* totals, const float* outputs, int columns, int padded, int parts, int windows, int tokens, const float* matrix,
     const float* mean, const float* sinks, Element* result, const Strides& strides) {
-  constexpr int D = VALUE_DIM, HELPERS = GROUPS / TOGETHER, SHARE = D / HELPERS;
+  constexpr int D = VALUE_DIM, HELPERS = GROUPS / TOGETHER, SHARE = D / GROUPS;
   constexpr bool EARLY = SHARE <= 32;  // numbers of the matrix for a thread, where they fit into registers
-  __shared__ float packed[GROUPS][LANES], exact[GROUPS][LANES];
+  alignas(16) __shared__ float packed[LANES][GROUPS];
+  __shared__ float exact[GROUPS][LANES], turned[GROUPS][TOGETHER][LANES];
   __shared__ float2 all_totals[MOST_TOTALS];
   const int head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
   const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, helper = group % HELPERS, base = group - helper;
   const int column = blockIdx.x * TOGETHER + group / HELPERS;
   const bool works = column < columns && d < D;
-  const float* rows = matrix + Count(head) * D * D;
+  const float* rows = matrix + (Count(head) * D + group) * D + d;  // of this group: every GROUPS-th one
   float numbers[EARLY ? SHARE : 1] = {};
   if (EARLY && d < D)
     #pragma unroll
-    for (int i = 0; i < (EARLY ? SHARE : 0); i++) numbers[i] = rows[(i * HELPERS + helper) * D + d];
+    for (int i = 0; i < (EARLY ? SHARE : 0); i++) numbers[i] = rows[i * GROUPS * D];
   wait_for_previous();
 
   const Count of_head = (Count(batch) * heads + head) * padded * parts;
@@ -645,24 +647,32 @@ __device__ void merge(
       const float x = exp2_of(mine[i].x - top) * of[Count(i) * D];
       of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
     }
-  packed[group][d] = of_packed, exact[group][d] = of_exact;
+  packed[d][group] = of_packed, exact[group][d] = of_exact;
   __syncthreads();
-  float turned = 0.0f;
-  if (works)
+  // Every group multiplies some rows of the matrix, for all columns.
+  float sums[TOGETHER] = {};
+  if (d < D)
     #pragma unroll (EARLY ? SHARE : 16)
     for (int i = 0; i < SHARE; i++) {
-      float x = 0.0f;
+      const float number = EARLY ? numbers[EARLY ? i : 0] : rows[i * GROUPS * D];
       #pragma unroll
-      for (int h = 0; h < HELPERS; h++) x += packed[base + h][i * HELPERS + helper];
-      turned += x * (EARLY ? numbers[EARLY ? i : 0] : rows[(i * HELPERS + helper) * D + d]);
+      for (int c = 0; c < TOGETHER; c++) {
+        const float* of_column = packed[i * GROUPS + group] + c * HELPERS;
+        float x = of_column[0];
+        #pragma unroll
+        for (int h = 1; h < HELPERS; h++) x += of_column[h];
+        sums[c] += x * number;
+      }
     }
-  __syncthreads();
-  packed[group][d] = turned;
+  #pragma unroll
+  for (int c = 0; c < TOGETHER; c++) turned[group][c][d] = sums[c];
   __syncthreads();
   if (!works || helper) return;
   float x = mean ? share * mean[head * D + d] : 0.0f;
   #pragma unroll
-  for (int h = 0; h < HELPERS; h++) x += packed[base + h][d] + exact[base + h][d];
+  for (int h = 0; h < HELPERS; h++) x += exact[base + h][d];
+  #pragma unroll
+  for (int g = 0; g < GROUPS; g++) x += turned[g][group / HELPERS][d];
   result[strides.at(batch, head, columns, tokens, column) + d] = rounded(total == 0.0f ? 0.0f : x / total);  // a row of padding reads nothing
 }
 
@@ -675,7 +685,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) finish(
   merge<1>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result, strides);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 3) finish_many(
+extern "C" __global__ void __launch_bounds__(512, 2) finish_many(
     const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
     const float* matrix, const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head,
     Count strides_token) {
