@@ -9,7 +9,7 @@ import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.codec.cuda import TYPES, Launcher, allow_shared, build, shared_memory
-from rotationzoo.codec.cuda_attention import choose_splits
+from rotationzoo.codec.cuda_attention import choose_splits, choose_windows
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.kernels.latent_parameters import (
     AttendLatents,
@@ -249,7 +249,7 @@ def attend(
     tiles = -(-columns // variant.columns)
     blocks = -(-columns // _PAGE) if variant.has_many else tiles
     sink, recent = (_copied(window) for window in windows)
-    exact = sink.pieces + recent.pieces
+    exact = choose_windows(kernels.blocks, batch * tiles, sink.pieces + recent.pieces)
     room = len(packed.key.blocks)
     tokens = room * layout.tokens
     if variant.has_many:
@@ -286,7 +286,9 @@ def attend(
     outputs = headers.new_empty(batch, columns, parts, rank)
     queries, results = (query, turned, headers, columns, heads, pages), (scale, totals, outputs)
     table = piece_table(layout, query.device)
-    arguments = AttendLatents(*queries, table, codes, parts, windows[0].key, sink, recent, *results)
+    arguments = AttendLatents(
+        *queries, table, codes, parts, exact, windows[0].key, sink, recent, *results
+    )
     grid, shared = (exact if variant.has_many else parts, tiles, batch), variant.shared_bytes
     if grid[0]:
         launch(kernels.attend, grid, 32 * variant.warps, arguments, early=False, shared=shared)

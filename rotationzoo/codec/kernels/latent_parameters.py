@@ -60,6 +60,7 @@ class AttendLatents(NamedTuple):
     pieces: Pieces
     codes: PackedCodes
     parts: int
+    windows: int
     copies: Elements
     sink: CopiedPages
     recent: CopiedPages

@@ -345,6 +345,11 @@ struct Results {
   __device__ Count at(int column) const { return (first + column) * parts + part; }
 };
 
+// A block without tokens writes a sum of 0, and no output.
+__device__ void write_none(const Results& results) {
+  for (int c = threadIdx.x; c < results.columns; c += THREADS) results.totals[results.at(c)] = {LOWEST, 0.0f};
+}
+
 // Sum up over the lanes and warps that have the same columns, into shared memory: sums, and sums of offsets. Write the sums, and what
 // scores are compared with, to which `headers` add something. Then shared memory has no pages and queries any more, but room for
 // outputs, which are zeros.
@@ -498,39 +503,73 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
   write(results, middles);
 }
 
-// The exact tokens of a page of copies.
-__device__ void attend_copies(const Element* rows, int first, const Range& range, float scale, const Results& results) {
+// The copies of both windows: pages of TILE tokens in slots, those of the sink first.
+struct Windows {
+  const Element* copies;
+  const int *sink_slots, *recent_slots;
+  Range sink, recent;
+  int sinks, recents;
+
+  __device__ bool is_early(int page) const { return page < sinks; }
+  __device__ Range range(int page) const { return is_early(page) ? sink : recent; }
+  __device__ int first(int page) const { return (is_early(page) ? page : page - sinks) * TILE; }  // token
+  __device__ const Element* rows(int page) const {
+    const Count slot = is_early(page) ? sink_slots[page] : recent_slots[page - sinks];
+    return copies + slot * TILE * KEY;
+  }
+};
+
+// The exact tokens of the pages of copies from `begin` to `end`.
+__device__ void attend_copies(
+    const Windows& windows, int begin, int end, const Element* query, float scale, const Results& results) {
   const Lane lane;
   char* shared = reinterpret_cast<char*>(memory);
   constexpr int WIDE = KEY / 8;  // 16 bytes each
-  for (int i = threadIdx.x; i < TILE * WIDE; i += THREADS) {
-    const int token = first + i / WIDE;
-    uint4 x = {};  // what nobody reads may be anything
-    if (token >= range.start - range.moves && token < range.end) x = reinterpret_cast<const uint4*>(rows)[i];
-    *reinterpret_cast<uint4*>(shared + i / WIDE * PADDED + i % WIDE * 16) = x;
-  }
-  __syncthreads();
-  Scores scores = {};
-  compare_exact<KEY, PADDED>(scores, shared, shared + EXACT_QUERIES, lane);
-  float scales[ROWS][2], offsets[ROWS][2] = {};
-  #pragma unroll
-  for (int m = 0; m < ROWS; m++)
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int token = first + lane.token(m, r);
-      scales[m][r] = 1.0f;
-      #pragma unroll
-      for (int n = 0; n < OWN; n++)
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int column = lane.column(n, i);
-          float& score = scores[m][n][2 * r + i];
-          score = token >= range.start_of(column) && token < range.end_of(column) ? score * scale : MINUS_INFINITY;
-        }
-    }
   State state = {};
-  weigh(state, scores, scales, offsets, true, true, lane);
-  accumulate_copies(state, shared, lane);
+  bool is_first = true;
+  for (int page = begin; page < end; page++) {
+    const Range range = windows.range(page);
+    const int first = windows.first(page);
+    if (max(range.start - range.moves, first) >= min(range.end, first + TILE)) continue;
+    if (is_first)
+      load_exact<KEY>(query, EXACT_QUERIES, results.columns);
+    else
+      __syncthreads();  // nobody reads the page before any more
+    const Element* rows = windows.rows(page);
+    for (int i = threadIdx.x; i < TILE * WIDE; i += THREADS) {
+      const int token = first + i / WIDE;
+      uint4 x = {};  // what nobody reads may be anything
+      if (token >= range.start - range.moves && token < range.end) x = reinterpret_cast<const uint4*>(rows)[i];
+      *reinterpret_cast<uint4*>(shared + i / WIDE * PADDED + i % WIDE * 16) = x;
+    }
+    __syncthreads();
+    Scores scores = {};
+    compare_exact<KEY, PADDED>(scores, shared, shared + EXACT_QUERIES, lane);
+    float scales[ROWS][2], offsets[ROWS][2] = {};
+    #pragma unroll
+    for (int m = 0; m < ROWS; m++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int token = first + lane.token(m, r);
+        scales[m][r] = 1.0f;
+        #pragma unroll
+        for (int n = 0; n < OWN; n++)
+          #pragma unroll
+          for (int i = 0; i < 2; i++) {
+            const int column = lane.column(n, i);
+            float& score = scores[m][n][2 * r + i];
+            score = token >= range.start_of(column) && token < range.end_of(column) ? score * scale : MINUS_INFINITY;
+          }
+      }
+    weigh(state, scores, scales, offsets, is_first, true, lane);
+    if (!is_first) rescale(state, lane);
+    accumulate_copies(state, shared, lane);
+    is_first = false;
+  }
+  if (is_first) {
+    write_none(results);
+    return;
+  }
   sum_up(state, results, nullptr, lane);
   float* merged = reinterpret_cast<float*>(memory);
   #pragma unroll
@@ -574,7 +613,7 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
   headers[3 * column] = unit * 16777216.0f * scaled, headers[3 * column + 1] = middle * scaled, headers[3 * column + 2] = bias * scaled;
 }
 
-// Grid: x = parts, which are pages of copies and splits, or the former alone; y = tiles of columns, z = batch. Column c is query token
+// Grid: x = parts, which are `windows` of exact tokens and splits, or the former alone; y = tiles of columns, z = batch. Column c is query token
 // c / heads and query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its
 // unit, and headers [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores
 // and log2(e), and what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals
@@ -583,43 +622,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* codes_middles, const float* codes_levels,
     Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
-    const int* codes_starts, const int* codes_floors, const int* codes_lengths, Count parts, const Element* copies,
+    const int* codes_starts, const int* codes_floors, const int* codes_lengths, Count parts, Count windows, const Element* copies,
     const int* sink_slots, const int* sink_starts, const int* sink_lengths, Count sink_pieces, const int* recent_slots,
     const int* recent_starts, const int* recent_lengths, Count recent_pieces, double scale, float2* totals, float* outputs) {
   const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, block = blockIdx.x;
-  const int windows = sink_pieces + recent_pieces, splits = parts - windows;
-  const bool exact = block < windows;
   const int tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
-  const int length = codes_lengths[batch], floor = codes_floors[batch];
+  const int length = codes_lengths[batch], floor = codes_floors[batch], recent_end = recent_lengths[batch];
+  const int recent_start = recent_starts[batch];
   const Results results = {totals, outputs, count, parts, block, batch * columns + first};
+  const Element* rows = query + results.first * KEY;
   const float scaled = float(scale) * LOG2E;
-
-  // Which tokens. A block without any writes a sum of 0, and no output.
-  Range range = {codes_starts[batch], floor, length, recent_lengths[batch] - recent_starts[batch], tokens, int(heads), first};
-  int begin, end;
-  if (exact) {
-    const bool early = block < sink_pieces;
-    const int piece = early ? block : block - int(sink_pieces);
-    range.start = early ? sink_starts[batch] : recent_starts[batch], range.end = early ? sink_lengths[batch] : recent_lengths[batch];
-    range.exact = -1, range.newest = !early, range.moves = early ? 0 : min(tokens - 1, length - floor);
-    begin = max(range.start - range.moves, piece * TILE), end = min(range.end, piece * TILE + TILE);
-  } else {
-    const int from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE), each = (to - from + splits - 1) / splits;
-    begin = min(to, from + (block - windows) * each), end = min(to, begin + each);
-  }
-  if (begin >= end) {
-    for (int c = threadIdx.x; c < count; c += THREADS) totals[results.at(c)] = {LOWEST, 0.0f};
+  if (block < windows) {
+    let_next_start();  // `attend_many_heads`
+    const int pages = sink_pieces + recent_pieces, each = (pages + windows - 1) / windows, begin = block * each;
+    const Range sink = {sink_starts[batch], 0, sink_lengths[batch], -1, tokens, int(heads), first, 0, 0};
+    const Range recent = {recent_start, 0, recent_end, -1, tokens, int(heads), first, 1, min(tokens - 1, length - floor)};
+    const Windows all = {copies, sink_slots + batch * sink_pieces, recent_slots + batch * recent_pieces, sink, recent,
+                         int(sink_pieces), int(recent_pieces)};
+    attend_copies(all, begin, min(begin + each, pages), rows, scaled, results);
     return;
   }
-
-  const Element* rows = query + results.first * KEY;
-  if (exact) {
-    let_next_start();  // `attend_many_heads`
-    load_exact<KEY>(rows, EXACT_QUERIES, count);
-    const bool early = block < sink_pieces;
-    const int piece = early ? block : block - int(sink_pieces);
-    const Count slot = early ? sink_slots[batch * sink_pieces + piece] : recent_slots[batch * recent_pieces + piece];
-    attend_copies(copies + slot * TILE * KEY, piece * TILE, range, scaled, results);
+  const Range range = {codes_starts[batch], floor, length, recent_end - recent_start, tokens, int(heads), first};
+  const int splits = parts - windows, from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE);
+  const int each = (to - from + splits - 1) / splits, begin = min(to, from + int(block - windows) * each), end = min(to, begin + each);
+  if (begin >= end) {
+    write_none(results);
     return;
   }
   load_exact<ROPE>(rows + RANK, ROPE_QUERIES, count);
