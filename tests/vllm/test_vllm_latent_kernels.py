@@ -52,6 +52,8 @@ class Case:
     device: str = "cpu"
     width: int | None = None
     """Of the codes of the first half of segments, where these are not random, and others are 0."""
+    rise: float = 1.0
+    """What the last exact tokens are multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def draw(case: Case) -> Inputs:
     key = case.rank + case.rope
     slots = torch.randperm(batch * 4, **make).int().view(batch, 4)
     copies = torch.randn(batch * 4, 1, PAGE, key, **make).to(case.dtype)
+    copies[slots[:, 2:].long()] *= case.rise
     copies[slots[:, 0].long(), :, 60:] = math.nan
     copies[slots[:, 3].long(), :, 10:] = math.nan
     sinks = torch.full_like(lengths, 60)
@@ -167,7 +170,7 @@ def on_emulated_gpu(monkeypatch, compile_program):
 
 CASES = {
     "new tokens": Case(new=3, heads=13, mean=True, dtype=torch.float16),
-    "segments": Case("segments", heads=20, mean=True, dtype=torch.float16),
+    "segments": Case("segments", heads=20, mean=True, dtype=torch.float16, rise=4),
     "one head": Case(heads=1, rank=128, rope=16),
     "strided": Case("sglang", dtype=torch.float16, heads=20),
     "wide": Case(rank=512, heads=16, lengths=(130, 40), starts=(64, 40)),
