@@ -25,6 +25,7 @@ from rotationzoo.errors import RotationZooError
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
+_SET = 4  # columns of a block of `prepare`, as in the source
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 # Tokens of a split. Shorter ones pay only if half of the GPU would be idle: merging takes longer.
@@ -308,7 +309,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     )
     launch = Launcher(query.device)
     early = prepare.matrix is packed.key.matrix  # no copy, which may have only just begun
-    launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, prepare, early)
+    launch(kernels.prepare, (layout.heads, padded // _SET, batch), _PREPARE_THREADS, prepare, early)
     launch(kernels.attend, (parts, layout.heads * tiles, batch), kernels.threads, attend)
     groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
     many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS

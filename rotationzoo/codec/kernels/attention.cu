@@ -58,15 +58,16 @@ __device__ void load_piece(float* to, const float* from) {
 // query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, PREPARED], upper and lower bytes, and headers [B, H, padded], where padded is a multiple of
 // COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 FIELDS bytes a word.
+constexpr int SET = 4;  // columns of a block
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens, const float* matrix,
     const float* mean, double scale, const int* segments, signed char* prepared, Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32, PIECE = EACH % 4 ? 1 : 4, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
-  alignas(16) __shared__ float given[COLUMNS][D];
-  __shared__ float turned[COLUMNS][D], largest[32];
+  alignas(16) __shared__ float given[SET][D];
+  __shared__ float turned[SET][D], largest[32];
   __shared__ int4 slots[SEGMENTS ? KEY_WORDS : 1];
-  const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
+  const int head = blockIdx.x, heads = gridDim.x, sets = gridDim.y, batch = blockIdx.z;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.y * SET;
   const Count row = Count(batch) * heads + head;
   const Strides strides = {strides_row, strides_head, strides_token};
   const float* rows = matrix + Count(head) * D * D;
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   wait_for_previous();
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
-  for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
+  for (int i = threadIdx.x; i < SET * D; i += blockDim.x) {
     const int column = first + i / D;
     given[i / D][i % D] = column < columns ? element(query[strides.at(batch, head, columns, tokens, column) + i % D]) : 0.0f;
   }
@@ -94,14 +95,14 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const int j = r * WARPS_OF_BLOCK + warp;
-    float sums[COLUMNS] = {};
+    float sums[SET] = {};
     #pragma unroll
     for (int e = 0; e < EACH; e++)
       #pragma unroll
-      for (int c = 0; c < COLUMNS; c++) sums[c] += lane * EACH + e < D ? numbers[r][e] * given[c][lane * EACH + e] : 0.0f;
-    // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % COLUMNS.
+      for (int c = 0; c < SET; c++) sums[c] += lane * EACH + e < D ? numbers[r][e] * given[c][lane * EACH + e] : 0.0f;
+    // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % SET.
     #pragma unroll
-    for (int step = COLUMNS / 2; step; step /= 2)
+    for (int step = SET / 2; step; step /= 2)
       #pragma unroll
       for (int c = 0; c < step; c++) {
         const bool upper = lane & step;
@@ -109,27 +110,27 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
         sums[c] = (upper ? sums[c + step] : sums[c]) + __shfl_xor_sync(ALL, sent, step);
       }
     #pragma unroll
-    for (int step = COLUMNS; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
-    if (lane < COLUMNS && j < D) turned[lane][j] = sums[0];
+    for (int step = SET; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
+    if (lane < SET && j < D) turned[lane][j] = sums[0];
   }
   __syncthreads();
   float top = 0.0f;
   if (SEGMENTS)
-    for (int i = threadIdx.x; i < COLUMNS * PREPARED; i += blockDim.x) {
+    for (int i = threadIdx.x; i < SET * PREPARED; i += blockDim.x) {
       const Piece piece(slots[i % PREPARED / 8], i / 4 % FIELDS, i % 4);
       top = fmaxf(top, fabsf(turned[i / PREPARED][piece.channel]) * piece.weight(i / 4 % FIELDS));
     }
   else
-    for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) top = fmaxf(top, fabsf(turned[i / D][i % D]));
+    for (int i = threadIdx.x; i < SET * D; i += blockDim.x) top = fmaxf(top, fabsf(turned[i / D][i % D]));
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
   if (!lane) largest[warp] = top;
   __syncthreads();
   top = largest[lane];
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-  // All columns share a unit. The upper byte is rounded, so that the lower one may have a sign.
+  // All columns of a set share a unit. The upper byte is rounded, so that the lower one may have a sign.
   const float unit = fmaxf(top, 1e-30f) / 32512.0f;
-  for (int c = warp; c < COLUMNS; c += WARPS_OF_BLOCK) {
-    const Count at = (row * tiles + tile) * COLUMNS + c;
+  for (int c = warp; c < SET; c += WARPS_OF_BLOCK) {
+    const Count at = row * sets * SET + first + c;
     signed char* to = prepared + at * COLUMN;
     float sums[KEY_GROUPS] = {}, bias = 0.0f;
     for (int i = lane; i < PREPARED; i += 32) {
@@ -250,9 +251,9 @@ __device__ void attend_packed(
     }
     #pragma unroll
     for (int group = 0; group < KEY_GROUPS; group++) query.sums[group][set] = headers[column + 4 * set + part].sums[group];
-    query.biases[set] = headers[column + 4 * set + part].bias;
+    query.biases[set] = headers[column + 4 * set + part].bias, query.units[set] = headers[column + 4 * set + part].unit;
   }
-  query.unit = headers[column].unit, query.cap = cap;
+  query.cap = cap;
 
   State state = {};
   int slot = 0;

@@ -291,7 +291,7 @@ __device__ float read_scale(unsigned at, int group, const Place& place, unsigned
 struct Query {  // what a lane needs of it
   // For products: column lane / 4 of a set, of which even ones are upper bytes.
   unsigned words[SETS][KEY_CHUNKS][4];
-  float sums[KEY_GROUPS][SETS], unit, cap;
+  float sums[KEY_GROUPS][SETS], units[SETS], cap;
   float biases[SETS];  // of scores before they are capped
 };
 
@@ -334,7 +334,6 @@ __device__ void compare(
       const unsigned at = place.key_number + (stage + (16 * half + 8 * r) * place.key_numbers);
       float scale = read_scale(at, group, place, place.key_scale), offset = SEGMENTS ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
       if (!MINIMUM) offset *= -scale;
-      scale *= query.unit;
       #pragma unroll
       for (int set = 0; set < SETS; set++) {
         // 2^LAST_FIELD times the product, whose upper and lower bytes are neighbours. At most 127 * 256 * 256 times the largest
@@ -347,7 +346,7 @@ __device__ void compare(
         }
         // Before it is capped, a score is not compared with anything.
         const float base = group ? scores[set][r] : SOFT_CAP ? query.biases[set] : -top[set];
-        scores[set][r] = scale * float(product) + (offset * query.sums[group][set] + base);
+        scores[set][r] = scale * query.units[set] * float(product) + (offset * query.sums[group][set] + base);
       }
     }
   }
