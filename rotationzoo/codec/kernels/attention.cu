@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
 struct Rows {
   const Element *key, *value;
   const int *lengths, *starts, *slots;
-  Count room, pieces;
+  int room, pieces;
 };
 
 struct Job {
@@ -187,8 +187,9 @@ struct Job {
 constexpr int WIDTH = VALUE_DIM + 2;
 __device__ void merge_warps(const Job& job, const Header* headers, const float* merged, float2* totals, float* outputs) {
   __syncthreads();
-  const int columns = min(Count(COLUMNS), job.columns - job.tile * COLUMNS);
-  for (int c = 0; c < columns; c++) {
+  const int columns = min(Count(COLUMNS), job.columns - job.tile * COLUMNS), lane = threadIdx.x % 32;
+  #pragma unroll 1
+  for (int c = threadIdx.x / 32; c < columns; c += WARPS) {
     float top = LOWEST, total = 0.0f, factors[WARPS];
     #pragma unroll
     for (int w = 0; w < WARPS; w++) top = fmaxf(top, merged[(w * COLUMNS + c) * WIDTH + VALUE_DIM]);
@@ -198,13 +199,16 @@ __device__ void merge_warps(const Job& job, const Header* headers, const float* 
       factors[w] = exp2_of(of[0] - top);
       total += factors[w] * of[1];
     }
-    for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
+    float* to = outputs + job.at(c) * VALUE_DIM;
+    #pragma unroll
+    for (int k = 0; k < (VALUE_DIM + 31) / 32; k++) {
+      const int d = 32 * k + lane;
       float x = 0.0f;
       #pragma unroll
       for (int w = 0; w < WARPS; w++) x += factors[w] * merged[(w * COLUMNS + c) * WIDTH + d];
-      outputs[job.at(c) * VALUE_DIM + d] = x;
+      if (d < VALUE_DIM) to[d] = x;
     }
-    if (!threadIdx.x) totals[job.at(c)] = {top + (headers ? headers[c].bias : 0.0f), total};
+    if (!lane) totals[job.at(c)] = {top + (headers ? headers[c].bias : 0.0f), total};
   }
 }
 
@@ -334,10 +338,10 @@ struct Exact {
   Count at;                                                   // of the first row
 
   __device__ Exact(const Job& job, const Rows& rows, int begin, int newest, int moves)
-      : begin(begin), length(rows.lengths ? rows.lengths[job.batch] : rows.room * int(rows.pieces)), count(min(IN_SLOT, length - begin)),
+      : begin(begin), length(rows.lengths ? rows.lengths[job.batch] : rows.room * rows.pieces), count(min(IN_SLOT, length - begin)),
         start(rows.starts ? rows.starts[job.batch] - begin : 0), skipped(start - moves), newest(newest), tokens(job.tokens) {
     const int room = rows.room;
-    const bool has_slot = rows.slots && begin < room * int(rows.pieces);
+    const bool has_slot = rows.slots && begin < room * rows.pieces;
     const Count slot = has_slot ? rows.slots[job.batch * rows.pieces + begin / room] : job.batch;
     at = (slot * job.heads + job.head) * room + begin % room;
   }
@@ -353,7 +357,12 @@ struct Windows {
   Rows sink, recent;
   int sinks, recents, moves;
 
-  __device__ Rows rows(int chunk) const { return chunk < sinks ? sink : recent; }
+  __device__ Rows rows(int chunk) const {
+    const bool early = chunk < sinks;
+    return {early ? sink.key : recent.key, early ? sink.value : recent.value, early ? sink.lengths : recent.lengths,
+            early ? sink.starts : recent.starts, early ? sink.slots : recent.slots, early ? sink.room : recent.room,
+            early ? sink.pieces : recent.pieces};
+  }
   __device__ Exact exact(const Job& job, int chunk) const {  // of this warp
     const bool early = chunk < sinks;
     const int begin = (early ? chunk : chunk - sinks) * WINDOW + threadIdx.x / 32 * IN_SLOT % WINDOW;
@@ -576,8 +585,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   const int length = lengths[job.batch], floor = floors ? floors[job.batch] : length;
   if (blockIdx.x < windows) {
     const int sinks = (sink_room * sink_pieces + WINDOW - 1) / WINDOW, recents = (recent_room * recent_pieces + WINDOW - 1) / WINDOW;
-    const Windows all = {{sink_key, sink_value, sink_lengths, sink_starts, sink_slots, sink_room, sink_pieces},
-                         {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, recent_room, recent_pieces},
+    const Windows all = {{sink_key, sink_value, sink_lengths, sink_starts, sink_slots, int(sink_room), int(sink_pieces)},
+                         {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, int(recent_room), int(recent_pieces)},
                          sinks, recents, min(int(tokens) - 1, length - floor)};
     const Strides strides = {strides_row, strides_head, strides_token};
     const int each = (sinks + recents + windows - 1) / windows, begin = blockIdx.x * each;
