@@ -203,10 +203,11 @@ __device__ void merge_warps(const Job& job, const Header* headers, const float* 
     #pragma unroll
     for (int k = 0; k < (VALUE_DIM + 31) / 32; k++) {
       const int d = 32 * k + lane;
+      if (d >= VALUE_DIM) continue;
       float x = 0.0f;
       #pragma unroll
       for (int w = 0; w < WARPS; w++) x += factors[w] * merged[(w * COLUMNS + c) * WIDTH + d];
-      if (d < VALUE_DIM) to[d] = x;
+      to[d] = x;
     }
     if (!lane) totals[job.at(c)] = {top + (headers ? headers[c].bias : 0.0f), total};
   }
