@@ -72,7 +72,8 @@ def claim(config: Any) -> list[str]:
     settings = read_settings(config)
     check_server(settings, config)
     name_connector(config)
-    if settings.codec.rotations.cached is LATENTS:
+    is_cpu = config.device_config.device_type == "cpu"
+    if is_cpu and settings.codec.rotations.cached is LATENTS:
         operations = config.compilation_config.custom_ops
         operations += {WITHOUT_KERNEL}.difference(operations)
     config.parallel_config.worker_cls = WORKER

@@ -145,6 +145,7 @@ def _read_command(words: list[str], more: list[str]) -> SimpleNamespace:
         cache_config=SimpleNamespace(kv_offloading_size=None),
         speculative_config=None,
         compilation_config=SimpleNamespace(custom_ops=[]),
+        device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(),
         scheduler_config=SimpleNamespace(max_num_seqs=64),
         model_config=SimpleNamespace(
