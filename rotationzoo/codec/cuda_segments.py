@@ -18,6 +18,7 @@ FEW = 2000
 SPREAD = 256
 """The most rows of channels that get a block each: about two for a multiprocessor."""
 _WARPS = 4  # rows of a block: `WARPS` in `int2.cu`
+_TRYING = 16  # warps of a block for one row: `TRYING` in the source
 _LARGEST_DIM = 256  # a block of few has 4 threads a channel
 
 
@@ -42,8 +43,9 @@ def store_many(
     (heads, tokens, _), scales = channels.shape, list_scales(channels.device)
     few = int(heads * tokens <= SPREAD)
     arguments = StoreSegments(channels, tokens, few, pages, places, page_bytes, scales, into)
-    grid = tokens if few else -(-tokens // _WARPS), heads, 1
-    Launcher(channels.device)(kernel, grid, 32 * _WARPS, arguments, early=False)
+    rows, warps = (1, _TRYING) if few else (_WARPS, _WARPS)
+    grid = -(-tokens // rows), heads, 1
+    Launcher(channels.device)(kernel, grid, 32 * warps, arguments, early=False)
 
 
 class SegmentEncoder:

@@ -12,6 +12,7 @@ constexpr int SEGMENT = 4, SCALES = 15, NO_NUMBER = 15;  // as in the definition
 constexpr int MINE = (D + 31) / 32;                      // a lane has every 32nd channel
 constexpr int WORDS = D / SEGMENT + 2;                   // of a row, and one behind it
 constexpr int PLACES = 2 + D / SEGMENT;                  // numbers of a head in `SegmentLayout.places`
+constexpr int TRYING = 16;                               // warps of a block for one row, a scale each
 constexpr int PARTS = 16;                                // of a matrix's rows, in a block for one row
 
 // Where a head's rows are in a page, and its segments in a row: `SegmentLayout.places`.
@@ -123,8 +124,8 @@ __device__ int find_least(const float* losses) {
 }
 
 // Channels in steps [H, T, D]. A warp has a row; or, where they are few, a block, whose warps try other scales. Grid: x = T / WARPS
-// rounded up, or T, y = H.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) store_segments(
+// rounded up, or T, y = H; 32 * WARPS threads, or, for few, 32 * TRYING.
+extern "C" __global__ void __launch_bounds__(32 * TRYING) store_segments(
     const float* channels, Count tokens, Count few, const Count* pages, const Count* places, Count page_bytes, const float* scales,
     const float* into_steps, const int* into_places, unsigned char* into_memory, unsigned long long* into_bad) {
   __shared__ unsigned words[WARPS][WORDS];
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_segments(
   const Row row(channels + (number * tokens + token) * D, into_steps + number * D, head);
   int best = 0;
   if (few) {
-    row.try_scales(losses, scales, warp, WARPS);
+    row.try_scales(losses, scales, warp, TRYING);
     __syncthreads();
     if (warp) return;
     best = find_least(losses);
