@@ -28,11 +28,12 @@ _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
 _SET = 4  # columns of a block of `prepare`, as in the source
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
-# Tokens of a split. Shorter ones pay only if half of the GPU would be idle: merging takes longer.
-_SHORTEST_SPLIT, _LONGEST_SPLIT = 512, 1024
-# Splits are one wave of blocks, or, where a head has few in it, several: with one, parts of the GPU
-# would wait for the last blocks.
+# Tokens of a split: merging takes longer with shorter ones. Where a head has few blocks in a wave,
+# it gets several waves of longer splits: with one, parts of the GPU would wait for the last blocks.
+_SHORTEST_SPLIT, _SHORTEST_OF_WAVES = 256, 1024
 _SMALLEST_WAVE, _WAVES = 6, 3
+_LONG_SPLIT = 2048  # exact tokens take little time beside it
+_OF_WINDOWS = 8  # the part of a wave that blocks of exact tokens get
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 _WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
 Layout = PageLayout | SegmentLayout
@@ -167,22 +168,25 @@ def choose_columns(columns: int, key: Layout, value: Layout) -> int:
 
 
 def choose_splits(
-    blocks: int, heads: int, tokens: int, shortest: int = _SHORTEST_SPLIT, windows: int = 0
+    blocks: int, heads: int, tokens: int, windows: int, shortest: int = _SHORTEST_SPLIT
 ) -> int:
     """How many splits the `tokens` packed tokens of a head get, of `heads` in all rows and tiles of
-    columns. A GPU holds `blocks` blocks at once; exact tokens of a head take `windows` of them as
-    long as packed ones do. One wave of blocks has no splits of less than `shortest` tokens."""
+    columns. A GPU holds `blocks` blocks at once, of which exact tokens of a head take `windows`.
+    One wave of blocks has no splits of less than `shortest` tokens."""
     wave = blocks // heads
-    most, fewest = max(wave - windows, 3 * wave // 4), min(wave // 2, tokens // shortest)
-    if wave < _SMALLEST_WAVE or 2 * windows > wave:
-        most = -(-_WAVES * blocks // heads)
-    return max(1, min(most, max(fewest, tokens // _LONGEST_SPLIT)))
+    if wave < _SMALLEST_WAVE:
+        most, shortest = -(-_WAVES * blocks // heads), _SHORTEST_OF_WAVES
+    elif tokens // wave < _LONG_SPLIT:
+        most = max(1, wave - windows)
+    else:
+        most = wave
+    return max(1, min(most, tokens // shortest))
 
 
 def choose_windows(blocks: int, heads: int, chunks: int) -> int:
     """How many blocks the exact tokens of a head get, of `heads` in all rows and tiles of columns,
-    for `chunks` chunks of them. A block takes several if there would be more than half a wave."""
-    each = -(-chunks // max(1, blocks // (2 * heads)))
+    for `chunks` chunks of them. A block takes several where a head has few blocks in a wave."""
+    each = -(-chunks // max(1, blocks // heads // _OF_WINDOWS))
     return -(-chunks // each) if chunks else 0
 
 
@@ -240,13 +244,14 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     if not result.numel():  # CUDA refuses an empty grid
         return result.to(result_type)
     kernels = compiled(variant, query.device)
+    heads = batch * layout.heads * tiles
     windows = sum(-(-window.tokens // variant.window) for window in (head, tail))
     if dtype != torch.float32:
-        windows = choose_windows(kernels.blocks, batch * layout.heads * tiles, windows)
+        windows = choose_windows(kernels.blocks, heads, windows)
     # A block of `finish` keeps a maximum and a sum of every part.
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
-        splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, room)
+        splits = choose_splits(kernels.blocks, heads, room, windows)
     splits = min(splits, _MOST_TOTALS - windows)
     parts, padded = windows + splits, tiles * width
 

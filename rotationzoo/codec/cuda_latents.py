@@ -249,13 +249,14 @@ def attend(
     tiles = -(-columns // variant.columns)
     blocks = -(-columns // _PAGE) if variant.has_many else tiles
     sink, recent = (_copied(window) for window in windows)
-    exact = choose_windows(kernels.blocks, batch * tiles, sink.pieces + recent.pieces)
-    room = len(packed.key.blocks)
+    copied, room = sink.pieces + recent.pieces, len(packed.key.blocks)
+    exact = choose_windows(kernels.blocks, batch * tiles, copied)
     tokens = room * layout.tokens
     if variant.has_many:
-        splits = choose_many_splits(kernels.blocks, batch * blocks, room, exact * tiles * batch)
+        others = exact * tiles * batch, -(-copied // max(1, exact))
+        splits = choose_many_splits(kernels.blocks, batch * blocks, room, *others)
     else:
-        splits = choose_splits(kernels.blocks, batch * blocks, tokens, _SHORTEST_SPLIT, exact)
+        splits = choose_splits(kernels.blocks, batch * blocks, tokens, exact, _SHORTEST_SPLIT)
     splits = max(1, min(splits, room))
     parts = exact + splits
 
@@ -306,16 +307,19 @@ def attend(
     torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
 
 
-def choose_many_splits(blocks: int, tiles: int, pages: int, others: int = 0) -> int:
+def choose_many_splits(
+    blocks: int, tiles: int, pages: int, others: int = 0, pages_of_others: int = 0
+) -> int:
     """How many splits of `pages` pages end first, of each of so many tiles of columns. A GPU holds
-    `blocks` blocks at once, each of which takes the time of `_STARTING` pages to start and end. A
-    few `others` take the place of as many for as long."""
-    if others < blocks / 2:
-        blocks -= others
+    `blocks` blocks at once, each of which takes the time of `_STARTING` pages to start and end.
+    `others` blocks are there first, with so many pages each."""
     most = max(1, min(pages, _WAVES * blocks // tiles))
+    beside = blocks - others
 
     def time(splits: int) -> int:
-        return -(-tiles * splits // blocks) * (-(-pages // splits) + _STARTING)
+        each = -(-pages // splits) + _STARTING
+        later = pages_of_others + -(-tiles * splits // blocks) * each
+        return min(later, -(-tiles * splits // beside) * each) if beside > 0 else later
 
     return min(range(1, most + 1), key=time)
 

@@ -17,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import attention, cuda_attention, kernels
 from rotationzoo.codec.attention import ExactWindow
-from rotationzoo.codec.cuda_attention import AttentionVariant, Kernels, choose_columns, supports
+from rotationzoo.codec.cuda_attention import (
+    AttentionVariant,
+    Kernels,
+    choose_columns,
+    choose_splits,
+    choose_windows,
+    supports,
+)
 from rotationzoo.codec.formats import FORMATS, SIMULATED
 from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.errors import RotationZooError
@@ -137,6 +144,15 @@ def test_nothing_runs_between_kernels_that_start_early(monkeypatch):
     # The copy of the matrix of keys may be the last kernel before the first one here.
     assert calls.early[3:] == [False, True, True]
     assert calls.names[-3:] == ["prepare", "attend", "finish"]
+
+
+@pytest.mark.parametrize("heads", [1, 8, 30, 64, 88])
+def test_all_blocks_of_a_few_heads_run_at_once(heads):
+    windows = choose_windows(blocks=528, heads=heads, chunks=6)
+    splits = choose_splits(528, heads, 8192, windows)
+    assert windows > 0
+    assert 8192 / splits >= 256
+    assert 264 < heads * (windows + splits) <= 528 or 8192 / splits == 256
 
 
 def test_windows_that_are_too_long_are_not_supported():

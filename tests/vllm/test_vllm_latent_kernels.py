@@ -209,10 +209,11 @@ def test_many_heads_read_what_the_definition_reads(name, on_emulated_gpu):
 
 
 def test_splits_leave_room_for_the_blocks_that_read_copies():
-    """Unless there are so many of these that all others wait for them anyway."""
+    """Unless these end long before the others would."""
     assert choose_many_splits(132, tiles=2, pages=512) == 64
-    assert choose_many_splits(132, tiles=2, pages=512, others=24) == 52
-    assert choose_many_splits(132, tiles=2, pages=512, others=240) == 64
+    assert choose_many_splits(132, tiles=2, pages=512, others=24, pages_of_others=6) == 52
+    assert choose_many_splits(132, tiles=32, pages=512, others=64, pages_of_others=6) == 4
+    assert choose_many_splits(132, tiles=2, pages=512, others=240, pages_of_others=6) == 64
 
 
 @on_cpu
