@@ -265,7 +265,7 @@ def attend(
     turned = torch.empty_like(given, dtype=torch.float16)
     headers = torch.empty(len(given), 3, device=query.device)
     scaled = ScaleQueries(query, given, frame.sums, scale, turned, headers)
-    launch(kernels.scale, (len(given), 1, 1), 128, scaled, early=False)
+    launch(kernels.scale, (len(given), 1, 1), 128, scaled)
     table = packed.key.addresses().contiguous()
     pages = Pages(table, packed.key.base, packed.key.unit, table.shape[1])
     begin = Begin(*layout.starts[1:3]) if isinstance(layout, PageLayout) else None
@@ -292,7 +292,7 @@ def attend(
     )
     grid, shared = (exact if variant.has_many else parts, tiles, batch), variant.shared_bytes
     if grid[0]:
-        launch(kernels.attend, grid, 32 * variant.warps, arguments, early=False, shared=shared)
+        launch(kernels.attend, grid, 32 * variant.warps, arguments, shared=shared)
     if variant.has_many:
         table, ends = unpack_table(layout, query.device), Ends(recent.starts, recent.lengths)
         many = AttendManyHeads(*queries, table, codes, ends, exact, *results)
@@ -303,7 +303,7 @@ def attend(
     of_codes = query.new_empty(batch * columns, rank + _EXTRA)
     merge = MergeLatents(totals, outputs, parts, exact, of_codes, of_copies)
     warps = min(_MERGING, -(-parts // _MERGING))
-    launch(kernels.merge, (columns, batch, rank // 128), 32 * warps, merge, early=False)
+    launch(kernels.merge, (columns, batch, rank // 128), 32 * warps, merge)
     torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
 
 

@@ -588,6 +588,7 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
     const Element* query, const Element* given, const float* sums, double scale, unsigned short* turned, float* headers) {
   constexpr int WARPS_OF_BLOCK = 4, STEP = 32 * WARPS_OF_BLOCK;
   __shared__ float found[WARPS_OF_BLOCK][3];
+  wait_for_previous();
   const Count column = blockIdx.x;
   float top = 0.0f, middle = 0.0f, bias = 0.0f;
   for (int i = threadIdx.x; i < TURNED; i += STEP) top = fmaxf(top, fabsf(element(given[column * TURNED + i])));
@@ -625,6 +626,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const int* codes_starts, const int* codes_floors, const int* codes_lengths, Count parts, Count windows, const Element* copies,
     const int* sink_slots, const int* sink_starts, const int* sink_lengths, Count sink_pieces, const int* recent_slots,
     const int* recent_starts, const int* recent_lengths, Count recent_pieces, double scale, float2* totals, float* outputs) {
+  wait_for_previous();
   const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, block = blockIdx.x;
   const int tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
   const int length = codes_lengths[batch], floor = codes_floors[batch], recent_end = recent_lengths[batch];
@@ -686,6 +688,7 @@ extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
     const float2* totals, const float* outputs, Count parts, Count windows, Element* packed, Element* exact) {
   __shared__ float tops[MERGING], found[2][MERGING];
   __shared__ float4 sums[2][MERGING][32];
+  wait_for_previous();
   const Count column = Count(blockIdx.y) * gridDim.x + blockIdx.x, first = 128 * blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const float2* mine = totals + column * parts;
