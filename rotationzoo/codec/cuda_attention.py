@@ -32,8 +32,8 @@ _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 # it gets several waves of longer splits: with one, parts of the GPU would wait for the last blocks.
 _SHORTEST_SPLIT, _SHORTEST_OF_WAVES = 256, 1024
 _SMALLEST_WAVE, _WAVES = 6, 3
-_LONG_SPLIT = 2048  # exact tokens take little time beside it
-_OF_WINDOWS = 8  # the part of a wave that blocks of exact tokens get
+_LONG_SPLIT = 2048  # tokens of a split beside which exact ones take little time
+_OF_WINDOWS = 8  # exact tokens get one in so many blocks of a wave
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 _WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
 Layout = PageLayout | SegmentLayout
