@@ -32,7 +32,6 @@ from rotationzoo.vllm.prompts import LayerReader
 from rotationzoo.vllm.steps import count_slots
 
 PAGE = 64  # tokens, on a GPU
-SEGMENT = 8192  # tokens that are restored at a time, to keys and values of all heads
 
 
 class LatentMetadata(RotatedMetadata):
@@ -82,7 +81,11 @@ class LatentImpl(RotatedImpl):
         self.kv_b_proj = kv_b_proj
         dtype, device = self.config.model_config.dtype, self.config.device_config.device_type
         self.attention = choose_attention(qk_head_dim, dtype, False, device == "cuda")
-        self.attention.segment = min(self.attention.segment, SEGMENT)
+        # Segments are restored to keys and values of all heads. vLLM reserves memory for what
+        # `kv_b_proj` makes of 8 times the longest request, up to 65,536 tokens; keys with RoPE
+        # beside it take less than as much again.
+        longest = 4 * self.config.model_config.max_model_len
+        self.attention.segment = min(self.attention.segment, longest)
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -101,7 +104,7 @@ class LatentImpl(RotatedImpl):
         self, latents: torch.Tensor, rope: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[L, H_q, D]` and values `[L, H_q, D_v]` of latents `[L, R]` and exact keys
-        `[L, rope channels]`. vLLM reserves memory for 64 times 1,024 of them."""
+        `[L, rope channels]`."""
         both = self.kv_b_proj(latents.contiguous())[0].unflatten(-1, (self.num_heads, -1))
         nope, values = both.tensor_split([self.query_size - rope.shape[-1]], -1)
         return torch.cat([nope, rope[:, None].expand(-1, self.num_heads, -1)], -1), values

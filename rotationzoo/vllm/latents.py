@@ -25,6 +25,7 @@ from rotationzoo.vllm.segments import Exact, Segment
 from rotationzoo.vllm.steps import DecodeMetadata, Step
 
 ROPE = LATENTS.beside[0]
+_FEW = 500  # latents that are stored faster than a second stream starts
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class LatentPages(LayerPages):
 
     copied = ("key",)
     """Values are their first channels."""
+    rotates_few = False  # a block of that kernel has too few threads for a latent
 
     def _lay_out(self, memory: torch.Tensor, slots: int, dtype: torch.dtype) -> int:
         self._frames: dict[bool, Frame] = {}  # of many heads, or not
@@ -75,9 +77,9 @@ class LatentPages(LayerPages):
         exact = latents._replace(memory=self.memory[ROPE])
         return {LATENT: latents, "key": exact, "value": latents}
 
-    def is_few(self, rows: Rows) -> bool:
-        """Never: a block of the kernel for few rows has too few threads for a latent."""
-        return False
+    def has_few(self, rows: Rows) -> bool:
+        """As in `LayerPages`, in several launches."""
+        return self.has_segments and len(rows["key"]) <= _FEW
 
     @property
     def _row_type(self) -> torch.dtype:

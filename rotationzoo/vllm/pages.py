@@ -76,6 +76,7 @@ class LayerPages:
     copied: tuple[str, ...] = SIDES
     """The sides whose rows `copy` writes."""
     rope_dim = 0  # channels of exact keys beside latents
+    rotates_few = True  # whether a kernel rotates and stores few rows
 
     def __init__(
         self,
@@ -196,8 +197,8 @@ class LayerPages:
         rows = (each[pages, :, places].transpose(0, 1)[None] for each in sections)
         return layout.dequantize([*rows])[0].transpose(0, 1)
 
-    def is_few(self, rows: Rows) -> bool:
-        """Whether one launch rotates and stores these rows."""
+    def has_few(self, rows: Rows) -> bool:
+        """Whether these rows are stored faster than a second stream starts, in one launch."""
         return self.has_segments and rows["key"].shape[:2].numel() <= cuda_segments.FEW
 
     @property
@@ -226,7 +227,7 @@ class LayerPages:
         """Store rows by transform coding: few in one launch, many after torch has rotated them."""
         device, pages = step.pages.device, (step.pages, step.page_offsets, self.page_bytes)
         of_pages = self.layouts[next(iter(rows))].dim, self.tokens, self._row_type, device
-        if self.is_few(rows):
+        if self.rotates_few and self.has_few(rows):
             tokens, heads, dim = rows["key"].shape
             both = []
             for side, into in self.segments.items():

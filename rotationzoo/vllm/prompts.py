@@ -133,8 +133,8 @@ class LayerReader:
             if each.stride()[1:] != (each.shape[-1], 1):
                 rows[side] = each.contiguous()
         overlaps = step.decode.copied
-        if step.prompts is not None:  # few rows are stored faster than a second stream starts
-            overlaps = not pages.is_few(rows)
+        if step.prompts is not None:
+            overlaps = not pages.has_few(rows)
         self.stream.start(overlaps, pages.store, step, rows)
         pages.copy(step, rows)
         return rows
@@ -169,11 +169,13 @@ class LayerReader:
         scratch, totals = self.lend(*sizes), []
         exact, into = scratch[0] if prompts.codes else output, scratch[-2:]
         for group in prompts.exact:
-            read_rows = self._gather(step, group, rows, into)
+            read = Ragged(
+                self._gather(step, group, rows, into), group.read.bounds, group.read.longest
+            )
             queries, results = (each[group.tokens] for each in (query, exact))
             own = Ragged((queries,), group.bounds, group.longest)
-            read = Ragged(read_rows, group.read.bounds, group.read.longest)
             totals.append(self.attention.attend(own, read, scores, True, results).totals)
+            del read  # so that the next rows find its memory
         if prompts.codes:
             if step.meets:
                 self.stream.wait()
@@ -194,6 +196,7 @@ class LayerReader:
             restored = self._restore(prompts.page_table, segment, rows)
             read = Ragged(restored, segment.bounds, segment.longest)
             part = self.attention.attend(queries, read, scores, False, into)
+            del restored, read
             if codes is not None:
                 part, spare = self.attention.merge(codes, part, spare), codes.output
             codes, into = part, second
