@@ -4,6 +4,7 @@ have exact copies, and what the queries of each request read.
 All of it is computed on the device of the block table, and nothing waits for that device.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from rotationzoo.vllm import segments
 from rotationzoo.vllm.segments import HostMetadata, Prompts, Reads, find_reads, plan_prompts
 
 _THREADS = 1024  # of its block
+_KEPT = 64  # steps of few tokens, of other sizes each, whose tensors are kept
 _NEVER = 2**62  # when slot 0 is used next: it takes copies that are never read
 
 
@@ -95,6 +97,7 @@ class Planner:
         self._verified = verified
         self._last: tuple[DecodeMetadata, torch.Tensor, torch.Tensor] | None = None
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._steps: dict[tuple[int, ...], tuple[torch.Tensor, Step]] = {}
 
     def plan(
         self,
@@ -109,40 +112,28 @@ class Planner:
         new. `mapping` int64 `[T]` says where each new token is stored: page times tokens of a page
         plus offset, or -1 for padding. Steps of few tokens reuse the same addresses, for graphs."""
         self._now += 1
-        rows, new = host.decodes, host.max_new
-        recent_pages = _window_pages(self.layout, self.tokens, new)[1]
+        rows, has_prompts = host.decodes, host.has_prompts
+        sizes = *table.shape, len(mapping), rows, host.max_new
         # Graphs replay only few tokens. The tokens of a prompt must not move their buffers.
-        like = self._new if host.has_prompts else self._buffer
-        page_table = like("page_table", len(table), table.shape[1], dtype=torch.int64)
+        made = self._make_step(self._new, sizes) if has_prompts else self._reuse_step(sizes)
+        page_table, step = made
         page_table.copy_(table)
-        pages, page_offsets, slots = (
-            like(name, len(mapping), dtype=torch.int64)
-            for name in ("pages", "page_offsets", "slots")
-        )
-        names = "starts", "floors", "ends", "sink lengths", "recent starts", "recent lengths"
-        starts, floors, ends, sink_lengths, *recents = (like(name, rows) for name in names)
-        sink = CopiedTokens(like("sink slots", rows, self.sink_pages), None, sink_lengths)
-        recent = CopiedTokens(like("recent slots", rows, recent_pages), *recents)
         # The batch of a graph has padding, which belongs to no request.
-        spread = host.spread(host.decode_tokens if host.has_prompts else len(mapping), table.device)
-        bounds = page_table[:rows], starts, floors, ends
-        # A request may begin right after the new tokens of another. Its last query reads both
-        # exact where `recent` holds twice as many.
-        copied = new <= min(self._verified, self.recent // 2)
-        decode = DecodeMetadata(new, copied, spread, *bounds, sink, recent)
+        spread = host.spread(host.decode_tokens if has_prompts else len(mapping), table.device)
+        decode = step.decode if spread is None else replace(step.decode, spread=spread)
         max_pages = -(-host.max_tokens // self.tokens)
+        step = replace(step, decode=decode, max_pages=max_pages, meets=host.meets)
         self._last = decode, lengths, counts
-        step = Step(pages, page_offsets, slots, decode, max_pages, None, self.slot_of, host.meets)
-        many, reads = host.count_segments(self._segment), None
+        many, reads = host.count_segments(self._segment) if has_prompts else 0, None
         if kernels_run_on(table.device):
-            if host.has_prompts:
+            if has_prompts:
                 reads = Reads.allocate(len(table) - rows, many, table.device)
             numbers = table.int(), lengths.int(), counts.int(), mapping.long()
             self._plan_in_kernel(step, reads, *numbers)
         else:
             numbers = table.long(), lengths.long(), counts.long(), mapping.long()
             reads = self._plan_in_torch(step, many, *numbers)
-        if reads is None or not host.has_prompts:
+        if reads is None or not has_prompts:
             return step
         windows = self.sink + self.recent
         prompts = plan_prompts(host, reads, page_table, windows, self._segment)
@@ -169,6 +160,38 @@ class Planner:
         used, forgotten = self.slot_of.count_nonzero(), self._forgotten[0]
         return torch.stack([used, forgotten, sinks.sum(), recents.sum()])
 
+    def _reuse_step(self, sizes: tuple[int, ...]) -> tuple[torch.Tensor, Step]:
+        """As `_make_step`, with tensors that keep their addresses."""
+        if sizes not in self._steps:
+            if len(self._steps) == _KEPT:
+                self._steps.clear()
+            self._steps[sizes] = self._make_step(self._buffer, sizes)
+        return self._steps[sizes]
+
+    def _make_step(
+        self, like: Callable[..., torch.Tensor], sizes: tuple[int, ...]
+    ) -> tuple[torch.Tensor, Step]:
+        """The page table int64 `[B, N]` of a step, and the step, for the caller to fill. `like`
+        makes a tensor. `sizes`: B, N, new tokens, and how many of the requests have few of them,
+        and how many each at most."""
+        requests, width, tokens, rows, new = sizes
+        page_table = like("page_table", requests, width, dtype=torch.int64)
+        pages, page_offsets, slots = (
+            like(name, tokens, dtype=torch.int64) for name in ("pages", "page_offsets", "slots")
+        )
+        names = "starts", "floors", "ends", "sink lengths", "recent starts", "recent lengths"
+        starts, floors, ends, sink_lengths, *recents = (like(name, rows) for name in names)
+        recent_pages = _window_pages(self.layout, self.tokens, new)[1]
+        sink = CopiedTokens(like("sink slots", rows, self.sink_pages), None, sink_lengths)
+        recent = CopiedTokens(like("recent slots", rows, recent_pages), *recents)
+        # A request may begin right after the new tokens of another. Its last query reads both
+        # exact where `recent` holds twice as many.
+        copied = new <= min(self._verified, self.recent // 2)
+        bounds = page_table[:rows], starts, floors, ends
+        decode = DecodeMetadata(new, copied, None, *bounds, sink, recent)
+        step = Step(pages, page_offsets, slots, decode, 0, None, self.slot_of, meets=True)
+        return page_table, step
+
     def _new(self, _: str, rows: int, *size: int, dtype: Any = torch.int32) -> torch.Tensor:
         return torch.empty(rows, *size, dtype=dtype, device=self.slot_of.device)
 
@@ -177,6 +200,7 @@ class Planner:
         place = name, size
         if place not in self._buffers or len(self._buffers[place]) < rows:
             room = max(rows, self._most_rows)
+            self._steps.clear()  # which may have the former tensor
             self._buffers[place] = self._new(name, room, *size, dtype=dtype)
         return self._buffers[place][:rows]
 
