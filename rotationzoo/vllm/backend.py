@@ -394,7 +394,8 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
                 builder.forget(loaded)
         self.bad_rows.note_blocks(scheduler_output)
         output = super().execute_model(scheduler_output, *others)
-        self.bad_rows.look()
+        ends = not scheduler_output.total_num_scheduled_tokens
+        self.bad_rows.look(ends)
         for metrics in self.metrics:
-            metrics.follow(not scheduler_output.total_num_scheduled_tokens)
+            metrics.follow(ends)
         return output
