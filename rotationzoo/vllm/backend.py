@@ -394,8 +394,7 @@ class RotatedWorker(_Worker):  # type: ignore[misc]
                 builder.forget(loaded)
         self.bad_rows.note_blocks(scheduler_output)
         output = super().execute_model(scheduler_output, *others)
-        ends = not scheduler_output.total_num_scheduled_tokens
-        self.bad_rows.look(ends)
+        self.bad_rows.look()
         for metrics in self.metrics:
-            metrics.follow(ends)
+            metrics.follow(not scheduler_output.total_num_scheduled_tokens)
         return output

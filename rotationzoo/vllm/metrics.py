@@ -107,11 +107,11 @@ class Metrics:
 
 
 _WORDS = {"rope": "key with RoPE"}
-_LOOK = 0.1  # seconds
 
 
 class BadRows:
-    """The bad rows that the layers of a worker have counted, and the request of each block."""
+    """The bad rows that the layers of a worker have counted, and the request of each block. Nothing
+    waits for a GPU."""
 
     def __init__(self, layers: dict[int, str], device: torch.device, rows: tuple[str, ...] = SIDES):
         """`layers`: their names by number. `rows`: the two kinds of rows that they store. The
@@ -123,7 +123,6 @@ class BadRows:
         self._owners, self._named = dict[int, str](), deque[str](maxlen=1000)
         self._copy, self._said = self.counted, torch.zeros(len(layers), 2, dtype=torch.int64)
         self._arrived: torch.cuda.Event | None = None
-        self._due = 0.0
         if device.type == "cuda":
             self._copy, self._arrived = self.counted.cpu().pin_memory(), torch.cuda.Event()
 
@@ -135,16 +134,10 @@ class BadRows:
             for blocks in groups or ():
                 self._owners.update(dict.fromkeys(blocks, request))
 
-    def look(self, ends: bool) -> None:
-        """Name the requests of rows that were counted up to now, on a CPU or where nothing is left
-        to run (`ends`). Otherwise, a GPU is not waited for: at most every `_LOOK` seconds, name
-        those that were counted up to the last time."""
-        now = time.monotonic()
-        if self._arrived is not None:
-            if ends:
-                self._copy.copy_(self.counted)
-            elif now < self._due or not self._arrived.query():
-                return
+    def look(self) -> None:
+        """Name the requests of rows that were counted up to the last call; on a CPU, up to now."""
+        if self._arrived is not None and not self._arrived.query():
+            return
         counts = self._copy[..., 0]
         for number, side in (counts > self._said).nonzero().tolist():
             layer, name = self.layers[number]
@@ -158,6 +151,5 @@ class BadRows:
                 getLogger("vllm.rotationzoo").warning(said, request, problem)
         self._said.copy_(counts)
         if self._arrived is not None:
-            self._due = now + _LOOK
             self._copy.copy_(self.counted, non_blocking=True)
             self._arrived.record()

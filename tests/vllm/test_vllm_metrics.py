@@ -4,10 +4,8 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 from support.places import ROOT
 from support.server_pages import Server, draw, part_of, settings_of
 
@@ -93,25 +91,6 @@ def test_workers_write_what_another_process_answers(tiny, calibrated, tmp_path):
     assert f'artifact="{calibrated.identity}",engine="0",format="vllm"' in named
     assert "# TYPE rotationzoo_copies_forgotten_total counter" in done.stdout
     assert list(tmp_path.iterdir()) == [], "nothing is left"
-
-
-def test_bad_rows_are_looked_for_now_and_then_and_at_the_end(monkeypatch):
-    """With a GPU's copies, which arrive at once here."""
-    metrics = pytest.importorskip("rotationzoo.vllm.metrics", reason="needs prometheus_client")
-    bad_rows = metrics.BadRows({3: "a layer"}, torch.device("cpu"))
-    bad_rows._arrived = SimpleNamespace(query=lambda: True, record=lambda: None)
-    bad_rows._copy, bad_rows.block_sizes["a layer"] = bad_rows.counted.clone(), 8
-    now, named, said = 5.0, [], []
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
-    log = SimpleNamespace(warning=lambda _, request, problem: named.append(request))
-    monkeypatch.setattr(metrics, "getLogger", lambda name: log)
-    for count, seconds, ends in ((1, 1, False), (1, 0, False), (1, 1, False), (2, 0, True)):
-        bad_rows.counted[0, 0] = torch.tensor([count, 8 * count])
-        bad_rows._owners = {1: "first", 2: "second"}
-        now += seconds
-        bad_rows.look(ends)
-        said.append([*named])
-    assert said == [[], [], ["first"], ["first", "second"]]
 
 
 def test_the_page_about_production_says_what_each_number_is():
