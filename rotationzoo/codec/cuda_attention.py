@@ -11,6 +11,7 @@ from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, S
 from rotationzoo.codec.cuda import TYPES, Launcher, build
 from rotationzoo.codec.kernels.parameters import (
     Attend,
+    Blocks,
     Finish,
     Pages,
     Prepare,
@@ -220,11 +221,11 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`; written to
     `output`, where it is given, of the type of queries and windows.
 
-    Each of the `splits` of the packed tokens of a row gets a thread block; by default there are
-    enough to keep the GPU busy. Nothing waits for the GPU. The matrix of the keys may be read
-    before the last kernel of the stream has ended, so that kernel must not write it. Raises
-    `RotationZooError` for what `supports` refuses, and for more rows, or more KV heads times
-    queries, than a grid has blocks.
+    The packed tokens of a row get `splits` thread blocks on average, in proportion to their number;
+    by default there are enough to keep the GPU busy. Nothing waits for the GPU. The matrix of the
+    keys may be read before the last kernel of the stream has ended, so that kernel must not write
+    it. Raises `RotationZooError` for what `supports` refuses, and for more rows, or more KV heads
+    times queries, than a grid has blocks.
     """
     result_type, dtype = query.dtype, query.dtype
     for window in (head, tail):
@@ -252,16 +253,25 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
         splits = choose_splits(kernels.blocks, heads, room, windows)
-    splits = min(splits, _MOST_TOTALS - windows)
-    parts, padded = windows + splits, tiles * width
+    groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
+    many = columns * layout.heads * batch > kernels.blocks
+    many = many and groups * (windows + splits) <= _MOST_TOTALS
+    most = _MOST_TOTALS // (groups if many else 1) - windows
+    padded = tiles * width
 
+    lengths, starts = (_to(each, torch.int32) for each in (packed.lengths, packed.starts))
+    assert lengths is not None
+    blocks = Blocks(starts, lengths, batch, windows, min(splits, most), most)
     strides, scale = Strides(*query.stride()[:3]), float(scores.scale)
     segments = _segments(variant, query.device)
     rows = batch, layout.heads, padded
     prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
     headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
-    totals = headers.new_empty(*rows, parts, 2)
-    outputs = headers.new_empty(*rows, parts, variant.value.dim)
+    # Each row's number of blocks is rounded up, by less than one.
+    parts = batch * (windows + blocks.splits + 1) - 1
+    of_blocks = layout.heads, parts, padded
+    totals = headers.new_empty(*of_blocks, 2)
+    outputs = headers.new_empty(*of_blocks, variant.value.dim)
     # All copies are made before the first kernel. Kernels start early: what they read before they
     # wait for the kernel before them must not come from that one.
     prepare = Prepare(
@@ -286,10 +296,8 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
         key=_pages(packed.key),
         value=_pages(packed.value),
         segments=segments,
-        starts=_to(packed.starts, torch.int32),
+        blocks=blocks,
         floors=_to(packed.floors, torch.int32),
-        lengths=_to(packed.lengths, torch.int32),
-        splits=splits,
         tiles=tiles,
         sink=_window(head, dtype),
         recent=_window(tail, dtype),
@@ -301,10 +309,9 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     finish = Finish(
         totals=totals,
         outputs=outputs,
+        blocks=blocks,
         columns=columns,
         padded=padded,
-        parts=parts,
-        windows=windows,
         tokens=tokens,
         matrix=_to(packed.value.matrix, torch.float32),
         mean=_to(packed.value.mean, torch.float32),
@@ -315,12 +322,10 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     launch = Launcher(query.device)
     early = prepare.matrix is packed.key.matrix  # no copy, which may have only just begun
     launch(kernels.prepare, (layout.heads, padded // _SET, batch), _PREPARE_THREADS, prepare, early)
-    launch(kernels.attend, (parts, layout.heads * tiles, batch), kernels.threads, attend)
-    groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
-    many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
-    blocks = -(-columns // groups) if many else columns
+    launch(kernels.attend, (parts, layout.heads * tiles, 1), kernels.threads, attend)
     merge = kernels.finish_many if many else kernels.finish
-    launch(merge, (blocks, layout.heads, batch), _FINISH_THREADS, finish)
+    of_columns = -(-columns // groups) if many else columns
+    launch(merge, (of_columns, layout.heads, batch), _FINISH_THREADS, finish)
     return result if output is not None else result.to(result_type)
 
 

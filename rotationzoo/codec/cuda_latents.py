@@ -20,7 +20,7 @@ from rotationzoo.codec.kernels.latent_parameters import (
     PackedCodes,
     ScaleQueries,
 )
-from rotationzoo.codec.kernels.parameters import Begin, Pages
+from rotationzoo.codec.kernels.parameters import Begin, Blocks, Pages
 from rotationzoo.codec.latent_rows import (
     Layout,
     code_bytes,
@@ -258,7 +258,8 @@ def attend(
     else:
         splits = choose_splits(kernels.blocks, batch * blocks, tokens, exact, _SHORTEST_SPLIT)
     splits = max(1, min(splits, room))
-    parts = exact + splits
+    of_packed = batch * (splits + 1) - 1  # each request rounds its number up, by less than one
+    of_all = batch * exact + of_packed
 
     launch = Launcher(query.device)
     given = query.view(-1, key)[:, :rank] @ frame.to_codes
@@ -279,30 +280,28 @@ def attend(
         row_stride=row_stride(layout),
         begin=begin or Begin(0, 0),
         rope=layout.bytes,
-        starts=starts,
-        floors=floors,
-        lengths=lengths,
     )
-    totals = headers.new_empty(batch, columns, parts, 2)
-    outputs = headers.new_empty(batch, columns, parts, rank)
+    shares = Blocks(starts, lengths, batch, exact, splits, room)
+    totals = headers.new_empty(of_all, columns, 2)
+    outputs = headers.new_empty(of_all, columns, rank)
     queries, results = (query, turned, headers, columns, heads, pages), (scale, totals, outputs)
     table = piece_table(layout, query.device)
     arguments = AttendLatents(
-        *queries, table, codes, parts, exact, windows[0].key, sink, recent, *results
+        *queries, table, codes, shares, floors, windows[0].key, sink, recent, *results
     )
-    grid, shared = (exact if variant.has_many else parts, tiles, batch), variant.shared_bytes
-    if grid[0]:
-        launch(kernels.attend, grid, 32 * variant.warps, arguments, shared=shared)
+    here, shared = batch * exact if variant.has_many else of_all, variant.shared_bytes
+    if here:
+        launch(kernels.attend, (here, tiles, 1), 32 * variant.warps, arguments, shared=shared)
     if variant.has_many:
         table, ends = unpack_table(layout, query.device), Ends(recent.starts, recent.lengths)
-        many = AttendManyHeads(*queries, table, codes, ends, exact, *results)
-        grid, shared = (splits, blocks, batch), many_bytes(layout)
+        many = AttendManyHeads(*queries, table, codes, shares, floors, ends, *results)
+        grid, shared = (of_packed, blocks, 1), many_bytes(layout)
         launch(kernels.many, grid, _MANY_THREADS, many, early=exact > 0, shared=shared)
 
     of_copies = query.new_empty(batch * columns, rank)
     of_codes = query.new_empty(batch * columns, rank + _EXTRA)
-    merge = MergeLatents(totals, outputs, parts, exact, of_codes, of_copies)
-    warps = min(_MERGING, -(-parts // _MERGING))
+    merge = MergeLatents(totals, outputs, shares, of_codes, of_copies)
+    warps = min(_MERGING, -(-(exact + splits) // _MERGING))
     launch(kernels.merge, (columns, batch, rank // 128), 32 * warps, merge)
     torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
 

@@ -2,7 +2,7 @@
 ("On a GPU" in docs/vllm.md).
 
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
-        [--format vllm] [--few 4] [--bits 2.5] [--fall 4]
+        [--format vllm] [--few 4] [--bits 2.5] [--fall 4] [--others 2000]
 
 The classes of the backend run with synthetic metadata, without a server: a `Planner` plans a step
 of requests whose pages are in random order, and a `LayerPages` stores new tokens and reads. Caches
@@ -17,7 +17,8 @@ are cold, and the medians are over CUDA graph replays. In the same run:
 
 A shape is requests, tokens of each, query heads, KV heads, channels of a head, and those of an
 exact key beside a latent (MLA): with `1x32768x128x1x512x64`, `LatentPages` reads, and `bf16` is
-vLLM's kernel for such layers (FlashAttention 3, in pages).
+vLLM's kernel for such layers (FlashAttention 3, in pages). So it is with `--others`, where all
+requests but the first have so many tokens.
 
 Prompts are measured in a whole vLLM, by serve_engine.py.
 """
@@ -66,7 +67,7 @@ PAGE, SINK, RECENT = 64, 64, 256
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer of attention: requests of the same length, one new token each."""
+    """One layer of attention: requests with one new token each."""
 
     batch: int
     context: int
@@ -74,6 +75,12 @@ class Shape:
     kv_heads: int = 8
     dim: int = 128
     rope_dim: int = 0
+    others: int | None = None  # tokens of all requests but the first; None: as many
+
+    @property
+    def lengths(self) -> list[int]:
+        others = self.context if self.others is None else self.others
+        return [self.context, *[others] * (self.batch - 1)]
 
     @property
     def token_bytes(self) -> int:
@@ -83,14 +90,15 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes of the bfloat16 cache, all of which a step reads."""
-        return self.batch * self.context * self.token_bytes
+        return sum(self.lengths) * self.token_bytes
 
 
 def bound_of(shape: Shape, settings: CacheSettings) -> int:
     """Bytes of codes and exact tokens that a step reads, without padding."""
     exact, of_sides = SINK + RECENT, (sum(layout.row_bytes) for layout in layouts_of(settings))
     packed = sum(of_sides) + 2 * shape.rope_dim
-    return int(shape.batch * ((shape.context - exact) * packed + exact * shape.token_bytes))
+    exact *= shape.batch
+    return int((sum(shape.lengths) - exact) * packed + exact * shape.token_bytes)
 
 
 def layouts_of(settings: CacheSettings) -> list[PageLayout | SegmentLayout]:
@@ -144,7 +152,7 @@ def settings_of(
 
 
 class Server:
-    """Requests of one length, with pages in random order."""
+    """Requests with pages in random order."""
 
     def __init__(self, shape: Shape, settings: CacheSettings, copies: int, verified: int = 1):
         self.shape, self.settings = shape, settings
@@ -187,9 +195,10 @@ class Server:
 
     def step(self, new: int, few: int) -> Step:
         """A step with `new` tokens of each request, whose windows have copies."""
-        batch, context = self.shape.batch, self.shape.context
-        self.planner.plan(*self.numbers([context - new] * batch, [context - new] * batch, few))
-        return self.planner.plan(*self.numbers([new] * batch, [context] * batch, few))
+        lengths = self.shape.lengths
+        before = [length - new for length in lengths]
+        self.planner.plan(*self.numbers(before, before, few))
+        return self.planner.plan(*self.numbers([new] * len(lengths), lengths, few))
 
 
 def ways_of(server: Server, new: int) -> dict[str, Callable[[LayerPages], object]]:
@@ -219,28 +228,35 @@ def time_shape(
         yield f"{new} tokens", timed(ways_of(server, new)["whole step"], server.layers)
     del server
     torch.cuda.empty_cache()
-    yield "bf16", time_latents(shape) if shape.rope_dim else time_bfloat16(shape)
+    in_pages = shape.rope_dim or shape.others is not None
+    yield "bf16", time_pages(shape) if in_pages else time_bfloat16(shape)
 
 
-def time_latents(shape: Shape) -> float:
-    """Seconds of vLLM's kernel for latents in pages."""
+def time_pages(shape: Shape) -> float:
+    """Seconds of vLLM's kernel for pages."""
     from vllm.v1.attention.backends import fa_utils
 
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-    rank, pages = shape.dim, shape.batch * shape.context // PAGE
-    rows = pages, PAGE, 1, rank + shape.rope_dim
-    query = draw(shape.batch, shape.heads, rows[-1])
+    each, rank = -(-shape.context // PAGE), shape.dim
+    pages = shape.batch * each
+    query = draw(shape.batch, shape.heads, rank + shape.rope_dim)
     count = partial(torch.tensor, dtype=torch.int32, device="cuda")
     table = torch.randperm(pages, device="cuda").int().view(shape.batch, -1)
     own = {"max_seqlen_q": 1, "max_seqlen_k": shape.context, "block_table": table, "causal": True}
     own |= {"cu_seqlens_q": count(range(shape.batch + 1)), "fa_version": 3}
-    own |= {"seqused_k": count([shape.context] * shape.batch), "num_splits": 32}  # as in a graph
+    own |= {"seqused_k": count(shape.lengths), "num_splits": 32}  # as in a graph
 
-    def read(cache: torch.Tensor) -> None:
+    def read_latents(cache: torch.Tensor) -> None:
         rows = {"q": query[..., rank:], "k": cache[..., rank:], "v": cache[..., :rank]}
         fa_utils.flash_attn_varlen_func(**rows, **own, q_v=query[..., :rank])
 
-    return timed(read, list(draw(copies_of(shape.bytes), *rows)))
+    def read_heads(cache: torch.Tensor) -> None:
+        key, value = cache.tensor_split(2, -1)
+        fa_utils.flash_attn_varlen_func(q=query, k=key, v=value, **own)
+
+    width = rank + (shape.rope_dim or rank)
+    caches = draw(copies_of(shape.bytes), pages, PAGE, shape.kv_heads, width)
+    return timed(read_latents if shape.rope_dim else read_heads, list(caches))
 
 
 def time_bfloat16(shape: Shape) -> float:
@@ -334,6 +350,7 @@ def main() -> None:
     parser.add_argument("--format", default="vllm")
     parser.add_argument("--bits", type=float, default=2.5, help="an element in segments")
     parser.add_argument("--fall", type=float, default=4, help="of deviations, in powers of e")
+    parser.add_argument("--others", type=int, help="tokens of all requests but the first")
     parser.add_argument("--few", type=int, nargs="*", default=[4], help="new tokens of a request")
     args = parser.parse_args()
     if DEVICE != "cuda":
@@ -342,7 +359,7 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}, {rate / 1e12:.2f} TB/s", flush=True)
     with torch.inference_mode():
         for name in args.shapes.split(","):
-            shape = Shape(*map(int, name.split("x")))
+            shape = replace(Shape(*map(int, name.split("x"))), others=args.others)
             settings = settings_of(shape, args.format, args.bits, args.fall)
             times = time_shape(shape, settings, args.few)
             result = {way: 1e6 * seconds for way, seconds in times}

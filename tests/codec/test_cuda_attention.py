@@ -203,6 +203,17 @@ def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
     return attend
 
 
+def record_launches(launched: list) -> Callable[..., None]:
+    """`CpuLauncher.__call__` that also keeps the arguments of each kernel."""
+    launch = CpuLauncher.__call__
+
+    def call(self, kernel, grid, threads, arguments, *options, **more) -> None:
+        launched.append(arguments)
+        launch(self, kernel, grid, threads, arguments, *options, **more)
+
+    return call
+
+
 COMPILED = {"dim": 64, "group": 7}
 """What the first case below has, and other tests."""
 MOVED = {"pooled": (30, 0, 50), "floors": (31, 0, 94), "new": 4}
@@ -253,6 +264,29 @@ def test_exact_tokens_in_16_bits_are_the_definition(dtype, format, changes, atte
         # Measured: 1.8e-3 and 2.9e-4.
         assert error.row < 2.5e-3
         assert error.beyond < 6e-4
+
+
+UNLIKE = (70, 2500, *[33 + number for number in range(34)], 0, 1500)
+"""Packed tokens of more requests than a warp has lanes."""
+
+
+@on_cpu
+@pytest.mark.parametrize("most", [1024, 40], ids=["in proportion", "as many as fit"])
+def test_a_long_request_beside_short_ones_has_more_blocks(most, attend_on_cpu, monkeypatch):
+    case = replace(SMALL, lengths=UNLIKE, head=3, tail=5, dim=64, group=2, page=64)
+    inputs, launched = Drawing(case, "cpu").inputs(), []
+    monkeypatch.setattr(cuda_attention, "_MOST_TOTALS", most)
+    monkeypatch.setattr(CpuLauncher, "__call__", record_launches(launched))
+    output = attend_on_cpu(*inputs.arguments(), splits=1)
+    assert_right(output, inputs, 2e-4)
+    arguments = launched[1]  # of `attend`
+    has_written = arguments.totals[0, :, 0, 1].isfinite()
+    blocks, tiles = arguments.blocks, [-(-length // 32) for length in UNLIKE]
+    each = max(4, -(-sum(tiles) // len(tiles)), -(-max(tiles) // blocks.most))
+    shares = [-(-count // each) for count in tiles]
+    assert has_written.sum() == blocks.windows * len(tiles) + sum(shares)
+    assert max(shares) <= blocks.most
+    assert shares[1] > 6
 
 
 @on_cpu

@@ -143,6 +143,17 @@ static long long __shfl_xor_sync(unsigned, long long x, int step) {
     return (long long)(of[0] | (unsigned long long)of[1] << 32);
   });
 }
+static int __shfl_up_sync(unsigned, int x, int step) {
+  return together({unsigned(x)}, [=](Numbers all, int lane) { return int(all[lane < step ? lane : lane - step][0]); });
+}
+static unsigned __ballot_sync(unsigned, bool x) {
+  return together({x}, [](Numbers all, int) {
+    unsigned found = 0;
+    for (int lane = 0; lane < 32; lane++) found |= all[lane][0] << lane;
+    return found;
+  });
+}
+static int __ffs(unsigned x) { return __builtin_ffs(x); }
 static bool __any_sync(unsigned, bool x) {
   return together({x}, [](Numbers all, int) {
     bool any = false;

@@ -176,10 +176,12 @@ CASES = {
     "wide": Case(rank=512, heads=16, lengths=(130, 40), starts=(64, 40)),
     "wide segments": Case("segments", rank=512, heads=40, lengths=(130,), starts=(64,)),
     "tiles": Case(heads=65, lengths=(200,), starts=(64,), rope=32),
+    "unlike": Case(rank=128, rope=16, lengths=(1500, *[70] * 33, 0), starts=(64, *[64] * 33, 0)),
 }
 MANY = {
     "segments": Case("segments", rank=512, heads=128, lengths=(330, 0, 70), mean=True),
     "vllm": Case("vllm", rank=512, heads=40, new=2, lengths=(333,), starts=(64,)),
+    "unlike": Case("vllm", rank=512, heads=40, lengths=(600, 65, 0, 130), starts=(64, 64, 0, 0)),
     "strided": Case(
         "sglang", rank=512, heads=64, lengths=(200,), starts=(64,), dtype=torch.float16
     ),

@@ -25,6 +25,9 @@
 // Needs sm_80 or newer. No header of CUDA is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 #include "attention_tiles.cu"
+#include "blocks.cu"
+
+typedef BlocksOf<TILE, WARPS> Blocks;
 
 // ---- the query in the frame of the codes -----------------------------------------------------------------------------------
 
@@ -175,11 +178,11 @@ struct Rows {
 };
 
 struct Job {
-  int head, heads, tile, tiles, batch, part, parts;
+  int head, heads, tile, tiles, batch, block, blocks;
   Count columns, tokens;  // tokens: of the query
 
   __device__ Count at(int column) const {  // of what is written for a column
-    return (((Count(batch) * heads + head) * tiles + tile) * COLUMNS + column) * parts + part;
+    return ((Count(head) * blocks + block) * tiles + tile) * COLUMNS + column;
   }
 };
 
@@ -566,62 +569,66 @@ __device__ void attend_exact(const Job& job, const Windows& windows, int chunk, 
 }
 #endif
 
-// Grid: x = windows + splits, where windows are the blocks of the sink and of the recent tokens; y = KV heads times tiles of
-// columns, z = batch. `lengths` [B]: how many tokens are packed; `starts` [B] or null: how many of these are not read; `floors` [B] or
-// null: how many of these all queries read, where later ones read as many more packed and fewer recent tokens.
-// totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
+// Grid: x = `Blocks::total`, y = KV heads times tiles of columns. `floors` [B] or null: how many of its packed tokens all queries of a
+// request read, where later ones read as many more packed and fewer recent tokens.
+// totals [H, blocks, padded] and outputs [H, blocks, padded, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens,
     const signed char* prepared, const Header* headers, const Address* key_table, Address key_base, Count key_unit,
     Count key_pages, const Address* value_table, Address value_base, Count value_unit, Count value_pages, const int* segments_key,
-    const int* segments_value, const float* segments_scales, const int* starts, const int* floors, const int* lengths,
-    Count splits, Count tiles, const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts,
-    const int* sink_slots, Count sink_room, Count sink_pieces, const Element* recent_key, const Element* recent_value,
-    const int* recent_lengths, const int* recent_starts, const int* recent_slots, Count recent_room, Count recent_pieces,
+    const int* segments_value, const float* segments_scales, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
+    Count blocks_windows, Count blocks_splits, Count blocks_most, const int* floors, Count tiles, const Element* sink_key,
+    const Element* sink_value, const int* sink_lengths, const int* sink_starts, const int* sink_slots, Count sink_room,
+    Count sink_pieces, const Element* recent_key, const Element* recent_value, const int* recent_lengths, const int* recent_starts,
+    const int* recent_slots, Count recent_room, Count recent_pieces,
     double scale, double cap, float2* totals, float* outputs) {
   __shared__ alignas(128) char shared[SHARED];
-  const int windows = gridDim.x - splits;
-  const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), int(blockIdx.z),
-                   int(blockIdx.x), int(gridDim.x), columns, tokens};
+  const int block = blockIdx.x, windows = blocks_windows;
+  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), windows, int(blocks_splits), int(blocks_most)};
+  const int exact_block = block - blocks.packed();
+  const bool is_exact = exact_block >= 0;
+  const Blocks::Share share = is_exact ? Blocks::Share{exact_block / windows, 0, 1} : blocks.of_block(block);
+  if (!share.count) return;
+  const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), share.request,
+                   block, int(gridDim.x), columns, tokens};
   const float capped = float(cap) * LOG2E;
-  const int length = lengths[job.batch], floor = floors ? floors[job.batch] : length;
-  if (blockIdx.x < windows) {
+  const int length = blocks.lengths[job.batch], floor = floors ? floors[job.batch] : length;
+  if (is_exact) {
     const int sinks = (sink_room * sink_pieces + WINDOW - 1) / WINDOW, recents = (recent_room * recent_pieces + WINDOW - 1) / WINDOW;
     const Windows all = {{sink_key, sink_value, sink_lengths, sink_starts, sink_slots, int(sink_room), int(sink_pieces)},
                          {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, int(recent_room), int(recent_pieces)},
                          sinks, recents, min(int(tokens) - 1, length - floor)};
     const Strides strides = {strides_row, strides_head, strides_token};
-    const int each = (sinks + recents + windows - 1) / windows, begin = blockIdx.x * each;
+    const int each = (sinks + recents + windows - 1) / windows, begin = exact_block % windows * each;
     attend_exact(job, all, begin, min(begin + each, sinks + recents), query, strides, scale, capped, totals, outputs, shared);
     return;
   }
   const int exact = floors ? recent_lengths[job.batch] - recent_starts[job.batch] : tokens;
-  const Range range = {starts ? starts[job.batch] : 0, floor, length, exact, int(tokens), job.tile * COLUMNS};
-  const int first = range.start / TILE, end = max(first, (length + TILE - 1) / TILE), each = (end - first + splits - 1) / splits;
-  const int begin = min(end, first + int(blockIdx.x - windows) * each);
+  const Range range = {blocks.starts ? blocks.starts[job.batch] : 0, floor, length, exact, int(tokens), job.tile * COLUMNS};
+  const int2 read = blocks.range(share, block);
   const Tables tables = {key_table, value_table, key_base, value_base, key_unit, value_unit, key_pages, value_pages,
                          segments_key, segments_value, segments_scales};
-  attend_packed(job, tables, begin, min(end, begin + each), range, prepared, headers, capped, totals, outputs, shared);
+  attend_packed(job, tables, read.x, read.y, range, prepared, headers, capped, totals, outputs, shared);
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------------
 
-// Merge the parts of TOGETHER columns, by as many groups of threads: packed parts, which come after `windows` exact ones, are
-// rotated back first. Grid: x = columns / TOGETHER, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM],
+// Merge the parts of TOGETHER columns, by as many groups of threads: packed parts, which come after the exact ones, are rotated
+// back first. Grid: x = columns / TOGETHER, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM],
 // mean [H, VALUE_DIM] or null, sinks [H_q] or null (logits that take part in the softmax and read nothing), result
 // [B, H_q, tokens, VALUE_DIM].
 constexpr int LANES = VALUE_DIM <= 128 ? 128 : 256, GROUPS = 512 / LANES, MOST_TOTALS = 1024;  // columns times parts, of a block
 
 template <int TOGETHER>
 __device__ void merge(
-    const float2* totals, const float* outputs, int columns, int padded, int parts, int windows, int tokens, const float* matrix,
+    const float2* totals, const float* outputs, const Blocks& blocks, int columns, int padded, int tokens, const float* matrix,
     const float* mean, const float* sinks, Element* result, const Strides& strides) {
   constexpr int D = VALUE_DIM, HELPERS = GROUPS / TOGETHER, SHARE = D / GROUPS;
   constexpr bool EARLY = SHARE <= 32;  // numbers of the matrix for a thread, where they fit into registers
   alignas(16) __shared__ float packed[LANES][GROUPS];
   __shared__ float exact[GROUPS][LANES], turned[GROUPS][TOGETHER][LANES];
   __shared__ float2 all_totals[MOST_TOTALS];
-  const int head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
+  const int head = blockIdx.y, batch = blockIdx.z;
   const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, helper = group % HELPERS, base = group - helper;
   const int column = blockIdx.x * TOGETHER + group / HELPERS;
   const bool works = column < columns && d < D;
@@ -630,14 +637,16 @@ __device__ void merge(
   if (EARLY && d < D)
     #pragma unroll
     for (int i = 0; i < (EARLY ? SHARE : 0); i++) numbers[i] = rows[i * GROUPS * D];
+  const Blocks::Share own = blocks.of_request(batch);
+  const int windows = blocks.windows, parts = windows + own.count;
   wait_for_previous();
 
-  const Count of_head = (Count(batch) * heads + head) * padded * parts;
-  const int first = blockIdx.x * TOGETHER * parts;
-  for (int i = threadIdx.x; i < TOGETHER * parts; i += 512) all_totals[i] = totals[of_head + first + i];
+  const auto at = [=](int part) { return (Count(head) * blocks.total() + blocks.at(own, part)) * padded; };
+  for (int i = threadIdx.x; i < TOGETHER * parts; i += 512)
+    all_totals[i] = totals[at(i % parts) + blockIdx.x * TOGETHER + i / parts];
   __syncthreads();
   const float2* mine = all_totals + group / HELPERS * parts;
-  const float* of = outputs + (of_head + Count(column) * parts) * D + d;
+  const float* of = outputs + Count(column) * D + d;
   // Every warp has one column, and finds out for itself what all its threads need.
   const float sink = sinks && column < columns ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
   float top = sink, total = 0.0f, share = 0.0f;
@@ -656,7 +665,7 @@ __device__ void merge(
   if (works)
     #pragma unroll 8
     for (int i = helper; i < parts; i += HELPERS) {
-      const float x = exp2_of(mine[i].x - top) * of[Count(i) * D];
+      const float x = exp2_of(mine[i].x - top) * of[at(i) * D];
       of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
     }
   packed[d][group] = of_packed, exact[group][d] = of_exact;
@@ -690,17 +699,19 @@ __device__ void merge(
 
 // One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.
 extern "C" __global__ void __launch_bounds__(512, 2) finish(
-    const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
-    const float* matrix, const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head,
-    Count strides_token) {
+    const float2* totals, const float* outputs, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
+    Count blocks_windows, Count blocks_splits, Count blocks_most, Count columns, Count padded, Count tokens, const float* matrix,
+    const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head, Count strides_token) {
   const Strides strides = {strides_row, strides_head, strides_token};
-  merge<1>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result, strides);
+  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+  merge<1>(totals, outputs, blocks, columns, padded, tokens, matrix, mean, sinks, result, strides);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 2) finish_many(
-    const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
-    const float* matrix, const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head,
-    Count strides_token) {
+    const float2* totals, const float* outputs, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
+    Count blocks_windows, Count blocks_splits, Count blocks_most, Count columns, Count padded, Count tokens, const float* matrix,
+    const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head, Count strides_token) {
   const Strides strides = {strides_row, strides_head, strides_token};
-  merge<GROUPS>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result, strides);
+  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+  merge<GROUPS>(totals, outputs, blocks, columns, padded, tokens, matrix, mean, sinks, result, strides);
 }

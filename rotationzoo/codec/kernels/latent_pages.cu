@@ -1,6 +1,11 @@
 // What the kernels of latents share: how packed tokens lie in pages.
 // Compile with -D: HALF, as in attention.cu.
 
+#include "blocks.cu"
+
+constexpr int TILE = 64;  // tokens of a page
+typedef BlocksOf<TILE, 2> Blocks;
+
 #if HALF
 typedef unsigned short Metadata;
 #else

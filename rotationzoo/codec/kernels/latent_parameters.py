@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from rotationzoo.codec.kernels.parameters import (
     Begin,
+    Blocks,
     Elements,
     Floats,
     Halves,
@@ -35,7 +36,7 @@ class ScaleQueries(NamedTuple):
 
 
 class PackedCodes(NamedTuple):
-    """Rows of codes in pages, and which of their tokens are read."""
+    """Rows of codes in pages."""
 
     middles: Floats
     levels: Floats | None
@@ -43,9 +44,6 @@ class PackedCodes(NamedTuple):
     row_stride: int
     begin: Begin
     rope: int
-    starts: Ints
-    floors: Ints
-    lengths: Ints
 
 
 class AttendLatents(NamedTuple):
@@ -59,8 +57,8 @@ class AttendLatents(NamedTuple):
     pages: Pages
     pieces: Pieces
     codes: PackedCodes
-    parts: int
-    windows: int
+    blocks: Blocks
+    floors: Ints
     copies: Elements
     sink: CopiedPages
     recent: CopiedPages
@@ -87,8 +85,9 @@ class AttendManyHeads(NamedTuple):
     pages: Pages
     pairs: Pieces
     codes: PackedCodes
+    blocks: Blocks
+    floors: Ints
     recent: Ends
-    windows: int
     scale: float
     totals: Pairs
     outputs: Floats
@@ -99,7 +98,6 @@ class MergeLatents(NamedTuple):
 
     totals: Pairs
     outputs: Floats
-    parts: int
-    windows: int
+    blocks: Blocks
     packed: Elements
     exact: Elements

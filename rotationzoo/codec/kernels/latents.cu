@@ -24,7 +24,6 @@
 #include "tensor_cores.cu"
 #include "latent_pages.cu"
 
-constexpr int TILE = 64;               // tokens of a page
 constexpr int WARPS = RANK / 64 * (COLUMNS / 16), THREADS = 32 * WARPS;
 constexpr int SETS = COLUMNS / 8;      // of columns that one product takes
 constexpr int ACROSS = SETS < WARPS / 2 ? SETS : WARPS / 2, DOWN = WARPS / ACROSS;  // warps that share columns, and tokens, of scores
@@ -341,8 +340,8 @@ __device__ void accumulate_copies(State& state, const char* rows, const Lane& la
 struct Results {
   float2* totals;
   float* outputs;
-  Count columns, parts, part, first;  // first: of the request and tile
-  __device__ Count at(int column) const { return (first + column) * parts + part; }
+  Count columns, all, block, first;  // columns: of the tile, whose first one is `first`, and of a request
+  __device__ Count at(int column) const { return block * all + first + column; }
 };
 
 // A block without tokens writes a sum of 0, and no output.
@@ -614,29 +613,36 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
   headers[3 * column] = unit * 16777216.0f * scaled, headers[3 * column + 1] = middle * scaled, headers[3 * column + 2] = bias * scaled;
 }
 
-// Grid: x = parts, which are `windows` blocks of exact tokens and splits, or the former alone; y = tiles of columns, z = batch. Column c is
-// query token c / heads and query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and
-// without its unit, and headers [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of
-// scores and log2(e), and what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [B,
-// columns, parts] and outputs [B, columns, parts, RANK] are float32.
+// Grid: x = `Blocks::total`, or only those for exact tokens, the last ones; y = tiles of columns. Column c is query token c / heads and
+// query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and
+// headers [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores and log2(e),
+// and what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [blocks, columns] and
+// outputs [blocks, columns, RANK] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* codes_middles, const float* codes_levels,
     Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
-    const int* codes_starts, const int* codes_floors, const int* codes_lengths, Count parts, Count windows, const Element* copies,
-    const int* sink_slots, const int* sink_starts, const int* sink_lengths, Count sink_pieces, const int* recent_slots,
-    const int* recent_starts, const int* recent_lengths, Count recent_pieces, double scale, float2* totals, float* outputs) {
+    const int* blocks_starts, const int* blocks_lengths, Count blocks_requests, Count blocks_windows, Count blocks_splits,
+    Count blocks_most, const int* floors, const Element* copies, const int* sink_slots, const int* sink_starts,
+    const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
+    Count recent_pieces, double scale, float2* totals, float* outputs) {
   wait_for_previous();
-  const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, block = blockIdx.x;
-  const int tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
-  const int length = codes_lengths[batch], floor = codes_floors[batch], recent_end = recent_lengths[batch];
+  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+  const int first = blockIdx.y * COLUMNS, windows = blocks.windows;
+  const int block = blocks.total() - gridDim.x + blockIdx.x, exact_block = block - blocks.packed();
+  const bool is_exact = exact_block >= 0;
+  const Blocks::Share share = is_exact ? Blocks::Share{exact_block / windows, 0, 1} : blocks.of_block(block);
+  if (!share.count) return;
+  const int batch = share.request, tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
+  const int length = blocks.lengths[batch], floor = floors[batch], recent_end = recent_lengths[batch];
   const int recent_start = recent_starts[batch];
-  const Results results = {totals, outputs, count, parts, block, batch * columns + first};
-  const Element* rows = query + results.first * KEY;
+  const Results results = {totals, outputs, count, columns, block, first};
+  const Count column = batch * columns + first;  // of all requests
+  const Element* rows = query + column * KEY;
   const float scaled = float(scale) * LOG2E;
-  if (block < windows) {
+  if (is_exact) {
     let_next_start();  // `attend_many_heads`
-    const int pages = sink_pieces + recent_pieces, each = (pages + windows - 1) / windows, begin = block * each;
+    const int pages = sink_pieces + recent_pieces, each = (pages + windows - 1) / windows, begin = exact_block % windows * each;
     const Range sink = {sink_starts[batch], 0, sink_lengths[batch], -1, tokens, int(heads), first, 0, 0};
     const Range recent = {recent_start, 0, recent_end, -1, tokens, int(heads), first, 1, min(tokens - 1, length - floor)};
     const Windows all = {copies, sink_slots + batch * sink_pieces, recent_slots + batch * recent_pieces, sink, recent,
@@ -644,37 +650,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     attend_copies(all, begin, min(begin + each, pages), rows, scaled, results);
     return;
   }
-  const Range range = {codes_starts[batch], floor, length, recent_end - recent_start, tokens, int(heads), first};
-  const int splits = parts - windows, from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE);
-  const int each = (to - from + splits - 1) / splits, begin = min(to, from + int(block - windows) * each), end = min(to, begin + each);
-  if (begin >= end) {
+  const Range range = {blocks.starts[batch], floor, length, recent_end - recent_start, tokens, int(heads), first};
+  const int2 read = blocks.range(share, block);
+  if (read.x >= read.y) {
     write_none(results);
     return;
   }
   load_exact<ROPE>(rows + RANK, ROPE_QUERIES, count);
   const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
                          int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};
-  attend_codes(tables, begin, end, range, turned + results.first * TURNED, headers + 3 * results.first, pieces, codes_middles, scaled,
-               results);
+  attend_codes(tables, read.x, read.y, range, turned + column * TURNED, headers + 3 * column, pieces, codes_middles, scaled, results);
 }
 
 constexpr int MERGING = 8, EXTRA = 8;  // warps of a block of `merge_latents`, at most; and what a row of codes has behind its channels
 
-// Add the parts of a column from number `first` on, of which each warp takes some. Lanes read what 32 of them sum to, so that reading
-// their outputs waits for nothing else.
-__device__ void add_parts(float4& sum, float& total, const float2* totals, const float4* outputs, Count first, Count end, float top) {
+// Add what some parts of a column have, of which each warp takes some, and which are `step` columns apart. Lanes read what 32 of them sum
+// to, so that reading their outputs waits for nothing else.
+__device__ void add_parts(float4& sum, float& total, const float2* totals, const float4* outputs, int step, int end, float top) {
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  for (Count begin = first + threadIdx.x / 32; begin < end; begin += 32 * warps) {
-    const Count mine = begin + lane * warps;
-    const float2 part = mine < end ? totals[mine] : float2{LOWEST, 0.0f};
+  for (int begin = threadIdx.x / 32; begin < end; begin += 32 * warps) {
+    const int mine = begin + lane * warps;
+    const float2 part = mine < end ? totals[Count(mine) * step] : float2{LOWEST, 0.0f};
     const float factor = part.y == 0.0f ? 0.0f : exp2_of(part.x - top);  // without a sum, it has no output
     total += factor * part.y;
-    const int count = min(Count(32), (end - begin + warps - 1) / warps);
+    const int count = min(32, (end - begin + warps - 1) / warps);
+    const float4* from = outputs + Count(begin) * step * (RANK / 4);
+    const int further = warps * step * (RANK / 4);
     #pragma unroll 8
     for (int i = 0; i < count; i++) {
       const float of_part = __shfl_sync(ALL, factor, i);
       float4 x = {};
-      if (of_part != 0.0f) x = outputs[(begin + i * warps) * (RANK / 4)];
+      if (of_part != 0.0f) x = *from;
+      from += further;
       sum.x += of_part * x.x, sum.y += of_part * x.y, sum.z += of_part * x.z, sum.w += of_part * x.w;
     }
   }
@@ -682,19 +689,25 @@ __device__ void add_parts(float4& sum, float& total, const float2* totals, const
   for (int step = 16; step; step /= 2) total += __shfl_xor_sync(ALL, total, step);
 }
 
-// Merge the parts of a column, of which the first `windows` are exact. exact [B columns, RANK], and packed [B columns, RANK + EXTRA]:
-// behind its channels, it has what weights of packed tokens sum to, and zeros. Grid: x = columns, y = batch, z = RANK / 128.
+// Merge the parts of a column. exact [B columns, RANK], and packed [B columns, RANK + EXTRA]: behind its channels, it has what weights of
+// packed tokens sum to, and zeros. Grid: x = columns, y = batch, z = RANK / 128.
 extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
-    const float2* totals, const float* outputs, Count parts, Count windows, Element* packed, Element* exact) {
+    const float2* totals, const float* outputs, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
+    Count blocks_windows, Count blocks_splits, Count blocks_most, Element* packed, Element* exact) {
   __shared__ float tops[MERGING], found[2][MERGING];
   __shared__ float4 sums[2][MERGING][32];
   wait_for_previous();
-  const Count column = Count(blockIdx.y) * gridDim.x + blockIdx.x, first = 128 * blockIdx.z;
+  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+  const Blocks::Share share = blocks.of_request(blockIdx.y);
+  const Count columns = gridDim.x, column = Count(blockIdx.y) * columns + blockIdx.x, first = 128 * blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const float2* mine = totals + column * parts;
-  const float4* of = reinterpret_cast<const float4*>(outputs + column * parts * RANK + first) + lane;
+  // Of exact and of packed tokens: how many parts there are, and the first of them.
+  const int counts[2] = {blocks.windows, share.count};
+  const Count firsts[2] = {blocks.at(share, 0) * columns + blockIdx.x, blocks.at(share, blocks.windows) * columns + blockIdx.x};
   float top = LOWEST;
-  for (Count i = threadIdx.x; i < parts; i += blockDim.x) top = fmaxf(top, mine[i].x);
+  #pragma unroll
+  for (int kind = 0; kind < 2; kind++)
+    for (int i = threadIdx.x; i < counts[kind]; i += blockDim.x) top = fmaxf(top, totals[firsts[kind] + i * columns].x);
   #pragma unroll
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
   if (!lane) tops[warp] = top;
@@ -702,8 +715,11 @@ extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
   for (int w = 0; w < warps; w++) top = fmaxf(top, tops[w]);
   float4 both[2] = {};
   float total[2] = {};
-  add_parts(both[0], total[0], mine, of, 0, windows, top);
-  add_parts(both[1], total[1], mine, of, windows, parts, top);
+  #pragma unroll
+  for (int kind = 0; kind < 2; kind++) {
+    const float4* of = reinterpret_cast<const float4*>(outputs + firsts[kind] * RANK + first) + lane;
+    add_parts(both[kind], total[kind], totals + firsts[kind], of, columns, counts[kind], top);
+  }
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     sums[i][warp][lane] = both[i];

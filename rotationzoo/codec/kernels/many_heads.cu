@@ -20,7 +20,7 @@
 #include "tensor_cores.cu"
 #include "latent_pages.cu"
 
-constexpr int KEY = RANK + ROPE, TILE = 64, COLUMNS = 64;
+constexpr int KEY = RANK + ROPE, COLUMNS = 64;
 constexpr int GROUP = 128, MULTIPLY = 2 * GROUP, UNPACK = 2 * GROUP;  // threads: of a warpgroup, that multiply, and that unpack
 constexpr int HANDED = GROUP + UNPACK, THREADS = MULTIPLY + UNPACK;   // that hand each other a stage; of a block
 constexpr int BLOCK = 64 * 128, PAGE = RANK / 64 * BLOCK, STAGE = PAGE + BLOCK;  // bytes: of 64 rows, of codes, and with exact keys
@@ -246,8 +246,8 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
 struct Results {
   float2* totals;
   float* outputs;
-  Count columns, parts, part, first;  // first: of the request and tile
-  __device__ Count at(int column) const { return (first + column) * parts + part; }
+  Count columns, all, block, first;  // as in latents.cu
+  __device__ Count at(int column) const { return block * all + first + column; }
 };
 
 // Two columns of a thread: what their scores are relative to, and sums of weights and of weights times offsets.
@@ -453,35 +453,39 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
   }
 }
 
-// Grid: x = splits, y = tiles of columns, z = batch. The arguments are those of `attend_latents`, but turned [B, columns, RANK] and middles
-// [RANK] are in the order of slots, and so are the outputs; `windows` parts of totals and outputs come before those that this writes.
+// Grid: x = the blocks for packed tokens, y = tiles of columns. The arguments are those of `attend_latents`, but turned [B, columns, RANK]
+// and middles [RANK] are in the order of slots, and so are the outputs.
 // This may start when all blocks of `attend_latents` have, which reads copies and has waited for what this reads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pairs, const float* codes_middles, const float* codes_levels,
     Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
-    const int* codes_starts, const int* codes_floors, const int* codes_lengths, const int* recent_starts, const int* recent_lengths,
-    Count windows, double scale, float2* totals, float* outputs) {
-  const int batch = blockIdx.z, first = blockIdx.y * COLUMNS, splits = gridDim.x, thread = threadIdx.x;
-  const int count = min(Count(COLUMNS), columns - first), length = codes_lengths[batch];
-  const Results results = {totals, outputs, count, windows + splits, windows + blockIdx.x, batch * columns + first};
-  const Range range = {codes_starts[batch], codes_floors[batch], length, int(columns / heads), int(heads), first,
+    const int* blocks_starts, const int* blocks_lengths, Count blocks_requests, Count blocks_windows, Count blocks_splits,
+    Count blocks_most, const int* floors, const int* recent_starts, const int* recent_lengths, double scale, float2* totals,
+    float* outputs) {
+  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+  const int first = blockIdx.y * COLUMNS, thread = threadIdx.x, block = blockIdx.x;
+  const Blocks::Share share = blocks.of_block(block);
+  if (!share.count) return;
+  const int batch = share.request, count = min(Count(COLUMNS), columns - first);
+  const Results results = {totals, outputs, count, columns, block, first};
+  const Range range = {blocks.starts[batch], floors[batch], blocks.lengths[batch], int(columns / heads), int(heads), first,
                        recent_lengths[batch] - recent_starts[batch]};
-  const int from = range.start / TILE, to = max(from, (length + TILE - 1) / TILE), each = (to - from + splits - 1) / splits;
-  const int begin = min(to, from + int(blockIdx.x) * each), end = min(to, begin + each);
-  if (begin >= end) {
+  const int2 read = blocks.range(share, block);
+  if (read.x >= read.y) {
     wait_for_previous();
     if (thread < count) totals[results.at(thread)] = {LOWEST, 0.0f};
     return;
   }
+  const Count column = batch * columns + first;  // of all requests
   const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
                          int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};
   if (thread < MULTIPLY) {
     take_registers();
-    attend(begin, end, range, query + results.first * KEY, turned + results.first * RANK, headers + 3 * results.first, codes_middles,
+    attend(read.x, read.y, range, query + column * KEY, turned + column * RANK, headers + 3 * column, codes_middles,
            float(scale) * LOG2E, results, thread);
   } else {
     return_registers();
-    unpack(tables, range, pairs, begin, end, thread - MULTIPLY);
+    unpack(tables, range, pairs, read.x, read.y, thread - MULTIPLY);
   }
 }

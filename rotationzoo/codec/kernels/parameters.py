@@ -98,6 +98,17 @@ class Window(NamedTuple):
     pieces: int
 
 
+class Blocks(NamedTuple):
+    """The blocks of a KV head, and what they share: `BlocksOf` of blocks.cu."""
+
+    starts: Ints | None
+    lengths: Ints
+    requests: int
+    windows: int
+    splits: int
+    most: int
+
+
 class Attend(NamedTuple):
     """`attend` of attention.cu."""
 
@@ -110,10 +121,8 @@ class Attend(NamedTuple):
     key: Pages
     value: Pages
     segments: Segments
-    starts: Ints | None
+    blocks: Blocks
     floors: Ints | None
-    lengths: Ints
-    splits: int
     tiles: int
     sink: Window
     recent: Window
@@ -128,10 +137,9 @@ class Finish(NamedTuple):
 
     totals: Pairs
     outputs: Floats
+    blocks: Blocks
     columns: int
     padded: int
-    parts: int
-    windows: int
     tokens: int
     matrix: Floats
     mean: Floats | None
