@@ -269,9 +269,8 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
     # Each row's number of blocks is rounded up, by less than one.
     parts = batch * (windows + blocks.splits + 1) - 1
-    of_blocks = layout.heads, parts, padded
-    totals = headers.new_empty(*of_blocks, 2)
-    outputs = headers.new_empty(*of_blocks, variant.value.dim)
+    totals = headers.new_empty(layout.heads, padded, parts, 2)
+    outputs = headers.new_empty(layout.heads, padded, parts, variant.value.dim)
     # All copies are made before the first kernel. Kernels start early: what they read before they
     # wait for the kernel before them must not come from that one.
     prepare = Prepare(

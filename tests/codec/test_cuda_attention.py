@@ -280,7 +280,7 @@ def test_a_long_request_beside_short_ones_has_more_blocks(most, attend_on_cpu, m
     output = attend_on_cpu(*inputs.arguments(), splits=1)
     assert_right(output, inputs, 2e-4)
     arguments = launched[1]  # of `attend`
-    has_written = arguments.totals[0, :, 0, 1].isfinite()
+    has_written = arguments.totals[0, 0, :, 1].isfinite()
     blocks, tiles = arguments.blocks, [-(-length // 32) for length in UNLIKE]
     each = max(4, -(-sum(tiles) // len(tiles)), -(-max(tiles) // blocks.most))
     shares = [-(-count // each) for count in tiles]

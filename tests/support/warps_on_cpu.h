@@ -153,6 +153,20 @@ static unsigned __ballot_sync(unsigned, bool x) {
     return found;
   });
 }
+static int __reduce_add_sync(unsigned, int x) {
+  return together({unsigned(x)}, [](Numbers all, int) {
+    int sum = 0;
+    for (int lane = 0; lane < 32; lane++) sum += int(all[lane][0]);
+    return sum;
+  });
+}
+static int __reduce_max_sync(unsigned, int x) {
+  return together({unsigned(x)}, [](Numbers all, int) {
+    int most = int(all[0][0]);
+    for (int lane = 1; lane < 32; lane++) most = max(most, int(all[lane][0]));
+    return most;
+  });
+}
 static int __ffs(unsigned x) { return __builtin_ffs(x); }
 static bool __any_sync(unsigned, bool x) {
   return together({x}, [](Numbers all, int) {

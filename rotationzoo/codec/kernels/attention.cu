@@ -182,7 +182,7 @@ struct Job {
   Count columns, tokens;  // tokens: of the query
 
   __device__ Count at(int column) const {  // of what is written for a column
-    return ((Count(head) * blocks + block) * tiles + tile) * COLUMNS + column;
+    return ((Count(head) * tiles + tile) * COLUMNS + column) * blocks + block;
   }
 };
 
@@ -571,7 +571,7 @@ __device__ void attend_exact(const Job& job, const Windows& windows, int chunk, 
 
 // Grid: x = `Blocks::total`, y = KV heads times tiles of columns. `floors` [B] or null: how many of its packed tokens all queries of a
 // request read, where later ones read as many more packed and fewer recent tokens.
-// totals [H, blocks, padded] and outputs [H, blocks, padded, VALUE_DIM] are float32.
+// totals [H, padded, blocks] and outputs [H, padded, blocks, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens,
     const signed char* prepared, const Header* headers, const Address* key_table, Address key_base, Count key_unit,
@@ -641,12 +641,15 @@ __device__ void merge(
   const int windows = blocks.windows, parts = windows + own.count;
   wait_for_previous();
 
-  const auto at = [=](int part) { return (Count(head) * blocks.total() + blocks.at(own, part)) * padded; };
-  for (int i = threadIdx.x; i < TOGETHER * parts; i += 512)
-    all_totals[i] = totals[at(i % parts) + blockIdx.x * TOGETHER + i / parts];
+  const int all = blocks.total();
+  const Count of_head = Count(head) * padded;
+  constexpr int READING = 512 / TOGETHER;  // threads of a column
+  const int reading = threadIdx.x / READING;
+  const float2* read = totals + (of_head + blockIdx.x * TOGETHER + reading) * all;
+  for (int i = threadIdx.x % READING; i < parts; i += READING) all_totals[reading * parts + i] = read[blocks.at(own, i)];
   __syncthreads();
   const float2* mine = all_totals + group / HELPERS * parts;
-  const float* of = outputs + Count(column) * D + d;
+  const float* of = outputs + (of_head + column) * all * D + d;
   // Every warp has one column, and finds out for itself what all its threads need.
   const float sink = sinks && column < columns ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
   float top = sink, total = 0.0f, share = 0.0f;
@@ -665,7 +668,7 @@ __device__ void merge(
   if (works)
     #pragma unroll 8
     for (int i = helper; i < parts; i += HELPERS) {
-      const float x = exp2_of(mine[i].x - top) * of[at(i) * D];
+      const float x = exp2_of(mine[i].x - top) * of[Count(blocks.at(own, i)) * D];
       of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
     }
   packed[d][group] = of_packed, exact[group][d] = of_exact;
