@@ -26,7 +26,7 @@ from rotationzoo.errors import RotationZooError
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
-_SET = 4  # columns of a block of `prepare`, as in the source
+_SET = 16  # columns of a block of `prepare` at a time, as in the source
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 # Tokens of a split: merging takes longer with shorter ones. Where a head has few blocks in a wave,
@@ -113,6 +113,8 @@ class Kernels:
     """Of a block of `attend`."""
     blocks: int
     """Blocks of `attend` that the GPU holds at once."""
+    preparing: int
+    """And of `prepare`."""
 
 
 @cache
@@ -195,18 +197,15 @@ def choose_windows(blocks: int, heads: int, chunks: int) -> int:
 def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
     """The kernels of a variant. Raises `RotationZooError` as `cuda.build` does."""
     code = build("attention.cu", variant.macros(), device)
-    attend = code.get_kernel("attend")
+    names = "prepare", "attend", "finish", "finish_many"
+    prepare, attend, *merging = (code.get_kernel(name) for name in names)
     threads = 32 * variant.warps
-    resident = attend.occupancy.max_active_blocks_per_multiprocessor(threads, 0)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Kernels(
-        code.get_kernel("prepare"),
-        attend,
-        code.get_kernel("finish"),
-        code.get_kernel("finish_many"),
-        threads,
-        resident * processors,
+    preparing, resident = (
+        processors * kernel.occupancy.max_active_blocks_per_multiprocessor(count, 0)
+        for kernel, count in ((prepare, _PREPARE_THREADS), (attend, threads))
     )
+    return Kernels(prepare, attend, *merging, threads, resident, preparing)
 
 
 def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
@@ -261,16 +260,14 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
 
     lengths, starts = (_to(each, torch.int32) for each in (packed.lengths, packed.starts))
     assert lengths is not None
-    blocks = Blocks(starts, lengths, batch, windows, min(splits, most), most)
+    blocks = Blocks.share(starts, lengths, windows, splits, most)
     strides, scale = Strides(*query.stride()[:3]), float(scores.scale)
     segments = _segments(variant, query.device)
     rows = batch, layout.heads, padded
     prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
     headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
-    # Each row's number of blocks is rounded up, by less than one.
-    parts = batch * (windows + blocks.splits + 1) - 1
-    totals = headers.new_empty(layout.heads, padded, parts, 2)
-    outputs = headers.new_empty(layout.heads, padded, parts, variant.value.dim)
+    totals = headers.new_empty(layout.heads, padded, blocks.total, 2)
+    outputs = headers.new_empty(layout.heads, padded, blocks.total, variant.value.dim)
     # All copies are made before the first kernel. Kernels start early: what they read before they
     # wait for the kernel before them must not come from that one.
     prepare = Prepare(
@@ -282,6 +279,8 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
         mean=_to(packed.key.mean, torch.float32),
         scale=scale,
         segments=segments.key,
+        blocks=blocks,
+        padded=padded,
         prepared=prepared,
         headers=headers,
     )
@@ -320,8 +319,10 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     )
     launch = Launcher(query.device)
     early = prepare.matrix is packed.key.matrix  # no copy, which may have only just begun
-    launch(kernels.prepare, (layout.heads, padded // _SET, batch), _PREPARE_THREADS, prepare, early)
-    launch(kernels.attend, (parts, layout.heads * tiles, 1), kernels.threads, attend)
+    sets = min(-(-batch * columns // _SET), max(1, kernels.preparing // layout.heads))
+    grid = layout.heads, sets + (batch > 1), 1
+    launch(kernels.prepare, grid, _PREPARE_THREADS, prepare, early)
+    launch(kernels.attend, (blocks.total, layout.heads * tiles, 1), kernels.threads, attend)
     merge = kernels.finish_many if many else kernels.finish
     of_columns = -(-columns // groups) if many else columns
     launch(merge, (of_columns, layout.heads, batch), _FINISH_THREADS, finish)

@@ -257,22 +257,20 @@ def attend(
         splits = choose_many_splits(kernels.blocks, batch * blocks, room, *others)
     else:
         splits = choose_splits(kernels.blocks, batch * blocks, tokens, exact, _SHORTEST_SPLIT)
-    splits = max(1, min(splits, room))
-    of_packed = batch * (splits + 1) - 1  # each request rounds its number up, by less than one
-    of_all = batch * exact + of_packed
+    lengths = packed.lengths
+    starts = torch.zeros_like(lengths) if packed.starts is None else packed.starts
+    floors = lengths if packed.floors is None else packed.floors
+    shares = Blocks.share(starts, lengths, exact, splits, room)
 
     launch = Launcher(query.device)
     given = query.view(-1, key)[:, :rank] @ frame.to_codes
     turned = torch.empty_like(given, dtype=torch.float16)
     headers = torch.empty(len(given), 3, device=query.device)
-    scaled = ScaleQueries(query, given, frame.sums, scale, turned, headers)
-    launch(kernels.scale, (len(given), 1, 1), 128, scaled)
+    scaled = ScaleQueries(query, given, frame.sums, scale, shares, turned, headers)
+    launch(kernels.scale, (len(given) + (batch > 1), 1, 1), 128, scaled)
     table = packed.key.addresses().contiguous()
     pages = Pages(table, packed.key.base, packed.key.unit, table.shape[1])
     begin = Begin(*layout.starts[1:3]) if isinstance(layout, PageLayout) else None
-    lengths = packed.lengths
-    starts = torch.zeros_like(lengths) if packed.starts is None else packed.starts
-    floors = lengths if packed.floors is None else packed.floors
     codes = PackedCodes(
         middles=frame.middles,
         levels=None if begin else list_scales(query.device),
@@ -281,27 +279,26 @@ def attend(
         begin=begin or Begin(0, 0),
         rope=layout.bytes,
     )
-    shares = Blocks(starts, lengths, batch, exact, splits, room)
-    totals = headers.new_empty(of_all, columns, 2)
-    outputs = headers.new_empty(of_all, columns, rank)
+    totals = headers.new_empty(shares.total, columns, 2)
+    outputs = headers.new_empty(shares.total, columns, rank)
     queries, results = (query, turned, headers, columns, heads, pages), (scale, totals, outputs)
     table = piece_table(layout, query.device)
     arguments = AttendLatents(
         *queries, table, codes, shares, floors, windows[0].key, sink, recent, *results
     )
-    here, shared = batch * exact if variant.has_many else of_all, variant.shared_bytes
+    here, shared = batch * exact if variant.has_many else shares.total, variant.shared_bytes
     if here:
         launch(kernels.attend, (here, tiles, 1), 32 * variant.warps, arguments, shared=shared)
     if variant.has_many:
         table, ends = unpack_table(layout, query.device), Ends(recent.starts, recent.lengths)
         many = AttendManyHeads(*queries, table, codes, shares, floors, ends, *results)
-        grid, shared = (of_packed, blocks, 1), many_bytes(layout)
+        grid, shared = (shares.packed, blocks, 1), many_bytes(layout)
         launch(kernels.many, grid, _MANY_THREADS, many, early=exact > 0, shared=shared)
 
     of_copies = query.new_empty(batch * columns, rank)
     of_codes = query.new_empty(batch * columns, rank + _EXTRA)
     merge = MergeLatents(totals, outputs, shares, of_codes, of_copies)
-    warps = min(_MERGING, -(-(exact + splits) // _MERGING))
+    warps = min(_MERGING, -(-(exact + shares.splits) // _MERGING))
     launch(kernels.merge, (columns, batch, rank // 128), 32 * warps, merge)
     torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
 

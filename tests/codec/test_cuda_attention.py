@@ -122,7 +122,9 @@ class Calls(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         self.names, self.early = [], []
-        names = Kernels("prepare", "attend", "finish", "finish_many", threads=128, blocks=1000)
+        names = Kernels(
+            "prepare", "attend", "finish", "finish_many", threads=128, blocks=1000, preparing=100
+        )
         monkeypatch.setattr(cuda_attention, "compiled", lambda variant, device: names)
         monkeypatch.setattr(cuda_attention, "Launcher", lambda device: self.launch)
 
@@ -186,7 +188,7 @@ def attend_on_cpu(monkeypatch, compile_program) -> Callable[..., torch.Tensor]:
         ends = [end for pair in starts for end in pair]
         functions.set_pages((ctypes.c_ulonglong * len(ends))(*ends), len(blocks))
         made = [getattr(functions, f"launch_{name}") for name in kernels.PROGRAMS["attention.cu"]]
-        return Kernels(*made, threads=32 * variant.warps, blocks=resident)
+        return Kernels(*made, threads=32 * variant.warps, blocks=resident, preparing=resident)
 
     def attend(
         query, packed, *others, splits: int | None = None, resident: int = 8

@@ -61,18 +61,26 @@ __device__ void load_piece(float* to, const float* from) {
 // query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, PREPARED], upper and lower bytes, and headers [B, H, padded], where padded is a multiple of
 // COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 FIELDS bytes a word.
-// Grid: x = KV heads, y = padded / SET, z = batch.
-constexpr int SET = 4;  // columns of a block
+// Grid: x = KV heads, y = any number of blocks that share the columns of all requests, after one that plans for several requests.
+constexpr int SET = 16;  // columns of a block at a time
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens, const float* matrix,
-    const float* mean, double scale, const int* segments, signed char* prepared, Header* headers) {
+    const float* mean, double scale, const int* segments, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
+    Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, Count padded, signed char* prepared,
+    Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32, PIECE = EACH % 4 ? 1 : 4, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
+  constexpr int TOGETHER = 4;  // columns that a row of the matrix is multiplied with at a time
   alignas(16) __shared__ float given[SET][D];
-  __shared__ float turned[SET][D], largest[32];
+  __shared__ float turned[SET][D];
   __shared__ int4 slots[SEGMENTS ? KEY_WORDS : 1];
-  const int head = blockIdx.x, heads = gridDim.x, sets = gridDim.y, batch = blockIdx.z;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.y * SET;
-  const Count row = Count(batch) * heads + head;
+  const int head = blockIdx.x, heads = gridDim.x, requests = blocks_requests, planning = requests > 1;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (planning && !blockIdx.y) {
+    wait_for_previous();
+    let_next_start();
+    if (!head) Blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table).plan();
+    return;
+  }
   const Strides strides = {strides_row, strides_head, strides_token};
   const float* rows = matrix + Count(head) * D * D;
   // The matrix is on its way while the query is computed.
@@ -91,79 +99,83 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   wait_for_previous();
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
-  for (int i = threadIdx.x; i < SET * D; i += blockDim.x) {
-    const int column = first + i / D;
-    given[i / D][i % D] = column < columns ? element(query[strides.at(batch, head, columns, tokens, column) + i % D]) : 0.0f;
-  }
-  __syncthreads();
-  #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    const int j = r * WARPS_OF_BLOCK + warp;
-    float sums[SET] = {};
-    #pragma unroll
-    for (int e = 0; e < EACH; e++)
+  const int all = requests * columns, step = SET * (gridDim.y - planning);
+  for (int first = SET * (blockIdx.y - planning); first < all; first += step) {
+    const int count = min(SET, all - first);
+    for (int i = threadIdx.x; i < count * D; i += blockDim.x) {
+      const int request = (first + i / D) / int(columns), column = first + i / D - request * columns;
+      given[i / D][i % D] = element(query[strides.at(request, head, columns, tokens, column) + i % D]);
+    }
+    __syncthreads();
+    for (int set = 0; set < count; set += TOGETHER)
       #pragma unroll
-      for (int c = 0; c < SET; c++) sums[c] += lane * EACH + e < D ? numbers[r][e] * given[c][lane * EACH + e] : 0.0f;
-    // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % SET.
-    #pragma unroll
-    for (int step = SET / 2; step; step /= 2)
-      #pragma unroll
-      for (int c = 0; c < step; c++) {
-        const bool upper = lane & step;
-        const float sent = upper ? sums[c] : sums[c + step];
-        sums[c] = (upper ? sums[c + step] : sums[c]) + __shfl_xor_sync(ALL, sent, step);
+      for (int r = 0; r < ROWS; r++) {
+        const int j = r * WARPS_OF_BLOCK + warp;
+        float sums[TOGETHER] = {};
+        #pragma unroll
+        for (int e = 0; e < EACH; e++)
+          #pragma unroll
+          for (int c = 0; c < TOGETHER; c++) sums[c] += lane * EACH + e < D ? numbers[r][e] * given[set + c][lane * EACH + e] : 0.0f;
+        // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % TOGETHER.
+        #pragma unroll
+        for (int step = TOGETHER / 2; step; step /= 2)
+          #pragma unroll
+          for (int c = 0; c < step; c++) {
+            const bool upper = lane & step;
+            const float sent = upper ? sums[c] : sums[c + step];
+            sums[c] = (upper ? sums[c + step] : sums[c]) + __shfl_xor_sync(ALL, sent, step);
+          }
+        #pragma unroll
+        for (int step = TOGETHER; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
+        if (lane < TOGETHER && j < D) turned[set + lane][j] = sums[0];
       }
-    #pragma unroll
-    for (int step = SET; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
-    if (lane < SET && j < D) turned[lane][j] = sums[0];
-  }
-  __syncthreads();
-  float top = 0.0f;
-  if (SEGMENTS)
-    for (int i = threadIdx.x; i < SET * PREPARED; i += blockDim.x) {
-      const Piece piece(slots[i % PREPARED / 8], i / 4 % FIELDS, i % 4);
-      top = fmaxf(top, fabsf(turned[i / PREPARED][piece.channel]) * piece.weight(i / 4 % FIELDS));
-    }
-  else
-    for (int i = threadIdx.x; i < SET * D; i += blockDim.x) top = fmaxf(top, fabsf(turned[i / D][i % D]));
-  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-  if (!lane) largest[warp] = top;
-  __syncthreads();
-  top = largest[lane];
-  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-  // All columns of a set share a unit. The upper byte is rounded, so that the lower one may have a sign.
-  const float unit = fmaxf(top, 1e-30f) / 32512.0f;
-  for (int c = warp; c < SET; c += WARPS_OF_BLOCK) {
-    const Count at = row * sets * SET + first + c;
-    signed char* to = prepared + at * COLUMN;
-    float sums[KEY_GROUPS] = {}, bias = 0.0f;
-    for (int i = lane; i < PREPARED; i += 32) {
-      const int word = i / (4 * FIELDS), field = i / 4 % FIELDS;
-      const Piece piece(slots[SEGMENTS ? i / 8 : 0], field, i % 4);
-      const bool exists = word < KEY_WORDS;
-      const int ch = SEGMENTS ? piece.channel : channel<KEY_DIM>(word, i % 4, field);
-      const int x = exists ? __float2int_rn(turned[c][ch] * (SEGMENTS ? piece.weight(field) : 1.0f) / unit) : 0;
-      const int high = (x + 128) >> 8;
-      to[i] = high, to[PREPARED + i] = x - 256 * high;
-      const float part = SEGMENTS ? x * (piece.middle() / (1 << BITS * field)) : x;
+    __syncthreads();
+    if (warp < count) {
+      const int request = (first + warp) / int(columns), column = first + warp - request * columns;
+      const Count of_request = (Count(request) * heads + head) * padded;
+      if (column + 1 == columns)
+        for (int i = columns + lane; i < padded; i += 32) headers[of_request + i] = {};
+      const float* mine = turned[warp];
+      float top = 0.0f;
+      for (int i = lane; i < (SEGMENTS ? PREPARED : D); i += 32) {
+        const Piece piece(slots[SEGMENTS ? i / 8 : 0], i / 4 % FIELDS, i % 4);
+        top = fmaxf(top, SEGMENTS ? fabsf(mine[piece.channel]) * piece.weight(i / 4 % FIELDS) : fabsf(mine[i]));
+      }
+      for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+      // The upper byte is rounded, so that the lower one may have a sign.
+      const float unit = fmaxf(top, 1e-30f) / 32512.0f;
+      signed char* to = prepared + (of_request + column) * COLUMN;
+      float sums[KEY_GROUPS] = {}, bias = 0.0f;
+      for (int i = lane; i < PREPARED; i += 32) {
+        const int word = i / (4 * FIELDS), field = i / 4 % FIELDS;
+        const Piece piece(slots[SEGMENTS ? i / 8 : 0], field, i % 4);
+        const bool exists = word < KEY_WORDS;
+        const int ch = SEGMENTS ? piece.channel : channel<KEY_DIM>(word, i % 4, field);
+        const int x = exists ? __float2int_rn(mine[ch] * (SEGMENTS ? piece.weight(field) : 1.0f) / unit) : 0;
+        const int high = (x + 128) >> 8;
+        to[i] = high, to[PREPARED + i] = x - 256 * high;
+        const float part = SEGMENTS ? x * (piece.middle() / (1 << BITS * field)) : x;
+        #pragma unroll
+        for (int g = 0; g < KEY_GROUPS; g++)
+          if (exists && ch / KEY_GROUP == g) sums[g] += part;
+      }
+      if (mean)
+        for (int i = lane; i < D; i += 32) bias += given[warp][i] * mean[head * D + i];
       #pragma unroll
-      for (int g = 0; g < KEY_GROUPS; g++)
-        if (exists && ch / KEY_GROUP == g) sums[g] += part;
+      for (int step = 16; step; step /= 2) {
+        bias += __shfl_xor_sync(ALL, bias, step);
+        #pragma unroll
+        for (int g = 0; g < KEY_GROUPS; g++) sums[g] += __shfl_xor_sync(ALL, sums[g], step);
+      }
+      if (!lane) {
+        Header& header = headers[of_request + column];
+        const float scaled = unit * float(scale) * LOG2E;
+        header.unit = scaled / (1 << LAST_FIELD);
+        header.bias = bias * float(scale) * LOG2E;
+        for (int g = 0; g < KEY_GROUPS; g++) header.sums[g] = sums[g] * scaled;
+      }
     }
-    if (mean)
-      for (int i = lane; i < D; i += 32) bias += given[c][i] * mean[head * D + i];
-    #pragma unroll
-    for (int step = 16; step; step /= 2) {
-      bias += __shfl_xor_sync(ALL, bias, step);
-      #pragma unroll
-      for (int g = 0; g < KEY_GROUPS; g++) sums[g] += __shfl_xor_sync(ALL, sums[g], step);
-    }
-    if (!lane) {
-      const float scaled = unit * float(scale) * LOG2E;
-      headers[at].unit = scaled / (1 << LAST_FIELD);
-      headers[at].bias = bias * float(scale) * LOG2E;
-      for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * scaled;
-    }
+    __syncthreads();  // nobody reads these columns any more
   }
 }
 
@@ -577,19 +589,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const signed char* prepared, const Header* headers, const Address* key_table, Address key_base, Count key_unit,
     Count key_pages, const Address* value_table, Address value_base, Count value_unit, Count value_pages, const int* segments_key,
     const int* segments_value, const float* segments_scales, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
-    Count blocks_windows, Count blocks_splits, Count blocks_most, const int* floors, Count tiles, const Element* sink_key,
-    const Element* sink_value, const int* sink_lengths, const int* sink_starts, const int* sink_slots, Count sink_room,
-    Count sink_pieces, const Element* recent_key, const Element* recent_value, const int* recent_lengths, const int* recent_starts,
-    const int* recent_slots, Count recent_room, Count recent_pieces,
-    double scale, double cap, float2* totals, float* outputs) {
+    Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, const int* floors, Count tiles,
+    const Element* sink_key, const Element* sink_value, const int* sink_lengths, const int* sink_starts, const int* sink_slots,
+    Count sink_room, Count sink_pieces, const Element* recent_key, const Element* recent_value, const int* recent_lengths,
+    const int* recent_starts, const int* recent_slots, Count recent_room, Count recent_pieces, double scale, double cap, float2* totals,
+    float* outputs) {
   __shared__ alignas(128) char shared[SHARED];
   const int block = blockIdx.x, windows = blocks_windows;
-  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), windows, int(blocks_splits), int(blocks_most)};
+  const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
   const int exact_block = block - blocks.packed();
   const bool is_exact = exact_block >= 0;
-  const Blocks::Share share = is_exact ? Blocks::Share{exact_block / windows, 0, 1} : blocks.of_block(block);
-  if (!share.count) return;
-  const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), share.request,
+  if (!is_exact && blocks.requests > 1) wait_for_previous();  // for the plan
+  const Blocks::Work work = is_exact ? Blocks::Work{exact_block / windows} : blocks.work(block);
+  if (work.request < 0) return;
+  const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), work.request,
                    block, int(gridDim.x), columns, tokens};
   const float capped = float(cap) * LOG2E;
   const int length = blocks.lengths[job.batch], floor = floors ? floors[job.batch] : length;
@@ -605,10 +618,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   }
   const int exact = floors ? recent_lengths[job.batch] - recent_starts[job.batch] : tokens;
   const Range range = {blocks.starts ? blocks.starts[job.batch] : 0, floor, length, exact, int(tokens), job.tile * COLUMNS};
-  const int2 read = blocks.range(share, block);
   const Tables tables = {key_table, value_table, key_base, value_base, key_unit, value_unit, key_pages, value_pages,
                          segments_key, segments_value, segments_scales};
-  attend_packed(job, tables, read.x, read.y, range, prepared, headers, capped, totals, outputs, shared);
+  attend_packed(job, tables, work.begin, work.end, range, prepared, headers, capped, totals, outputs, shared);
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------------
@@ -637,16 +649,15 @@ __device__ void merge(
   if (EARLY && d < D)
     #pragma unroll
     for (int i = 0; i < (EARLY ? SHARE : 0); i++) numbers[i] = rows[i * GROUPS * D];
-  const Blocks::Share own = blocks.of_request(batch);
-  const int windows = blocks.windows, parts = windows + own.count;
   wait_for_previous();
 
-  const int all = blocks.total();
+  const Blocks::Share own = blocks.share(batch);
+  const int windows = blocks.windows, parts = windows + own.count, all = blocks.total();
   const Count of_head = Count(head) * padded;
   constexpr int READING = 512 / TOGETHER;  // threads of a column
   const int reading = threadIdx.x / READING;
   const float2* read = totals + (of_head + blockIdx.x * TOGETHER + reading) * all;
-  for (int i = threadIdx.x % READING; i < parts; i += READING) all_totals[reading * parts + i] = read[blocks.at(own, i)];
+  for (int i = threadIdx.x % READING; i < parts; i += READING) all_totals[reading * parts + i] = read[blocks.at(batch, own, i)];
   __syncthreads();
   const float2* mine = all_totals + group / HELPERS * parts;
   const float* of = outputs + (of_head + column) * all * D + d;
@@ -668,7 +679,7 @@ __device__ void merge(
   if (works)
     #pragma unroll 8
     for (int i = helper; i < parts; i += HELPERS) {
-      const float x = exp2_of(mine[i].x - top) * of[Count(blocks.at(own, i)) * D];
+      const float x = exp2_of(mine[i].x - top) * of[Count(blocks.at(batch, own, i)) * D];
       of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
     }
   packed[d][group] = of_packed, exact[group][d] = of_exact;
@@ -703,18 +714,20 @@ __device__ void merge(
 // One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.
 extern "C" __global__ void __launch_bounds__(512, 2) finish(
     const float2* totals, const float* outputs, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
-    Count blocks_windows, Count blocks_splits, Count blocks_most, Count columns, Count padded, Count tokens, const float* matrix,
-    const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head, Count strides_token) {
+    Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, Count columns, Count padded, Count tokens,
+    const float* matrix, const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head,
+    Count strides_token) {
   const Strides strides = {strides_row, strides_head, strides_token};
-  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+  const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
   merge<1>(totals, outputs, blocks, columns, padded, tokens, matrix, mean, sinks, result, strides);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 2) finish_many(
     const float2* totals, const float* outputs, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
-    Count blocks_windows, Count blocks_splits, Count blocks_most, Count columns, Count padded, Count tokens, const float* matrix,
-    const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head, Count strides_token) {
+    Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, Count columns, Count padded, Count tokens,
+    const float* matrix, const float* mean, const float* sinks, Element* result, Count strides_row, Count strides_head,
+    Count strides_token) {
   const Strides strides = {strides_row, strides_head, strides_token};
-  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+  const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
   merge<GROUPS>(totals, outputs, blocks, columns, padded, tokens, matrix, mean, sinks, result, strides);
 }

@@ -31,6 +31,7 @@ class ScaleQueries(NamedTuple):
     given: Elements
     sums: Floats
     scale: float
+    blocks: Blocks
     turned: Halves
     headers: Floats
 

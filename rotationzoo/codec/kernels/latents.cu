@@ -582,13 +582,21 @@ __device__ void attend_copies(
 }
 
 // What is known of a query: query [columns, KEY], given [columns, TURNED] in the order of pieces, and sums [RANK, 2], whose products with
-// it are with the middles and the mean. turned float16 and headers as below. Grid: x = columns.
+// it are with the middles and the mean. turned float16 and headers as below. Grid: x = columns, after a block that plans for several
+// requests.
 extern "C" __global__ void __launch_bounds__(128) scale_queries(
-    const Element* query, const Element* given, const float* sums, double scale, unsigned short* turned, float* headers) {
+    const Element* query, const Element* given, const float* sums, double scale, const int* blocks_starts, const int* blocks_lengths,
+    Count blocks_requests, Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, unsigned short* turned,
+    float* headers) {
   constexpr int WARPS_OF_BLOCK = 4, STEP = 32 * WARPS_OF_BLOCK;
   __shared__ float found[WARPS_OF_BLOCK][3];
   wait_for_previous();
-  const Count column = blockIdx.x;
+  const bool planning = blocks_requests > 1;
+  if (planning && !blockIdx.x) {
+    Blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table).plan();
+    return;
+  }
+  const Count column = blockIdx.x - planning;
   float top = 0.0f, middle = 0.0f, bias = 0.0f;
   for (int i = threadIdx.x; i < TURNED; i += STEP) top = fmaxf(top, fabsf(element(given[column * TURNED + i])));
   for (int d = threadIdx.x; d < RANK; d += STEP) {
@@ -623,17 +631,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* codes_middles, const float* codes_levels,
     Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
     const int* blocks_starts, const int* blocks_lengths, Count blocks_requests, Count blocks_windows, Count blocks_splits,
-    Count blocks_most, const int* floors, const Element* copies, const int* sink_slots, const int* sink_starts,
+    Count blocks_most, int4* blocks_table, const int* floors, const Element* copies, const int* sink_slots, const int* sink_starts,
     const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
     Count recent_pieces, double scale, float2* totals, float* outputs) {
   wait_for_previous();
-  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+  const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
   const int first = blockIdx.y * COLUMNS, windows = blocks.windows;
   const int block = blocks.total() - gridDim.x + blockIdx.x, exact_block = block - blocks.packed();
   const bool is_exact = exact_block >= 0;
-  const Blocks::Share share = is_exact ? Blocks::Share{exact_block / windows, 0, 1} : blocks.of_block(block);
-  if (!share.count) return;
-  const int batch = share.request, tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
+  const Blocks::Work work = is_exact ? Blocks::Work{exact_block / windows} : blocks.work(block);
+  if (work.request < 0) return;
+  const int batch = work.request, tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
   const int length = blocks.lengths[batch], floor = floors[batch], recent_end = recent_lengths[batch];
   const int recent_start = recent_starts[batch];
   const Results results = {totals, outputs, count, columns, block, first};
@@ -651,15 +659,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     return;
   }
   const Range range = {blocks.starts[batch], floor, length, recent_end - recent_start, tokens, int(heads), first};
-  const int2 read = blocks.range(share, block);
-  if (read.x >= read.y) {
+  if (work.begin >= work.end) {
     write_none(results);
     return;
   }
   load_exact<ROPE>(rows + RANK, ROPE_QUERIES, count);
   const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
                          int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};
-  attend_codes(tables, read.x, read.y, range, turned + column * TURNED, headers + 3 * column, pieces, codes_middles, scaled, results);
+  attend_codes(tables, work.begin, work.end, range, turned + column * TURNED, headers + 3 * column, pieces, codes_middles, scaled, results);
 }
 
 constexpr int MERGING = 8, EXTRA = 8;  // warps of a block of `merge_latents`, at most; and what a row of codes has behind its channels
@@ -693,17 +700,18 @@ __device__ void add_parts(float4& sum, float& total, const float2* totals, const
 // packed tokens sum to, and zeros. Grid: x = columns, y = batch, z = RANK / 128.
 extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
     const float2* totals, const float* outputs, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
-    Count blocks_windows, Count blocks_splits, Count blocks_most, Element* packed, Element* exact) {
+    Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, Element* packed, Element* exact) {
   __shared__ float tops[MERGING], found[2][MERGING];
   __shared__ float4 sums[2][MERGING][32];
   wait_for_previous();
-  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
-  const Blocks::Share share = blocks.of_request(blockIdx.y);
+  const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
+  const Blocks::Share share = blocks.share(blockIdx.y);
   const Count columns = gridDim.x, column = Count(blockIdx.y) * columns + blockIdx.x, first = 128 * blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   // Of exact and of packed tokens: how many parts there are, and the first of them.
   const int counts[2] = {blocks.windows, share.count};
-  const Count firsts[2] = {blocks.at(share, 0) * columns + blockIdx.x, blocks.at(share, blocks.windows) * columns + blockIdx.x};
+  const Count firsts[2] = {blocks.at(blockIdx.y, share, 0) * columns + blockIdx.x,
+                           blocks.at(blockIdx.y, share, blocks.windows) * columns + blockIdx.x};
   float top = LOWEST;
   #pragma unroll
   for (int kind = 0; kind < 2; kind++)

@@ -461,18 +461,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pairs, const float* codes_middles, const float* codes_levels,
     Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
     const int* blocks_starts, const int* blocks_lengths, Count blocks_requests, Count blocks_windows, Count blocks_splits,
-    Count blocks_most, const int* floors, const int* recent_starts, const int* recent_lengths, double scale, float2* totals,
-    float* outputs) {
-  const Blocks blocks = {blocks_starts, blocks_lengths, int(blocks_requests), int(blocks_windows), int(blocks_splits), int(blocks_most)};
+    Count blocks_most, int4* blocks_table, const int* floors, const int* recent_starts, const int* recent_lengths, double scale,
+    float2* totals, float* outputs) {
+  const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
   const int first = blockIdx.y * COLUMNS, thread = threadIdx.x, block = blockIdx.x;
-  const Blocks::Share share = blocks.of_block(block);
-  if (!share.count) return;
-  const int batch = share.request, count = min(Count(COLUMNS), columns - first);
+  const Blocks::Work work = blocks.work(block);
+  if (work.request < 0) return;
+  const int batch = work.request, count = min(Count(COLUMNS), columns - first);
   const Results results = {totals, outputs, count, columns, block, first};
   const Range range = {blocks.starts[batch], floors[batch], blocks.lengths[batch], int(columns / heads), int(heads), first,
                        recent_lengths[batch] - recent_starts[batch]};
-  const int2 read = blocks.range(share, block);
-  if (read.x >= read.y) {
+  if (work.begin >= work.end) {
     wait_for_previous();
     if (thread < count) totals[results.at(thread)] = {LOWEST, 0.0f};
     return;
@@ -482,10 +481,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
                          int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};
   if (thread < MULTIPLY) {
     take_registers();
-    attend(read.x, read.y, range, query + column * KEY, turned + column * RANK, headers + 3 * column, codes_middles,
+    attend(work.begin, work.end, range, query + column * KEY, turned + column * RANK, headers + 3 * column, codes_middles,
            float(scale) * LOG2E, results, thread);
   } else {
     return_registers();
-    unpack(tables, range, pairs, read.x, read.y, thread - MULTIPLY);
+    unpack(tables, range, pairs, work.begin, work.end, thread - MULTIPLY);
   }
 }

@@ -54,6 +54,44 @@ class Strides(NamedTuple):
     token: int
 
 
+class Blocks(NamedTuple):
+    """The thread blocks of all requests: `BlocksOf` of blocks.cu."""
+
+    starts: Ints | None
+    lengths: Ints
+    requests: int
+    windows: int
+    splits: int
+    most: int
+    table: Pieces | None
+
+    @classmethod
+    def share(
+        cls,
+        starts: torch.Tensor | None,
+        lengths: torch.Tensor,
+        windows: int,
+        splits: int,
+        most: int,
+    ) -> "Blocks":
+        """With room for what the blocks of several requests share."""
+        own, requests = (min(splits, most), most), len(lengths)
+        blocks = cls(starts, lengths, requests, windows, *own, None)
+        if requests == 1:
+            return blocks
+        return blocks._replace(table=lengths.new_empty(blocks.packed + requests, 4))
+
+    @property
+    def packed(self) -> int:
+        """Those for packed tokens: each request rounds its own number up, by less than one."""
+        return self.requests * (self.splits + 1) - 1
+
+    @property
+    def total(self) -> int:
+        """With those for exact tokens."""
+        return self.packed + self.requests * self.windows
+
+
 class Prepare(NamedTuple):
     """`prepare` of attention.cu."""
 
@@ -65,6 +103,8 @@ class Prepare(NamedTuple):
     mean: Floats | None
     scale: float
     segments: Ints | None
+    blocks: Blocks
+    padded: int
     prepared: Signed
     headers: Headers
 
@@ -96,17 +136,6 @@ class Window(NamedTuple):
     slots: Ints | None
     room: int
     pieces: int
-
-
-class Blocks(NamedTuple):
-    """The blocks of a KV head, and what they share: `BlocksOf` of blocks.cu."""
-
-    starts: Ints | None
-    lengths: Ints
-    requests: int
-    windows: int
-    splits: int
-    most: int
 
 
 class Attend(NamedTuple):
