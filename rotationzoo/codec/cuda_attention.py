@@ -26,7 +26,7 @@ from rotationzoo.errors import RotationZooError
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
-_SET = 16  # columns of a block of `prepare` at a time, as in the source
+_SMALLEST_SET = 4  # columns of a block of `prepare`, as in the source
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 # Tokens of a split: merging takes longer with shorter ones. Where a head has few blocks in a wave,
@@ -198,14 +198,14 @@ def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
     """The kernels of a variant. Raises `RotationZooError` as `cuda.build` does."""
     code = build("attention.cu", variant.macros(), device)
     names = "prepare", "attend", "finish", "finish_many"
-    prepare, attend, *merging = (code.get_kernel(name) for name in names)
+    prepare, attend, finish, many = (code.get_kernel(name) for name in names)
     threads = 32 * variant.warps
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     preparing, resident = (
         processors * kernel.occupancy.max_active_blocks_per_multiprocessor(count, 0)
         for kernel, count in ((prepare, _PREPARE_THREADS), (attend, threads))
     )
-    return Kernels(prepare, attend, *merging, threads, resident, preparing)
+    return Kernels(prepare, attend, finish, many, threads, resident, preparing)
 
 
 def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
@@ -319,7 +319,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     )
     launch = Launcher(query.device)
     early = prepare.matrix is packed.key.matrix  # no copy, which may have only just begun
-    sets = min(-(-batch * columns // _SET), max(1, kernels.preparing // layout.heads))
+    sets = min(-(-batch * columns // _SMALLEST_SET), max(1, kernels.preparing // layout.heads))
     grid = layout.heads, sets + (batch > 1), 1
     launch(kernels.prepare, grid, _PREPARE_THREADS, prepare, early)
     launch(kernels.attend, (blocks.total, layout.heads * tiles, 1), kernels.threads, attend)

@@ -48,28 +48,19 @@ struct Strides {
   }
 };
 
-template <int COUNT>  // 1 or 4 numbers
-__device__ void load_piece(float* to, const float* from) {
-  if constexpr (COUNT == 4) {
-    const float4 four = *reinterpret_cast<const float4*>(from);
-    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-  } else {
-    *to = *from;
-  }
-}
-
 // query [B, H_q, tokens, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared int8 [B, H, padded, 2, PREPARED], upper and lower bytes, and headers [B, H, padded], where padded is a multiple of
 // COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 FIELDS bytes a word.
 // Grid: x = KV heads, y = any number of blocks that share the columns of all requests, after one that plans for several requests.
-constexpr int SET = 16;  // columns of a block at a time
+constexpr int SET = 16, SMALLEST_SET = 4;  // columns of a block at a time, and those that are multiplied at a time
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens, const float* matrix,
     const float* mean, double scale, const int* segments, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
     Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, Count padded, signed char* prepared,
     Header* headers) {
-  constexpr int D = KEY_DIM, EACH = (D + 31) / 32, PIECE = EACH % 4 ? 1 : 4, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
-  constexpr int TOGETHER = 4;  // columns that a row of the matrix is multiplied with at a time
+  constexpr int D = KEY_DIM, SOME = SMALLEST_SET;
+  constexpr int LANES = 8, AT_ONCE = 1024 / LANES;  // that share a row of the matrix; and rows at a time
+  constexpr int ROWS = (D + AT_ONCE - 1) / AT_ONCE, PIECES = (D / 4 + LANES - 1) / LANES;
   alignas(16) __shared__ float given[SET][D];
   __shared__ float turned[SET][D];
   __shared__ int4 slots[SEGMENTS ? KEY_WORDS : 1];
@@ -84,51 +75,62 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   const Strides strides = {strides_row, strides_head, strides_token};
   const float* rows = matrix + Count(head) * D * D;
   // The matrix is on its way while the query is computed.
-  float numbers[ROWS][EACH] = {};
+  float4 numbers[ROWS][PIECES] = {};
+  const int part = lane % LANES, own_row = threadIdx.x / LANES;
   #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    const int j = r * WARPS_OF_BLOCK + warp;
+  for (int r = 0; r < ROWS; r++)
     #pragma unroll
-    for (int e = 0; e < EACH; e += PIECE) {
-      const int i = lane * EACH + e;
-      if (j < D && i < D) load_piece<PIECE>(numbers[r] + e, rows + j * D + i);
+    for (int p = 0; p < PIECES; p++) {
+      const int j = r * AT_ONCE + own_row, i = 4 * (p * LANES + part);
+      if (j < D && i < D) numbers[r][p] = *reinterpret_cast<const float4*>(rows + j * D + i);
     }
-  }
   if (SEGMENTS)
     for (int i = threadIdx.x; i < KEY_WORDS; i += blockDim.x) slots[i] = HeadTable(segments, KEY_WORDS, head, KEY_ROW).slots[i];
   wait_for_previous();
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
-  const int all = requests * columns, step = SET * (gridDim.y - planning);
-  for (int first = SET * (blockIdx.y - planning); first < all; first += step) {
-    const int count = min(SET, all - first);
+  const int all = requests * columns, blocks = gridDim.y - planning;
+  const int most = min(SET, Blocks::divided(all, SOME * blocks) * SOME);
+  for (int first = most * (blockIdx.y - planning); first < all; first += most * blocks) {
+    const int count = min(most, all - first);
     for (int i = threadIdx.x; i < count * D; i += blockDim.x) {
       const int request = (first + i / D) / int(columns), column = first + i / D - request * columns;
       given[i / D][i % D] = element(query[strides.at(request, head, columns, tokens, column) + i % D]);
     }
     __syncthreads();
-    for (int set = 0; set < count; set += TOGETHER)
+    for (int set = 0; set < count; set += SOME) {
+      float sums[ROWS][SOME] = {};
+      #pragma unroll
+      for (int p = 0; p < PIECES; p++) {
+        const int i = 4 * (p * LANES + part);
+        #pragma unroll
+        for (int c = 0; c < SOME; c++) {
+          float4 x = {};
+          if (i < D) x = *reinterpret_cast<const float4*>(given[set + c] + i);
+          #pragma unroll
+          for (int r = 0; r < ROWS; r++) {
+            const float4 number = numbers[r][p];
+            sums[r][c] += number.x * x.x + number.y * x.y + number.z * x.z + number.w * x.w;
+          }
+        }
+      }
       #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        const int j = r * WARPS_OF_BLOCK + warp;
-        float sums[TOGETHER] = {};
+        // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % SOME.
         #pragma unroll
-        for (int e = 0; e < EACH; e++)
-          #pragma unroll
-          for (int c = 0; c < TOGETHER; c++) sums[c] += lane * EACH + e < D ? numbers[r][e] * given[set + c][lane * EACH + e] : 0.0f;
-        // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % TOGETHER.
-        #pragma unroll
-        for (int step = TOGETHER / 2; step; step /= 2)
+        for (int step = SOME / 2; step; step /= 2)
           #pragma unroll
           for (int c = 0; c < step; c++) {
             const bool upper = lane & step;
-            const float sent = upper ? sums[c] : sums[c + step];
-            sums[c] = (upper ? sums[c + step] : sums[c]) + __shfl_xor_sync(ALL, sent, step);
+            const float sent = upper ? sums[r][c] : sums[r][c + step];
+            sums[r][c] = (upper ? sums[r][c + step] : sums[r][c]) + __shfl_xor_sync(ALL, sent, step);
           }
         #pragma unroll
-        for (int step = TOGETHER; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
-        if (lane < TOGETHER && j < D) turned[set + lane][j] = sums[0];
+        for (int step = SOME; step < LANES; step *= 2) sums[r][0] += __shfl_xor_sync(ALL, sums[r][0], step);
+        const int j = r * AT_ONCE + own_row;
+        if (part < SOME && j < D) turned[set + part][j] = sums[r][0];
       }
+    }
     __syncthreads();
     if (warp < count) {
       const int request = (first + warp) / int(columns), column = first + warp - request * columns;
@@ -190,11 +192,11 @@ struct Rows {
 };
 
 struct Job {
-  int head, heads, tile, tiles, batch, block, blocks;
+  int head, heads, tile, tiles, batch, place, places;
   Count columns, tokens;  // tokens: of the query
 
   __device__ Count at(int column) const {  // of what is written for a column
-    return ((Count(head) * tiles + tile) * COLUMNS + column) * blocks + block;
+    return ((Count(head) * tiles + tile) * COLUMNS + column) * places + place;
   }
 };
 
@@ -499,20 +501,21 @@ struct ExactSums {
   }
 };
 
-__device__ void attend_exact(const Job& job, const Windows& windows, int begin, int end, const Element* query, const Strides& strides,
-                             float scale, float cap, float2* totals, float* outputs, char* shared) {
+__device__ void attend_exact(Job job, const Blocks& blocks, int part, const Windows& windows, int begin, int end, const Element* query,
+                             const Strides& strides, float scale, float cap, float2* totals, float* outputs, char* shared) {
   ExactSums sums(job, query, strides);
   #pragma unroll 1
   for (int chunk = begin; chunk < end; chunk++) sums.add(windows.rows(chunk), windows.exact(job, chunk), scale, cap);
   float* merged = reinterpret_cast<float*>(shared);
   sums.save(merged + threadIdx.x / 32 * COLUMNS * WIDTH);
   wait_for_previous();
+  job.place = blocks.share(job.batch).first + part;
   merge_warps(job, nullptr, merged, totals, outputs);
 }
 #else
 // Of each token, COMPARERS threads have a part of the key.
-__device__ void attend_exact(const Job& job, const Windows& windows, int chunk, int, const Element* query, const Strides& strides,
-                             float scale, float cap, float2* totals, float* outputs, char* shared) {
+__device__ void attend_exact(Job job, const Blocks& blocks, int part, const Windows& windows, int chunk, int, const Element* query,
+                             const Strides& strides, float scale, float cap, float2* totals, float* outputs, char* shared) {
   const Exact exact = windows.exact(job, chunk);
   const Rows rows = windows.rows(chunk);
   constexpr int SHARE = KEY_DIM / COMPARERS, PADDED = SHARE + 4;
@@ -537,6 +540,7 @@ __device__ void attend_exact(const Job& job, const Windows& windows, int chunk, 
   for (int i = 0; i < WINDOW; i++)
     values[i] = exact.has(i) && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
   wait_for_previous();
+  job.place = blocks.share(job.batch).first + part;
   __syncthreads();
   #pragma unroll 2
   for (int c = 0; c < COLUMNS; c++) {
@@ -603,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   const Blocks::Work work = is_exact ? Blocks::Work{exact_block / windows} : blocks.work(block);
   if (work.request < 0) return;
   const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), work.request,
-                   block, int(gridDim.x), columns, tokens};
+                   work.place, int(gridDim.x), columns, tokens};
   const float capped = float(cap) * LOG2E;
   const int length = blocks.lengths[job.batch], floor = floors ? floors[job.batch] : length;
   if (is_exact) {
@@ -612,8 +616,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
                          {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, int(recent_room), int(recent_pieces)},
                          sinks, recents, min(int(tokens) - 1, length - floor)};
     const Strides strides = {strides_row, strides_head, strides_token};
-    const int each = (sinks + recents + windows - 1) / windows, begin = exact_block % windows * each;
-    attend_exact(job, all, begin, min(begin + each, sinks + recents), query, strides, scale, capped, totals, outputs, shared);
+    const int part = exact_block % windows, each = Blocks::divided(sinks + recents, windows), begin = part * each;
+    const int end = min(begin + each, sinks + recents);
+    attend_exact(job, blocks, part, all, begin, end, query, strides, scale, capped, totals, outputs, shared);
     return;
   }
   const int exact = floors ? recent_lengths[job.batch] - recent_starts[job.batch] : tokens;
@@ -656,11 +661,11 @@ __device__ void merge(
   const Count of_head = Count(head) * padded;
   constexpr int READING = 512 / TOGETHER;  // threads of a column
   const int reading = threadIdx.x / READING;
-  const float2* read = totals + (of_head + blockIdx.x * TOGETHER + reading) * all;
-  for (int i = threadIdx.x % READING; i < parts; i += READING) all_totals[reading * parts + i] = read[blocks.at(batch, own, i)];
+  const float2* read = totals + (of_head + blockIdx.x * TOGETHER + reading) * all + own.first;
+  for (int i = threadIdx.x % READING; i < parts; i += READING) all_totals[reading * parts + i] = read[i];
   __syncthreads();
   const float2* mine = all_totals + group / HELPERS * parts;
-  const float* of = outputs + (of_head + column) * all * D + d;
+  const float* of = outputs + ((of_head + column) * all + own.first) * D + d;
   // Every warp has one column, and finds out for itself what all its threads need.
   const float sink = sinks && column < columns ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
   float top = sink, total = 0.0f, share = 0.0f;
@@ -679,7 +684,7 @@ __device__ void merge(
   if (works)
     #pragma unroll 8
     for (int i = helper; i < parts; i += HELPERS) {
-      const float x = exp2_of(mine[i].x - top) * of[Count(blocks.at(batch, own, i)) * D];
+      const float x = exp2_of(mine[i].x - top) * of[i * D];
       of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
     }
   packed[d][group] = of_packed, exact[group][d] = of_exact;
@@ -708,7 +713,8 @@ __device__ void merge(
   for (int h = 0; h < HELPERS; h++) x += exact[base + h][d];
   #pragma unroll
   for (int g = 0; g < GROUPS; g++) x += turned[g][group / HELPERS][d];
-  result[strides.at(batch, head, columns, tokens, column) + d] = rounded(total == 0.0f ? 0.0f : x / total);  // a row of padding reads nothing
+  // A row of padding reads nothing.
+  result[strides.at(batch, head, columns, tokens, column) + d] = rounded(total == 0.0f ? 0.0f : x / total);
 }
 
 // One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.

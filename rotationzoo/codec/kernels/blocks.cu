@@ -9,8 +9,9 @@ struct BlocksOf {
   int requests, windows, splits, most;
   int4* table;  // what `plan` finds, of more requests than one: the `Work` of each block for packed tokens, and a `Share` of each request
 
-  struct Work { int request, begin, end, none; };  // tiles of a block; without any, the request is -1
-  struct Share { int first, count, none[2]; };    // blocks of a request for packed tokens
+  // What a request's blocks write lies together, those for exact tokens first.
+  struct Work { int request, begin, end, place; };  // of a block: its tiles, and where it writes; without any, the request is -1
+  struct Share { int first, count, none[2]; };      // of a request: its first place, and how many blocks it has for packed tokens
 
   __device__ BlocksOf(const int* starts, const int* lengths, Count requests, Count windows, Count splits, Count most, int4* table)
       : starts(starts), lengths(lengths), requests(requests), windows(windows), splits(splits), most(most), table(table) {}
@@ -29,10 +30,6 @@ struct BlocksOf {
   }
   __device__ Share share(int request) const {
     return requests > 1 ? reinterpret_cast<const Share*>(table + packed())[request] : Share{0, splits};
-  }
-  // The block that writes a part of what a request reads, of which the first `windows` are exact.
-  __device__ int at(int request, const Share& share, int part) const {
-    return part < windows ? packed() + request * windows + part : share.first + part - windows;
   }
 
   // Fill the table, by a block of at least 64 threads.
@@ -57,7 +54,7 @@ struct BlocksOf {
           const int of_lower = __shfl_up_sync(ALL, end, step);
           if (lane >= step) end += of_lower;
         }
-        if (begin + lane < requests) shares[begin + lane] = {before + end - count, count};
+        if (begin + lane < requests) shares[begin + lane] = {before + end - count + (begin + lane) * windows, count};
         before += __shfl_sync(ALL, end, 31);
       }
       if (!lane) used = before;
@@ -65,13 +62,13 @@ struct BlocksOf {
     __syncthreads();
     Work* works = reinterpret_cast<Work*>(table);
     for (int r = warp; r < requests; r += blockDim.x / 32)
-      for (int i = lane; i < shares[r].count; i += 32) works[shares[r].first + i] = work(r, shares[r], shares[r].first + i);
+      for (int i = lane; i < shares[r].count; i += 32) works[shares[r].first - r * windows + i] = work(r, shares[r], i);
     for (int i = used + threadIdx.x; i < packed(); i += blockDim.x) works[i] = {-1};
   }
 
  private:
-  __device__ Work work(int request, const Share& share, int block) const {
-    const int count = tiles(request), each = divided(count, share.count), from = min(count, (block - share.first) * each);
-    return {request, first(request) + from, first(request) + min(count, from + each)};
+  __device__ Work work(int request, const Share& share, int part) const {
+    const int count = tiles(request), each = divided(count, share.count), from = min(count, part * each);
+    return {request, first(request) + from, first(request) + min(count, from + each), share.first + windows + part};
   }
 };

@@ -340,8 +340,8 @@ __device__ void accumulate_copies(State& state, const char* rows, const Lane& la
 struct Results {
   float2* totals;
   float* outputs;
-  Count columns, all, block, first;  // columns: of the tile, whose first one is `first`, and of a request
-  __device__ Count at(int column) const { return block * all + first + column; }
+  Count columns, all, place, first;  // columns: of the tile, whose first one is `first`, and of a request
+  __device__ Count at(int column) const { return place * all + first + column; }
 };
 
 // A block without tokens writes a sum of 0, and no output.
@@ -644,13 +644,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
   const int batch = work.request, tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
   const int length = blocks.lengths[batch], floor = floors[batch], recent_end = recent_lengths[batch];
   const int recent_start = recent_starts[batch];
-  const Results results = {totals, outputs, count, columns, block, first};
+  const int part = is_exact ? exact_block % windows : 0, place = is_exact ? blocks.share(batch).first + part : work.place;
+  const Results results = {totals, outputs, count, columns, place, first};
   const Count column = batch * columns + first;  // of all requests
   const Element* rows = query + column * KEY;
   const float scaled = float(scale) * LOG2E;
   if (is_exact) {
     let_next_start();  // `attend_many_heads`
-    const int pages = sink_pieces + recent_pieces, each = (pages + windows - 1) / windows, begin = exact_block % windows * each;
+    const int pages = sink_pieces + recent_pieces, each = Blocks::divided(pages, windows), begin = part * each;
     const Range sink = {sink_starts[batch], 0, sink_lengths[batch], -1, tokens, int(heads), first, 0, 0};
     const Range recent = {recent_start, 0, recent_end, -1, tokens, int(heads), first, 1, min(tokens - 1, length - floor)};
     const Windows all = {copies, sink_slots + batch * sink_pieces, recent_slots + batch * recent_pieces, sink, recent,
@@ -709,9 +710,8 @@ extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
   const Count columns = gridDim.x, column = Count(blockIdx.y) * columns + blockIdx.x, first = 128 * blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   // Of exact and of packed tokens: how many parts there are, and the first of them.
-  const int counts[2] = {blocks.windows, share.count};
-  const Count firsts[2] = {blocks.at(blockIdx.y, share, 0) * columns + blockIdx.x,
-                           blocks.at(blockIdx.y, share, blocks.windows) * columns + blockIdx.x};
+  const int windows = blocks.windows, counts[2] = {windows, share.count};
+  const Count firsts[2] = {share.first * columns + blockIdx.x, (share.first + windows) * columns + blockIdx.x};
   float top = LOWEST;
   #pragma unroll
   for (int kind = 0; kind < 2; kind++)

@@ -464,11 +464,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     Count blocks_most, int4* blocks_table, const int* floors, const int* recent_starts, const int* recent_lengths, double scale,
     float2* totals, float* outputs) {
   const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
-  const int first = blockIdx.y * COLUMNS, thread = threadIdx.x, block = blockIdx.x;
-  const Blocks::Work work = blocks.work(block);
+  const int first = blockIdx.y * COLUMNS, thread = threadIdx.x;
+  const Blocks::Work work = blocks.work(blockIdx.x);
   if (work.request < 0) return;
   const int batch = work.request, count = min(Count(COLUMNS), columns - first);
-  const Results results = {totals, outputs, count, columns, block, first};
+  const Results results = {totals, outputs, count, columns, work.place, first};
   const Range range = {blocks.starts[batch], floors[batch], blocks.lengths[batch], int(columns / heads), int(heads), first,
                        recent_lengths[batch] - recent_starts[batch]};
   if (work.begin >= work.end) {
