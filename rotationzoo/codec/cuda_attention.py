@@ -29,14 +29,13 @@ _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
 _SMALLEST_SET = 4  # columns of a block of `prepare`, as in the source
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
-# Tokens of a split: merging takes longer with shorter ones. Where a head has few blocks in a wave,
-# it gets several waves of longer splits: with one, parts of the GPU would wait for the last blocks.
-_SHORTEST_SPLIT, _SHORTEST_OF_WAVES = 256, 1024
-_SMALLEST_WAVE, _WAVES = 6, 3
-_LONG_SPLIT = 2048  # tokens of a split beside which exact ones take little time
+_SHORTEST_SPLIT, _SHORTEST_OF_WAVES = 256, 1024  # tokens of a split, which is merged with others
+_WAVES = 4  # of blocks, at most
+# With fewer splits, much of a GPU waits for the last blocks. Those of many columns start slowly.
+_FEW_SPLITS, _FEW_OF_MANY_COLUMNS = 6, 3
 _OF_WINDOWS = 8  # exact tokens get one in so many blocks of a wave
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
-_WIDE_SLOTS = 24  # of a head, so that a warp's sums of eight columns fit into its registers
+_WIDE_SLOTS = 24  # of a head, so that a warp's sums of several columns fit into its registers
 Layout = PageLayout | SegmentLayout
 
 
@@ -162,28 +161,27 @@ def _has_few_groups(layout: Layout) -> bool:
     return layout.groups <= _MOST_GROUPS and layout.dim // layout.groups % run == 0
 
 
-def choose_columns(columns: int, key: Layout, value: Layout) -> int:
+def choose_columns(columns: int, key: Layout, value: Layout, dtype: torch.dtype) -> int:
     """How many of a tile's `columns` one block handles."""
     # The sums of larger rows do not fit into a warp's registers.
     wide = max(key.dim, value.dim) <= 128 and key.groups == value.groups == 1
-    wide = wide and max(_slots(key), _slots(value)) <= _WIDE_SLOTS
-    return 8 if columns > 4 and wide else 4
+    if not wide or max(_slots(key), _slots(value)) > _WIDE_SLOTS:
+        return 4
+    widest = 8 if dtype == torch.float32 else 16
+    return next((width for width in (4, 8) if columns <= width), widest)
 
 
-def choose_splits(
-    blocks: int, heads: int, tokens: int, windows: int, shortest: int = _SHORTEST_SPLIT
-) -> int:
+def choose_splits(blocks: int, heads: int, tokens: int, windows: int, width: int) -> int:
     """How many splits the `tokens` packed tokens of a head get, of `heads` in all rows and tiles of
-    columns. A GPU holds `blocks` blocks at once, of which exact tokens of a head take `windows`.
-    One wave of blocks has no splits of less than `shortest` tokens."""
-    wave = blocks // heads
-    if wave < _SMALLEST_WAVE:
-        most, shortest = -(-_WAVES * blocks // heads), _SHORTEST_OF_WAVES
-    elif tokens // wave < _LONG_SPLIT:
-        most = max(1, wave - windows)
-    else:
-        most = wave
-    return max(1, min(most, tokens // shortest))
+    `width` columns. A GPU holds `blocks` blocks at once, of which exact tokens of a head take
+    `windows`. All fill as few waves of blocks as there are enough splits in."""
+    few = _FEW_SPLITS if width < 16 else _FEW_OF_MANY_COLUMNS
+    for waves in range(1, _WAVES + 1):
+        splits = waves * blocks // heads - windows
+        if splits >= few:
+            break
+    shortest = _SHORTEST_SPLIT if waves == 1 else _SHORTEST_OF_WAVES
+    return max(1, min(splits, tokens // shortest))
 
 
 def choose_windows(blocks: int, heads: int, chunks: int) -> int:
@@ -235,7 +233,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
     soft_cap = scores.soft_cap is not None
-    width = choose_columns(columns, layout, packed.value.layout)
+    width = choose_columns(columns, layout, packed.value.layout, dtype)
     tiles = -(-columns // width)
     variant = AttentionVariant(layout, packed.value.layout, dtype, soft_cap, width)
     _check(variant, (batch, layout.heads * tiles), head, tail)
@@ -251,7 +249,7 @@ def attend(  # noqa: PLR0913 (those of the definition, and two of a GPU)
     # A block of `finish` keeps a maximum and a sum of every part.
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
-        splits = choose_splits(kernels.blocks, heads, room, windows)
+        splits = choose_splits(kernels.blocks, heads, room, windows, width)
     groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
     many = columns * layout.heads * batch > kernels.blocks
     many = many and groups * (windows + splits) <= _MOST_TOTALS

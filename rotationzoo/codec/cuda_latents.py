@@ -9,7 +9,7 @@ import torch
 
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.codec.cuda import TYPES, Launcher, allow_shared, build, shared_memory
-from rotationzoo.codec.cuda_attention import choose_splits, choose_windows
+from rotationzoo.codec.cuda_attention import choose_windows
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.kernels.latent_parameters import (
     AttendLatents,
@@ -38,7 +38,9 @@ from rotationzoo.codec.page_layout import PageLayout
 from rotationzoo.codec.transform import SegmentLayout, list_scales
 
 _PAGE = 64  # tokens: `TILE` in the source
-_SHORTEST_SPLIT = 2 * _PAGE  # tokens
+_SHORTEST_SPLIT, _SHORTEST_OF_WAVES = 2 * _PAGE, 1024  # tokens
+_SMALLEST_WAVE, _WAVES_OF_FEW = 6, 3  # blocks of a request, and waves where there are fewer
+_LONG_SPLIT = 2048  # tokens of a split beside which exact ones take little time
 _MOST_PIECES = 3 / 8  # of a channel: more take more registers than there are
 _EXTRA = 8  # numbers of a row of codes behind its channels: `EXTRA` in the source
 MANY_HEADS = True
@@ -136,7 +138,7 @@ def choose_variant(
     variant = LatentVariant(layout, rope, dtype, choose_columns(columns, layout))
     most = shared_memory(device)
     takes = MANY_HEADS and (layout.dim, rope) == (512, 64) and many_bytes(layout) <= most
-    if takes and columns > variant.columns and _is_hopper(device):
+    if takes and columns > 16 and _is_hopper(device):
         return replace(variant, has_many=True)
     return variant if variant.shared_bytes <= most else replace(variant, columns=16)
 
@@ -256,7 +258,7 @@ def attend(
         others = exact * tiles * batch, -(-copied // max(1, exact))
         splits = choose_many_splits(kernels.blocks, batch * blocks, room, *others)
     else:
-        splits = choose_splits(kernels.blocks, batch * blocks, tokens, exact, _SHORTEST_SPLIT)
+        splits = choose_splits(kernels.blocks, batch * blocks, tokens, exact)
     lengths = packed.lengths
     starts = torch.zeros_like(lengths) if packed.starts is None else packed.starts
     floors = lengths if packed.floors is None else packed.floors
@@ -301,6 +303,19 @@ def attend(
     warps = min(_MERGING, -(-(exact + shares.splits) // _MERGING))
     launch(kernels.merge, (columns, batch, rank // 128), 32 * warps, merge)
     torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
+
+
+def choose_splits(blocks: int, tiles: int, tokens: int, exact: int) -> int:
+    """How many splits `tokens` packed tokens get, of each of so many tiles of columns. A GPU holds
+    `blocks` blocks at once, of which exact tokens take `exact`."""
+    wave, shortest = blocks // tiles, _SHORTEST_SPLIT
+    if wave < _SMALLEST_WAVE:  # several: with one, parts of the GPU would wait for the last blocks
+        most, shortest = -(-_WAVES_OF_FEW * blocks // tiles), _SHORTEST_OF_WAVES
+    elif tokens // wave < _LONG_SPLIT:
+        most = max(1, wave - exact)
+    else:
+        most = wave
+    return max(1, min(most, tokens // shortest))
 
 
 def choose_many_splits(

@@ -398,10 +398,10 @@ struct ExactSums {
   static constexpr int KEYS = (KEY_DIM + 31) / 32, VALUES = (VALUE_DIM + 63) / 64;  // pieces of a row that a lane has
   uint4 queries[KEYS];
   float tops[2] = {LOWEST, LOWEST}, sums[2] = {}, products[VALUES][4][4] = {};  // by two channels of each piece, as they come out
-  int row, part, first;                                                         // first: the block's first column
+  int row, part, first;                                                         // first: of eight columns
 
-  __device__ ExactSums(const Job& job, const Element* query, const Strides& strides)
-      : row(threadIdx.x % 32 / 4), part(threadIdx.x % 4), first(job.tile * COLUMNS) {
+  __device__ ExactSums(const Job& job, int eight, const Element* query, const Strides& strides)
+      : row(threadIdx.x % 32 / 4), part(threadIdx.x % 4), first(job.tile * COLUMNS + eight) {
     const bool is_column = row < COLUMNS && first + row < job.columns;
     const Element* of = query + (is_column ? strides.at(job.batch, job.head, job.columns, job.tokens, first + row) : 0);
     #pragma unroll
@@ -481,7 +481,7 @@ struct ExactSums {
       }
   }
 
-  __device__ void save(float* merged) const {  // [COLUMNS][WIDTH]
+  __device__ void save(float* merged) const {  // [columns][WIDTH]
     if (2 * part >= COLUMNS) return;
     #pragma unroll
     for (int i = 0; i < VALUES; i++)
@@ -503,11 +503,14 @@ struct ExactSums {
 
 __device__ void attend_exact(Job job, const Blocks& blocks, int part, const Windows& windows, int begin, int end, const Element* query,
                              const Strides& strides, float scale, float cap, float2* totals, float* outputs, char* shared) {
-  ExactSums sums(job, query, strides);
-  #pragma unroll 1
-  for (int chunk = begin; chunk < end; chunk++) sums.add(windows.rows(chunk), windows.exact(job, chunk), scale, cap);
   float* merged = reinterpret_cast<float*>(shared);
-  sums.save(merged + threadIdx.x / 32 * COLUMNS * WIDTH);
+  #pragma unroll 1
+  for (int eight = 0; eight < min(Count(COLUMNS), job.columns - job.tile * COLUMNS); eight += 8) {
+    ExactSums sums(job, eight, query, strides);
+    #pragma unroll 1
+    for (int chunk = begin; chunk < end; chunk++) sums.add(windows.rows(chunk), windows.exact(job, chunk), scale, cap);
+    sums.save(merged + (threadIdx.x / 32 * COLUMNS + eight) * WIDTH);
+  }
   wait_for_previous();
   job.place = blocks.share(job.batch).first + part;
   merge_warps(job, nullptr, merged, totals, outputs);

@@ -45,8 +45,8 @@ constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * size
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
 constexpr bool NARROW = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1;
-constexpr int OF_SEGMENTS = VALUE_CHUNKS < 3 ? 5 - SETS : SETS == 1 && VALUE_CHUNKS < 5 ? 3 : 2;
-constexpr int BLOCKS = SEGMENTS ? OF_SEGMENTS : NARROW ? (SETS == 1 ? 4 : 3) : 2;
+constexpr int OF_SETS = SETS < 3 ? 5 - SETS : 2, OF_SEGMENTS = VALUE_CHUNKS < 3 ? OF_SETS : SETS == 1 && VALUE_CHUNKS < 5 ? 3 : 2;
+constexpr int BLOCKS = SEGMENTS ? OF_SEGMENTS : NARROW ? OF_SETS : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
 __device__ float read_number(unsigned from, unsigned index) {  // scale or offset
@@ -225,14 +225,27 @@ __device__ float column_sum(const State& state, int set, int sum, int half) {
   return PAIRED ? sums[2 * half + set % 2] : sums[2 * half] + sums[2 * half + 1];
 }
 
-// A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
-__device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + (row & 1) * 4; }
+// In which order products take the tokens of a tile. A token's number is the sum of these steps, each of which is a bit of it: for a lane's
+// `part` (two bits), its odd rows, the second of its two rows in a half, and the second half. All lanes read at once, so the steps decide
+// how many of them meet in a bank of shared memory: none, where a `part` is 8 words more than a multiple of 32 and `odd` 4.
+struct Steps {
+  int part = 1, odd = 4, second = 8, half = 16;
+
+  __device__ void choose(int key_row, int value_row) {  // bytes of rows
+    const int key = __ffs(key_row / 4 | 8) - 1, value = __ffs(value_row / 4 | 8) - 1, lowest = 3 - max(key, value);
+    part = 1 << lowest, odd = value > key || !lowest ? 4 * part : part / 2;
+    const int others = 31 & ~(3 * part | odd);
+    second = others & -others, half = others ^ second;
+  }
+  __device__ int first_of(int in_half, int row) const { return in_half * half + row * second; }
+};
 
 // Where a lane reads in a stage, so that it is not computed for each.
 struct Place {
   int lane, row, part, token;
   unsigned key, key_number, value, value_number;
   unsigned key_row, value_row, key_numbers, value_numbers;  // bytes from one token to the next
+  Steps steps;
   // With segments:
   int key_used, value_used;  // slots
   unsigned key_words[KEY_CHUNKS], key_masks[KEY_CHUNKS][FIELDS], value_words[VALUE_CHUNKS], value_masks[VALUE_CHUNKS][FIELDS];
@@ -241,6 +254,8 @@ struct Place {
 
   __device__ void read(const HeadTable& keys, const HeadTable& values, const float* scales) {
     key_row = key_numbers = keys.row, value_row = value_numbers = values.row;
+    steps.choose(keys.row, values.row);
+    token = row / 2 * steps.part + row % 2 * steps.odd;
     key_number = kept(token * key_row), value_number = kept(TILE * key_row + token * value_row);
     key_used = keys.used, value_used = values.used;
     key_scale = keys.row ? EACH_BYTE : 0, value_scale = values.row ? EACH_BYTE : 0, scale = scales[lane % 16];
@@ -253,14 +268,14 @@ struct Place {
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
       const int4 slot = values.slots[8 * chunk + row];
-      value_words[chunk] = kept(TILE * key_row + part * value_row + slot.x);
+      value_words[chunk] = kept(TILE * key_row + part * steps.part * value_row + slot.x);
       value_masks[chunk][0] = kept(0x00010001 * (slot.y >> 16)), value_masks[chunk][FIELDS - 1] = kept(0x00010001 * (slot.z >> 16));
     }
   }
 
   __device__ Place() : key_row(KEY_ROW), value_row(VALUE_ROW), key_numbers(KEY_NUMBERS), value_numbers(VALUE_NUMBERS) {
     lane = kept(threadIdx.x % 32);
-    row = lane / 4, part = lane % 4, token = token_of(row);
+    row = lane / 4, part = lane % 4, token = row / 2 * steps.part + row % 2 * steps.odd;
     key = kept(token * KEY_ROW + 4 * key_word(0, part)), value = kept(VALUE + part * VALUE_ROW + 4 * row);
     key_number = kept(KEY_SCALE + token * KEY_NUMBERS), value_number = kept(VALUE_SCALE + token * VALUE_NUMBERS);
   }
@@ -300,7 +315,7 @@ __device__ void compare(
     float (&scores)[SETS][2], unsigned stage, int half, const Place& place, const Query& query, const float (&top)[SETS]) {
   unsigned keys[2][KEY_CHUNKS];
   #pragma unroll
-  for (int r = 0; r < 2; r++) read_words(keys[r], stage + (16 * half + 8 * r) * place.key_row, place);
+  for (int r = 0; r < 2; r++) read_words(keys[r], stage + place.steps.first_of(half, r) * place.key_row, place);
   #pragma unroll
   for (int group = 0; group < KEY_GROUPS; group++) {
     int products[SETS][4][4] = {};  // by field
@@ -331,7 +346,7 @@ __device__ void compare(
     }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const unsigned at = place.key_number + (stage + (16 * half + 8 * r) * place.key_numbers);
+      const unsigned at = place.key_number + (stage + place.steps.first_of(half, r) * place.key_numbers);
       float scale = read_scale(at, group, place, place.key_scale), offset = SEGMENTS ? 1.0f : read_number(at + TILE * KEY_NUMBERS, group);
       if (!MINIMUM) offset *= -scale;
       #pragma unroll
@@ -442,7 +457,7 @@ __device__ void accumulate(
     const unsigned at = SEGMENTS ? place.value_words[chunk] : place.value + 32 * chunk;
     #pragma unroll
     for (int i = 0; i < 4; i++)
-      words[i] = read_word(at + (stage + (16 * half + 4 * i) * place.value_row));
+      words[i] = read_word(at + (stage + (place.steps.first_of(half, i / 2) + i % 2 * place.steps.odd) * place.value_row));
     #pragma unroll
     for (int field = 0; field < FIELDS; field++)
       #pragma unroll
@@ -487,7 +502,7 @@ __device__ void process(
     for (int group = 0; group < VALUE_GROUPS; group++)
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const unsigned at = place.value_number + (stage + (16 * half + 8 * r) * place.value_numbers);
+        const unsigned at = place.value_number + (stage + place.steps.first_of(half, r) * place.value_numbers);
         float scale = read_scale(at, group, place, place.value_scale), offset = SEGMENTS ? 1.0f : read_number(at + TILE * VALUE_NUMBERS, group);
         if (!MINIMUM) offset *= -scale;
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
@@ -498,7 +513,7 @@ __device__ void process(
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int token = from + 16 * half + place.token + 8 * r;
+        const int token = from + place.token + place.steps.first_of(half, r);
         #pragma unroll
         for (int set = 0; set < SETS; set++)
           if (token < range.start || token >= range.end_of(4 * set + place.part)) scores[half][set][r] = MINUS_INFINITY;
