@@ -21,6 +21,7 @@ compiles its kernels first.
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -131,7 +132,11 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8192, help="--max-num-batched-tokens")
     args = parser.parse_args()
     if "," not in args.arms:
-        print(json.dumps([*measure(Engine(args.arms, args), args)]), flush=True)
+        rows = []
+        for row in measure(Engine(args.arms, args), args):
+            rows.append(row)
+            print(*row, file=sys.stderr, flush=True)  # a later one may fail
+        print(json.dumps(rows), flush=True)
         return
     measured = dict(run_arms(args.arms.split(",")))
     print(f"| | {' | '.join(measured)} |\n|---|{'---|' * len(measured)}")
