@@ -30,9 +30,9 @@ _SMALLEST_SET = 4  # columns of a block of `prepare`, as in the source
 _MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT, _SHORTEST_OF_WAVES = 256, 1024  # tokens of a split, which is merged with others
-_WAVES = 4  # of blocks, at most
 # With fewer splits, much of a GPU waits for the last blocks. Those of many columns start slowly.
-_FEW_SPLITS, _FEW_OF_MANY_COLUMNS = 6, 3
+_FEW_SPLITS, _FEW_OF_MANY_COLUMNS = 5, 3
+_MOST_WAVES, _WAVES_OF_MANY_HEADS = 4, 3  # of blocks
 _OF_WINDOWS = 8  # exact tokens get one in so many blocks of a wave
 _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 _WIDE_SLOTS = 24  # of a head, so that a warp's sums of several columns fit into its registers
@@ -176,10 +176,12 @@ def choose_splits(blocks: int, heads: int, tokens: int, windows: int, width: int
     `width` columns. A GPU holds `blocks` blocks at once, of which exact tokens of a head take
     `windows`. All fill as few waves of blocks as there are enough splits in."""
     few = _FEW_SPLITS if width < 16 else _FEW_OF_MANY_COLUMNS
-    for waves in range(1, _WAVES + 1):
+    for waves in range(1, _MOST_WAVES + 1):
         splits = waves * blocks // heads - windows
         if splits >= few:
             break
+    else:
+        splits = -(-_WAVES_OF_MANY_HEADS * blocks // heads)
     shortest = _SHORTEST_SPLIT if waves == 1 else _SHORTEST_OF_WAVES
     return max(1, min(splits, tokens // shortest))
 

@@ -157,6 +157,13 @@ def test_all_blocks_of_a_few_heads_run_at_once(heads):
     assert 264 < heads * (windows + splits) <= 528 or 8192 / splits == 256
 
 
+@pytest.mark.parametrize("heads", [96, 128, 160, 200, 256])
+def test_blocks_of_many_heads_fill_whole_waves(heads):
+    windows = choose_windows(blocks=528, heads=heads, chunks=6)
+    waves = heads * (windows + choose_splits(528, heads, 32768, windows, width=4)) / 528
+    assert waves / math.ceil(waves) > 0.85
+
+
 def test_windows_that_are_too_long_are_not_supported():
     assert supports(*layouts("sglang", 128), FLOAT, exact_tokens=32_000)
     assert not supports(*layouts("sglang", 128), FLOAT, exact_tokens=33_000)
