@@ -7,8 +7,8 @@
 //   * Keys: a field of a byte whose other bits are masked away is the integer code * 2^(bits * field). The query is rounded to 16
 //     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
 //   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 2^(bits * field) * 2^-24. Tensor cores multiply subnormals
-//     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product; or, for eight columns and
-//     rows of 16 bits, one float16, as in FlashAttention.
+//     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product; or, for eight columns or more
+//     and rows of 16 bits, one float16, as in FlashAttention.
 //
 // Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to COLUMNS
 // columns, which are the query heads of the group times the query tokens. It writes a maximum, a sum and an output without
@@ -18,7 +18,7 @@
 // the three lets the next start only after it has waited itself.
 //
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
-// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
+// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4, 8 or 16), TYPE (of queries and exact rows: 0
 // float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM (offset as in `formats`)
 // and STRIDED (packing). And SEGMENTS: rows have codes of any width, at most KEY_ROOM and VALUE_ROOM bytes, and BOTH_ROOM together,
 // which KEY_SLOTS and VALUE_SLOTS slots (multiples of 8) read as if they had 4 bits and no offset. EVEN: all heads need as many.
