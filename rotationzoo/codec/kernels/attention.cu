@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
     const float* mean, double scale, const int* segments, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
     Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, Count padded, signed char* prepared,
     Header* headers) {
-  constexpr int D = KEY_DIM, SOME = SMALLEST_SET;
+  constexpr int D = KEY_DIM;
   constexpr int LANES = 8, AT_ONCE = 1024 / LANES;  // that share a row of the matrix; and rows at a time
   constexpr int ROWS = (D + AT_ONCE - 1) / AT_ONCE, PIECES = (D / 4 + LANES - 1) / LANES;
   alignas(16) __shared__ float given[SET][D];
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
   let_next_start();
   const int all = requests * columns, blocks = gridDim.y - planning;
-  const int most = min(SET, Blocks::divided(all, SOME * blocks) * SOME);
+  const int most = min(SET, Blocks::divided(all, SMALLEST_SET * blocks) * SMALLEST_SET);
   for (int first = most * (blockIdx.y - planning); first < all; first += most * blocks) {
     const int count = min(most, all - first);
     for (int i = threadIdx.x; i < count * D; i += blockDim.x) {
@@ -98,13 +98,13 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       given[i / D][i % D] = element(query[strides.at(request, head, columns, tokens, column) + i % D]);
     }
     __syncthreads();
-    for (int set = 0; set < count; set += SOME) {
-      float sums[ROWS][SOME] = {};
+    for (int set = 0; set < count; set += SMALLEST_SET) {
+      float sums[ROWS][SMALLEST_SET] = {};
       #pragma unroll
       for (int p = 0; p < PIECES; p++) {
         const int i = 4 * (p * LANES + part);
         #pragma unroll
-        for (int c = 0; c < SOME; c++) {
+        for (int c = 0; c < SMALLEST_SET; c++) {
           float4 x = {};
           if (i < D) x = *reinterpret_cast<const float4*>(given[set + c] + i);
           #pragma unroll
@@ -116,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       }
       #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % SOME.
+        // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % SMALLEST_SET.
         #pragma unroll
-        for (int step = SOME / 2; step; step /= 2)
+        for (int step = SMALLEST_SET / 2; step; step /= 2)
           #pragma unroll
           for (int c = 0; c < step; c++) {
             const bool upper = lane & step;
@@ -126,9 +126,9 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
             sums[r][c] = (upper ? sums[r][c + step] : sums[r][c]) + __shfl_xor_sync(ALL, sent, step);
           }
         #pragma unroll
-        for (int step = SOME; step < LANES; step *= 2) sums[r][0] += __shfl_xor_sync(ALL, sums[r][0], step);
+        for (int step = SMALLEST_SET; step < LANES; step *= 2) sums[r][0] += __shfl_xor_sync(ALL, sums[r][0], step);
         const int j = r * AT_ONCE + own_row;
-        if (part < SOME && j < D) turned[set + part][j] = sums[r][0];
+        if (part < SMALLEST_SET && j < D) turned[set + part][j] = sums[r][0];
       }
     }
     __syncthreads();

@@ -237,6 +237,7 @@ struct Steps {
     const int others = 31 & ~(3 * part | odd);
     second = others & -others, half = others ^ second;
   }
+  __device__ int of_row(int row) const { return row / 2 * part + row % 2 * odd; }  // one of eight, of the first half
   __device__ int first_of(int in_half, int row) const { return in_half * half + row * second; }
 };
 
@@ -255,7 +256,7 @@ struct Place {
   __device__ void read(const HeadTable& keys, const HeadTable& values, const float* scales) {
     key_row = key_numbers = keys.row, value_row = value_numbers = values.row;
     steps.choose(keys.row, values.row);
-    token = row / 2 * steps.part + row % 2 * steps.odd;
+    token = steps.of_row(row);
     key_number = kept(token * key_row), value_number = kept(TILE * key_row + token * value_row);
     key_used = keys.used, value_used = values.used;
     key_scale = keys.row ? EACH_BYTE : 0, value_scale = values.row ? EACH_BYTE : 0, scale = scales[lane % 16];
@@ -275,7 +276,7 @@ struct Place {
 
   __device__ Place() : key_row(KEY_ROW), value_row(VALUE_ROW), key_numbers(KEY_NUMBERS), value_numbers(VALUE_NUMBERS) {
     lane = kept(threadIdx.x % 32);
-    row = lane / 4, part = lane % 4, token = row / 2 * steps.part + row % 2 * steps.odd;
+    row = lane / 4, part = lane % 4, token = steps.of_row(row);
     key = kept(token * KEY_ROW + 4 * key_word(0, part)), value = kept(VALUE + part * VALUE_ROW + 4 * row);
     key_number = kept(KEY_SCALE + token * KEY_NUMBERS), value_number = kept(VALUE_SCALE + token * VALUE_NUMBERS);
   }
