@@ -259,10 +259,8 @@ def attend(
         splits = choose_many_splits(kernels.blocks, batch * blocks, room, *others)
     else:
         splits = choose_splits(kernels.blocks, batch * blocks, tokens, exact)
-    lengths = packed.lengths
-    starts = torch.zeros_like(lengths) if packed.starts is None else packed.starts
-    floors = lengths if packed.floors is None else packed.floors
-    shares = Blocks.share(starts, lengths, exact, splits, room)
+    floors = packed.lengths if packed.floors is None else packed.floors
+    shares = Blocks.share(packed.starts, packed.lengths, exact, splits, room)
 
     launch = Launcher(query.device)
     given = query.view(-1, key)[:, :rank] @ frame.to_codes
@@ -297,12 +295,12 @@ def attend(
         grid, shared = (shares.packed, blocks, 1), many_bytes(layout)
         launch(kernels.many, grid, _MANY_THREADS, many, early=exact > 0, shared=shared)
 
-    of_copies = query.new_empty(batch * columns, rank)
-    of_codes = query.new_empty(batch * columns, rank + _EXTRA)
-    merge = MergeLatents(totals, outputs, shares, of_codes, of_copies)
+    result = output.view(-1, rank)
+    of_codes = query.new_empty(len(result), rank + _EXTRA)
+    merge = MergeLatents(totals, outputs, shares, of_codes, result)
     warps = min(_MERGING, -(-(exact + shares.splits) // _MERGING))
     launch(kernels.merge, (columns, batch, rank // 128), 32 * warps, merge)
-    torch.addmm(of_copies, of_codes, frame.from_codes, out=output.view(-1, rank))
+    result.addmm_(of_codes, frame.from_codes)
 
 
 def choose_splits(blocks: int, tiles: int, tokens: int, exact: int) -> int:
@@ -337,9 +335,7 @@ def choose_many_splits(
 
 
 def _copied(window: ExactWindow) -> CopiedPages:
-    slots, lengths, starts = window.slots, window.lengths, window.starts
+    slots, lengths = window.slots, window.lengths
     assert slots is not None
     assert lengths is not None
-    if starts is None:
-        starts = torch.zeros_like(lengths)
-    return CopiedPages(slots, starts, lengths, slots.shape[1])
+    return CopiedPages(slots, window.starts, lengths, slots.shape[1])

@@ -625,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     return;
   }
   const int exact = floors ? recent_lengths[job.batch] - recent_starts[job.batch] : tokens;
-  const Range range = {blocks.starts ? blocks.starts[job.batch] : 0, floor, length, exact, int(tokens), job.tile * COLUMNS};
+  const Range range = {start_of(blocks.starts, job.batch), floor, length, exact, int(tokens), job.tile * COLUMNS};
   const Tables tables = {key_table, value_table, key_base, value_base, key_unit, value_unit, key_pages, value_pages,
                          segments_key, segments_value, segments_scales};
   attend_packed(job, tables, work.begin, work.end, range, prepared, headers, capped, totals, outputs, shared);

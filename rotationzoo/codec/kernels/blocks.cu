@@ -3,6 +3,8 @@
 // There are first those for packed tokens, of which a request has `splits` on average, in proportion to its tokens, and at most `most`. So
 // a long request beside short ones has more blocks. Then there are `windows` blocks of each request for exact tokens, which end sooner.
 
+__device__ int start_of(const int* starts, int request) { return starts ? starts[request] : 0; }
+
 template <int TILE, int LEAST>  // tokens of a tile; and tiles of a block, unless its request has fewer
 struct BlocksOf {
   const int *starts, *lengths;  // [requests]: how many of the `lengths` packed tokens are not read, or null; and these
@@ -17,7 +19,7 @@ struct BlocksOf {
       : starts(starts), lengths(lengths), requests(requests), windows(windows), splits(splits), most(most), table(table) {}
 
   static __device__ int divided(int number, int by) { return (number + by - 1) / by; }  // rounded up
-  __device__ int first(int request) const { return starts ? starts[request] / TILE : 0; }
+  __device__ int first(int request) const { return start_of(starts, request) / TILE; }
   __device__ int tiles(int request) const {
     return request < requests ? max(0, divided(lengths[request], TILE) - first(request)) : 0;
   }

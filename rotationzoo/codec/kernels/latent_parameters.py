@@ -19,7 +19,7 @@ class CopiedPages(NamedTuple):
     """The pages of copies that a window reads, and which of their tokens."""
 
     slots: Ints
-    starts: Ints
+    starts: Ints | None
     lengths: Ints
     pieces: int
 
@@ -71,7 +71,7 @@ class AttendLatents(NamedTuple):
 class Ends(NamedTuple):
     """Where the tokens of a window begin and end."""
 
-    starts: Ints
+    starts: Ints | None
     lengths: Ints
 
 

@@ -643,7 +643,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
   if (work.request < 0) return;
   const int batch = work.request, tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
   const int length = blocks.lengths[batch], floor = floors[batch], recent_end = recent_lengths[batch];
-  const int recent_start = recent_starts[batch];
+  const int recent_start = start_of(recent_starts, batch);
   const int part = is_exact ? exact_block % windows : 0, place = is_exact ? blocks.share(batch).first + part : work.place;
   const Results results = {totals, outputs, count, columns, place, first};
   const Count column = batch * columns + first;  // of all requests
@@ -652,14 +652,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
   if (is_exact) {
     let_next_start();  // `attend_many_heads`
     const int pages = sink_pieces + recent_pieces, each = Blocks::divided(pages, windows), begin = part * each;
-    const Range sink = {sink_starts[batch], 0, sink_lengths[batch], -1, tokens, int(heads), first, 0, 0};
+    const Range sink = {start_of(sink_starts, batch), 0, sink_lengths[batch], -1, tokens, int(heads), first, 0, 0};
     const Range recent = {recent_start, 0, recent_end, -1, tokens, int(heads), first, 1, min(tokens - 1, length - floor)};
     const Windows all = {copies, sink_slots + batch * sink_pieces, recent_slots + batch * recent_pieces, sink, recent,
                          int(sink_pieces), int(recent_pieces)};
     attend_copies(all, begin, min(begin + each, pages), rows, scaled, results);
     return;
   }
-  const Range range = {blocks.starts[batch], floor, length, recent_end - recent_start, tokens, int(heads), first};
+  const Range range = {start_of(blocks.starts, batch), floor, length, recent_end - recent_start, tokens, int(heads), first};
   if (work.begin >= work.end) {
     write_none(results);
     return;

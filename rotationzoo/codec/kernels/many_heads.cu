@@ -469,8 +469,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
   if (work.request < 0) return;
   const int batch = work.request, count = min(Count(COLUMNS), columns - first);
   const Results results = {totals, outputs, count, columns, work.place, first};
-  const Range range = {blocks.starts[batch], floors[batch], blocks.lengths[batch], int(columns / heads), int(heads), first,
-                       recent_lengths[batch] - recent_starts[batch]};
+  const Range range = {start_of(blocks.starts, batch), floors[batch], blocks.lengths[batch], int(columns / heads), int(heads), first,
+                       recent_lengths[batch] - start_of(recent_starts, batch)};
   if (work.begin >= work.end) {
     wait_for_previous();
     if (thread < count) totals[results.at(thread)] = {LOWEST, 0.0f};
