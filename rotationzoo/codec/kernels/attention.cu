@@ -52,7 +52,8 @@ struct Strides {
 // prepared int8 [B, H, padded, 2, PREPARED], upper and lower bytes, and headers [B, H, padded], where padded is a multiple of
 // COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 4 FIELDS bytes a word.
 // Grid: x = KV heads, y = any number of blocks that share the columns of all requests, after one that plans for several requests.
-constexpr int SET = 16, SMALLEST_SET = 4;  // columns of a block at a time, and those that are multiplied at a time
+// Columns of a block at a time, as far as shared memory goes, and those that are multiplied at a time.
+constexpr int SET = KEY_DIM <= 128 ? 32 : 16, SMALLEST_SET = 4;
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count strides_row, Count strides_head, Count strides_token, Count columns, Count tokens, const float* matrix,
     const float* mean, double scale, const int* segments, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
