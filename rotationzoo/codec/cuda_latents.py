@@ -3,6 +3,7 @@ kernels of `latents.cu` read, and how their work is cut up."""
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,9 +14,7 @@ from rotationzoo.codec.cuda_attention import choose_windows
 from rotationzoo.codec.formats import SEGMENTS
 from rotationzoo.codec.kernels.latent_parameters import (
     AttendLatents,
-    AttendManyHeads,
     CopiedPages,
-    Ends,
     MergeLatents,
     PackedCodes,
     ScaleQueries,
@@ -47,7 +46,8 @@ MANY_HEADS = True
 """Whether `many_heads.cu` is used."""
 _WAVES = 4  # of blocks of `attend_many_heads`, at most
 _STARTING = 4  # pages that a block could read while it starts and ends
-_MANY_THREADS = 512  # of a block of `attend_many_heads`: `THREADS` in the source
+_MANY_WARPS = 16  # of a block of `attend_many_heads`: `THREADS` in the source
+_FEWEST_COPIED = 3  # pages of copies that are worth such a block
 _MERGING = 8  # warps of `merge_latents`, and parts that one adds, before there are more warps
 
 
@@ -72,7 +72,7 @@ class LatentVariant:
         values = {
             "RANK": self.layout.dim,
             "ROPE": self.rope,
-            "COLUMNS": self.columns,
+            "COLUMNS": min(self.columns, 16 if self.has_many else 32),
             "TYPE": TYPES[self.dtype],
             "PIECES": self.pieces,
             "ROOM": self.room,
@@ -88,8 +88,8 @@ class LatentVariant:
 
     @property
     def warps(self) -> int:
-        """Warps of a block of `attend_latents`."""
-        return self.layout.dim // 64 * self.columns // 16
+        """Warps of a block that attends."""
+        return _MANY_WARPS if self.has_many else self.layout.dim // 64 * self.columns // 16
 
     @property
     def pieces(self) -> int:
@@ -104,6 +104,8 @@ class LatentVariant:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: `SHARED` in the source."""
+        if self.has_many:
+            return many_bytes(self.layout)
         padded, exact = 2 * (self.layout.dim + self.rope) + 16, 2 * self.rope + 16
         stage = _PAGE * (self.room + exact)
         if isinstance(self.layout, PageLayout):
@@ -139,7 +141,7 @@ def choose_variant(
     most = shared_memory(device)
     takes = MANY_HEADS and (layout.dim, rope) == (512, 64) and many_bytes(layout) <= most
     if takes and columns > 16 and _is_hopper(device):
-        return replace(variant, has_many=True)
+        return replace(variant, has_many=True, columns=_PAGE)
     return variant if variant.shared_bytes <= most else replace(variant, columns=16)
 
 
@@ -202,13 +204,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled kernels, and how many blocks of what reads codes a GPU holds at once."""
+    """The compiled kernels, and how many blocks of what attends a GPU holds at once."""
 
     scale: Any
     attend: Any
     merge: Any
     blocks: int
-    many: Any = None
 
 
 @cache
@@ -217,16 +218,14 @@ def compiled(variant: LatentVariant, device: torch.device) -> Kernels:
     `RotationZooError` where cuda.core or NVRTC is missing."""
     code = build("latents.cu", variant.macros(), device)
     attend, shared = code.get_kernel("attend_latents"), variant.shared_bytes
+    if variant.has_many:
+        many = build("many_heads.cu", variant.many_macros(), device, "a")
+        attend = many.get_kernel("attend_many_heads")
     allow_shared(attend, shared, device)
     occupancy = attend.occupancy.max_active_blocks_per_multiprocessor(32 * variant.warps, shared)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     scale, merge = code.get_kernel("scale_queries"), code.get_kernel("merge_latents")
-    if not variant.has_many:
-        return Kernels(scale, attend, merge, occupancy * processors)
-    code = build("many_heads.cu", variant.many_macros(), device, "a")
-    many = code.get_kernel("attend_many_heads")
-    allow_shared(many, many_bytes(variant.layout), device)
-    return Kernels(scale, attend, merge, processors, many)
+    return Kernels(scale, attend, merge, occupancy * processors)
 
 
 def attend(
@@ -249,16 +248,13 @@ def attend(
     variant = frame.variant
     kernels = compiled(variant, query.device)
     tiles = -(-columns // variant.columns)
-    blocks = -(-columns // _PAGE) if variant.has_many else tiles
     sink, recent = (_copied(window) for window in windows)
     copied, room = sink.pieces + recent.pieces, len(packed.key.blocks)
-    exact = choose_windows(kernels.blocks, batch * tiles, copied)
-    tokens = room * layout.tokens
     if variant.has_many:
-        others = exact * tiles * batch, -(-copied // max(1, exact))
-        splits = choose_many_splits(kernels.blocks, batch * blocks, room, *others)
+        splits, exact = choose_many_splits(kernels.blocks, batch * tiles, room, copied)
     else:
-        splits = choose_splits(kernels.blocks, batch * blocks, tokens, exact)
+        exact = choose_windows(kernels.blocks, batch * tiles, copied)
+        splits = choose_splits(kernels.blocks, batch * tiles, room * layout.tokens, exact)
     floors = packed.lengths if packed.floors is None else packed.floors
     shares = Blocks.share(packed.starts, packed.lengths, exact, splits, room)
 
@@ -281,19 +277,13 @@ def attend(
     )
     totals = headers.new_empty(shares.total, columns, 2)
     outputs = headers.new_empty(shares.total, columns, rank)
-    queries, results = (query, turned, headers, columns, heads, pages), (scale, totals, outputs)
-    table = piece_table(layout, query.device)
+    list_codes = unpack_table if variant.has_many else piece_table
     arguments = AttendLatents(
-        *queries, table, codes, shares, floors, windows[0].key, sink, recent, *results
-    )
-    here, shared = batch * exact if variant.has_many else shares.total, variant.shared_bytes
-    if here:
-        launch(kernels.attend, (here, tiles, 1), 32 * variant.warps, arguments, shared=shared)
-    if variant.has_many:
-        table, ends = unpack_table(layout, query.device), Ends(recent.starts, recent.lengths)
-        many = AttendManyHeads(*queries, table, codes, shares, floors, ends, *results)
-        grid, shared = (shares.packed, blocks, 1), many_bytes(layout)
-        launch(kernels.many, grid, _MANY_THREADS, many, early=exact > 0, shared=shared)
+        query, turned, headers, columns, heads, pages, list_codes(layout, query.device), codes,
+        shares, floors, windows[0].key, sink, recent, scale, totals, outputs,
+    )  # fmt: skip
+    grid, shared = (shares.total, tiles, 1), variant.shared_bytes
+    launch(kernels.attend, grid, 32 * variant.warps, arguments, shared=shared)
 
     result = output.view(-1, rank)
     of_codes = query.new_empty(len(result), rank + _EXTRA)
@@ -317,21 +307,25 @@ def choose_splits(blocks: int, tiles: int, tokens: int, exact: int) -> int:
     return max(1, min(most, tokens // shortest))
 
 
-def choose_many_splits(
-    blocks: int, tiles: int, pages: int, others: int = 0, pages_of_others: int = 0
-) -> int:
-    """How many splits of `pages` pages end first, of each of so many tiles of columns. A GPU holds
-    `blocks` blocks at once, each of which takes the time of `_STARTING` pages to start and end.
-    `others` blocks are there first, with so many pages each."""
+@cache
+def choose_many_splits(blocks: int, tiles: int, pages: int, copied: int) -> tuple[int, int]:
+    """How many splits `pages` pages get, and how many `copied` ones of exact tokens, which come
+    last, of each of so many tiles of columns. A GPU holds `blocks` blocks at once, each of which
+    takes the time of `_STARTING` pages to start and end."""
     most = max(1, min(pages, _WAVES * blocks // tiles))
-    beside = blocks - others
+    most_exact = -(-copied // _FEWEST_COPIED)
 
-    def time(splits: int) -> int:
-        each = -(-pages // splits) + _STARTING
-        later = pages_of_others + -(-tiles * splits // blocks) * each
-        return min(later, -(-tiles * splits // beside) * each) if beside > 0 else later
+    def time(numbers: tuple[int, int]) -> tuple[int, int]:
+        splits, exact = numbers
+        each, later = -(-pages // splits) + _STARTING, -(-copied // max(1, exact)) + _STARTING
+        count, others = tiles * splits, tiles * exact
+        waves = -(-count // blocks)
+        free = waves * blocks - count  # of the last wave
+        if not others or (free and -(-others // free) * later <= each):
+            return waves * each, -exact
+        return max(waves * each, (count * each + others * later) // blocks + later), -exact
 
-    return min(range(1, most + 1), key=time)
+    return min(product(range(1, most + 1), range(min(1, copied), most_exact + 1)), key=time)
 
 
 def _copied(window: ExactWindow) -> CopiedPages:

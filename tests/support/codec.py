@@ -160,7 +160,7 @@ extern "C" void set_pages(const unsigned long long* ends, int count) {
 _OF_ATTENTION = (
     "from_half|half_pair|exp2_of|multiply|multiply_bfloat16|bfloat16_pair|transpose|kept|copy_async"
     "|read_word|read_two|read_four|read_number|end_group|wait_groups|meet|arrive|publish"
-    "|begin_products|end_products|wait_products|hold|multiply_codes|multiply_values|multiply_own|multiply_keys"
+    "|begin_products|end_products|wait_products|hold|multiply_rows|multiply_values|multiply_own|multiply_keys"
     "|take_registers|return_registers|prefetch_line"
 )
 

@@ -282,6 +282,7 @@ static void copy_async(unsigned to, unsigned long long from) {
   if (from % 16) fail("not at a piece", from);
   current->open.push_back({to, from});
 }
+static void copy_async(unsigned to, const uint4* from) { current->open.push_back({to, reinterpret_cast<unsigned long long>(from)}); }
 static void end_group() { current->groups.push_back(std::exchange(current->open, {})); }
 template <int PENDING>
 static void wait_groups() {
@@ -329,13 +330,17 @@ static float exact_of(unsigned bits) {
   return bits_as<float>(bits << 16);
 #endif
 }
-static void multiply_codes(float (&d)[32], unsigned long long a, unsigned long long b) {
-  multiply_wide(d, [=](int row, int k) { return from_half(in_matrix(a, row, k, false)); },
-                [=](int row, int k) { return from_half(in_matrix(b, row, k, false)); });
+template <bool IS_EXACT>
+static float number_of(unsigned bits) { return IS_EXACT ? exact_of(bits) : from_half(bits); }
+template <bool IS_EXACT>
+static void multiply_rows(float (&d)[32], unsigned long long a, unsigned long long b) {
+  multiply_wide(d, [=](int row, int k) { return number_of<IS_EXACT>(in_matrix(a, row, k, false)); },
+                [=](int row, int k) { return number_of<IS_EXACT>(in_matrix(b, row, k, false)); });
 }
+template <bool IS_EXACT>
 static void multiply_values(float (&d)[64], unsigned long long a, unsigned long long b) {
-  multiply_wide(d, [=](int row, int k) { return from_half(in_matrix(a, row, k, false)); },
-                [=](int row, int k) { return from_half(in_matrix(b, row, k, true)); });
+  multiply_wide(d, [=](int row, int k) { return number_of<IS_EXACT>(in_matrix(a, row, k, false)); },
+                [=](int row, int k) { return number_of<IS_EXACT>(in_matrix(b, row, k, true)); });
 }
 // With a in registers, whose numbers are as `number` says.
 template <int COUNT, class Number, class B>
@@ -350,8 +355,9 @@ static void multiply_wide(float (&d)[COUNT], const unsigned (&a)[4], Number numb
 static void multiply_keys(float (&d)[32], const unsigned (&a)[4], unsigned long long b) {
   multiply_wide(d, a, exact_of, [=](int row, int k) { return exact_of(in_matrix(b, row, k, false)); });
 }
+template <bool IS_EXACT>
 static void multiply_own(float (&d)[64], const unsigned (&a)[4], unsigned long long b) {
-  multiply_wide(d, a, from_half, [=](int row, int k) { return from_half(in_matrix(b, row, k, true)); });
+  multiply_wide(d, a, number_of<IS_EXACT>, [=](int row, int k) { return number_of<IS_EXACT>(in_matrix(b, row, k, true)); });
 }
 
 // ---- launches --------------------------------------------------------------------------------------------------------------

@@ -152,15 +152,17 @@ def on_emulated_gpu(monkeypatch, compile_program):
 
     def prepare(memory: torch.Tensor, blocks: int = 8) -> None:
         def compiled(variant: LatentVariant, device: torch.device) -> Kernels:
-            made, sources = [], {"latents.cu": variant.macros()}
+            made, sources = {}, {"latents.cu": variant.macros()}
             if variant.has_many:
                 sources["many_heads.cu"] = variant.many_macros()
             for source, macros in sources.items():
                 functions = compile_program(source, macros)
                 ends = memory.data_ptr(), memory.data_ptr() + memory.numel()
                 functions.set_pages((ctypes.c_ulonglong * 2)(*ends), 1)
-                made += [functions[f"launch_{name}"] for name in kernels.PROGRAMS[source]]
-            return Kernels(*made[:3], blocks, *made[3:])
+                for name in kernels.PROGRAMS[source]:
+                    made[name] = functions[f"launch_{name}"]
+            attend = made["attend_many_heads" if variant.has_many else "attend_latents"]
+            return Kernels(made["scale_queries"], attend, made["merge_latents"], blocks)
 
         monkeypatch.setattr(cuda_latents, "compiled", compiled)
         monkeypatch.setattr(cuda_latents, "Launcher", CpuLauncher)
@@ -210,12 +212,12 @@ def test_many_heads_read_what_the_definition_reads(name, on_emulated_gpu):
     assert error_of(attend(case, inputs), reference(inputs)).row < LIMITS[case.dtype]
 
 
-def test_splits_leave_room_for_the_blocks_that_read_copies():
-    """Unless these end long before the others would."""
-    assert choose_many_splits(132, tiles=2, pages=512) == 64
-    assert choose_many_splits(132, tiles=2, pages=512, others=24, pages_of_others=6) == 52
-    assert choose_many_splits(132, tiles=32, pages=512, others=64, pages_of_others=6) == 4
-    assert choose_many_splits(132, tiles=2, pages=512, others=240, pages_of_others=6) == 64
+def test_splits_of_many_heads_leave_room_for_blocks_that_read_copies():
+    """Unless these fit beside them, or end long before the others would."""
+    assert choose_many_splits(132, tiles=2, pages=512, copied=0) == (64, 0)
+    assert choose_many_splits(132, tiles=2, pages=512, copied=9) == (64, 2)
+    assert choose_many_splits(132, tiles=32, pages=512, copied=9) == (4, 1)
+    assert choose_many_splits(132, tiles=200, pages=10, copied=9) == (1, 1)
 
 
 @on_cpu

@@ -28,7 +28,7 @@ PROGRAMS: dict[str, dict[str, type[tuple[Any, ...]]]] = {
         "attend_latents": latent_parameters.AttendLatents,
         "merge_latents": latent_parameters.MergeLatents,
     },
-    "many_heads.cu": {"attend_many_heads": latent_parameters.AttendManyHeads},
+    "many_heads.cu": {"attend_many_heads": latent_parameters.AttendLatents},
     "server_step.cu": {"plan": parameters.Plan},
     "store.cu": {
         "copy_rows": parameters.CopyRows,

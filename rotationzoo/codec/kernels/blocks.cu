@@ -34,6 +34,15 @@ struct BlocksOf {
     return requests > 1 ? reinterpret_cast<const Share*>(table + packed())[request] : Share{0, splits};
   }
 
+  // That of a block for exact tokens, which takes its part of what its request has of them.
+  __device__ Work exact_work(int block) const {
+    return {block / windows, block % windows, windows, share(block / windows).first + block % windows};
+  }
+  __device__ static void take_part(Work& work, int count) {
+    const int each = divided(count, work.end), begin = work.begin * each;
+    work.begin = begin, work.end = min(begin + each, count);
+  }
+
   // Fill the table, by a block of at least 64 threads.
   __device__ void plan() const {
     __shared__ int used;

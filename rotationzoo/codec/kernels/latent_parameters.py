@@ -48,7 +48,7 @@ class PackedCodes(NamedTuple):
 
 
 class AttendLatents(NamedTuple):
-    """`attend_latents` of latents.cu."""
+    """`attend_latents` of latents.cu, and `attend_many_heads` of many_heads.cu."""
 
     query: Elements
     turned: Halves
@@ -63,32 +63,6 @@ class AttendLatents(NamedTuple):
     copies: Elements
     sink: CopiedPages
     recent: CopiedPages
-    scale: float
-    totals: Pairs
-    outputs: Floats
-
-
-class Ends(NamedTuple):
-    """Where the tokens of a window begin and end."""
-
-    starts: Ints | None
-    lengths: Ints
-
-
-class AttendManyHeads(NamedTuple):
-    """`attend_many_heads` of many_heads.cu."""
-
-    query: Elements
-    turned: Halves
-    headers: Floats
-    columns: int
-    heads: int
-    pages: Pages
-    pairs: Pieces
-    codes: PackedCodes
-    blocks: Blocks
-    floors: Ints
-    recent: Ends
     scale: float
     totals: Pairs
     outputs: Floats

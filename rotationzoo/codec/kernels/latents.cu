@@ -30,7 +30,7 @@ constexpr int ACROSS = SETS < WARPS / 2 ? SETS : WARPS / 2, DOWN = WARPS / ACROS
 constexpr int ROWS = TILE / 16 / DOWN, OWN = SETS / ACROSS;                         // products of a warp: by 16 tokens, and sets
 constexpr int PAIRS = SETS / 2, PARTS = WARPS / PAIRS;                              // of sets; and of pieces, for each pair
 constexpr int STEPS = PIECES / 4 / PARTS;                                           // of a part, of four pieces each
-constexpr int KEY = RANK + ROPE, TURNED = 4 * PIECES;                               // numbers of an exact row, and of a turned query
+constexpr int TURNED = 4 * PIECES;                                                  // numbers of a turned query
 constexpr int EIGHTS = PIECES / 8 / WARPS;                                          // groups of eight pieces of a warp, for outputs
 constexpr int COPIED = RANK / WARPS;                                                // channels of exact rows of a warp, for outputs
 constexpr int PRODUCTS = EIGHTS * 2 < COPIED / 16 ? COPIED / 16 : EIGHTS * 2;       // 16 channels each
@@ -59,17 +59,6 @@ __device__ unsigned pair_of(float low, float high, bool exact) { return exact ? 
 // A piece: the first byte of its word in a row, the mask, its first channel, whether a piece before it has other bits of the same codes
 // (bit 12) and the channels from one byte to the next (from bit 16), and what it counts in its code as a power of two.
 typedef int4 Piece;
-
-// Which packed tokens of a request the queries read, as in attention_tiles.cu; or, of exact tokens, those from `start` to `end`.
-struct Range {
-  int start, floor, end, exact, tokens, heads, column, newest, moves;
-
-  __device__ int later(int c) const { return tokens - 1 - (column + c) / heads; }
-  __device__ int start_of(int c) const { return max(start - moves, start - newest * later(c)); }
-  __device__ int end_of(int c) const {
-    return exact < 0 ? end - newest * later(c) : min(max(floor, end - later(c)), end + exact - later(c));
-  }
-};
 
 struct Lane {
   int warp, row, part, across, down, pair, pieces;
@@ -337,13 +326,6 @@ __device__ void accumulate_copies(State& state, const char* rows, const Lane& la
   }
 }
 
-struct Results {
-  float2* totals;
-  float* outputs;
-  Count columns, all, place, first;  // columns: of the tile, whose first one is `first`, and of a request
-  __device__ Count at(int column) const { return place * all + first + column; }
-};
-
 // A block without tokens writes a sum of 0, and no output.
 __device__ void write_none(const Results& results) {
   for (int c = threadIdx.x; c < results.columns; c += THREADS) results.totals[results.at(c)] = {LOWEST, 0.0f};
@@ -502,22 +484,6 @@ __device__ void attend_codes(const Tables& tables, int begin, int end, const Ran
   write(results, middles);
 }
 
-// The copies of both windows: pages of TILE tokens in slots, those of the sink first.
-struct Windows {
-  const Element* copies;
-  const int *sink_slots, *recent_slots;
-  Range sink, recent;
-  int sinks, recents;
-
-  __device__ bool is_early(int page) const { return page < sinks; }
-  __device__ Range range(int page) const { return is_early(page) ? sink : recent; }
-  __device__ int first(int page) const { return (is_early(page) ? page : page - sinks) * TILE; }  // token
-  __device__ const Element* rows(int page) const {
-    const Count slot = is_early(page) ? sink_slots[page] : recent_slots[page - sinks];
-    return copies + slot * TILE * KEY;
-  }
-};
-
 // The exact tokens of the pages of copies from `begin` to `end`.
 __device__ void attend_copies(
     const Windows& windows, int begin, int end, const Element* query, float scale, const Results& results) {
@@ -525,20 +491,15 @@ __device__ void attend_copies(
   char* shared = reinterpret_cast<char*>(memory);
   constexpr int WIDE = KEY / 8;  // 16 bytes each
   State state = {};
-  bool is_first = true;
+  load_exact<KEY>(query, EXACT_QUERIES, results.columns);
   for (int page = begin; page < end; page++) {
     const Range range = windows.range(page);
     const int first = windows.first(page);
-    if (max(range.start - range.moves, first) >= min(range.end, first + TILE)) continue;
-    if (is_first)
-      load_exact<KEY>(query, EXACT_QUERIES, results.columns);
-    else
-      __syncthreads();  // nobody reads the page before any more
+    if (page > begin) __syncthreads();  // nobody reads the page before any more
     const Element* rows = windows.rows(page);
     for (int i = threadIdx.x; i < TILE * WIDE; i += THREADS) {
-      const int token = first + i / WIDE;
-      uint4 x = {};  // what nobody reads may be anything
-      if (token >= range.start - range.moves && token < range.end) x = reinterpret_cast<const uint4*>(rows)[i];
+      uint4 x = {};
+      if (windows.has(page, first + i / WIDE)) x = reinterpret_cast<const uint4*>(rows)[i];
       *reinterpret_cast<uint4*>(shared + i / WIDE * PADDED + i % WIDE * 16) = x;
     }
     __syncthreads();
@@ -560,14 +521,9 @@ __device__ void attend_copies(
             score = token >= range.start_of(column) && token < range.end_of(column) ? score * scale : MINUS_INFINITY;
           }
       }
-    weigh(state, scores, scales, offsets, is_first, true, lane);
-    if (!is_first) rescale(state, lane);
+    weigh(state, scores, scales, offsets, page == begin, true, lane);
+    if (page > begin) rescale(state, lane);
     accumulate_copies(state, shared, lane);
-    is_first = false;
-  }
-  if (is_first) {
-    write_none(results);
-    return;
   }
   sum_up(state, results, nullptr, lane);
   float* merged = reinterpret_cast<float*>(memory);
@@ -591,6 +547,7 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
   constexpr int WARPS_OF_BLOCK = 4, STEP = 32 * WARPS_OF_BLOCK;
   __shared__ float found[WARPS_OF_BLOCK][3];
   wait_for_previous();
+  let_next_start();
   const bool planning = blocks_requests > 1;
   if (planning && !blockIdx.x) {
     Blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table).plan();
@@ -621,7 +578,7 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
   headers[3 * column] = unit * 16777216.0f * scaled, headers[3 * column + 1] = middle * scaled, headers[3 * column + 2] = bias * scaled;
 }
 
-// Grid: x = `Blocks::total`, or only those for exact tokens, the last ones; y = tiles of columns. Column c is query token c / heads and
+// Grid: x = `Blocks::total`, y = tiles of columns. Column c is query token c / heads and
 // query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and
 // headers [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores and log2(e),
 // and what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [blocks, columns] and
@@ -636,34 +593,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     Count recent_pieces, double scale, float2* totals, float* outputs) {
   wait_for_previous();
   const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
-  const int first = blockIdx.y * COLUMNS, windows = blocks.windows;
-  const int block = blocks.total() - gridDim.x + blockIdx.x, exact_block = block - blocks.packed();
-  const bool is_exact = exact_block >= 0;
-  const Blocks::Work work = is_exact ? Blocks::Work{exact_block / windows} : blocks.work(block);
+  const int exact = int(blockIdx.x) - blocks.packed(), first = blockIdx.y * COLUMNS;
+  Blocks::Work work = exact < 0 ? blocks.work(blockIdx.x) : blocks.exact_work(exact);
   if (work.request < 0) return;
   const int batch = work.request, tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
   const int length = blocks.lengths[batch], floor = floors[batch], recent_end = recent_lengths[batch];
   const int recent_start = start_of(recent_starts, batch);
-  const int part = is_exact ? exact_block % windows : 0, place = is_exact ? blocks.share(batch).first + part : work.place;
-  const Results results = {totals, outputs, count, columns, place, first};
-  const Count column = batch * columns + first;  // of all requests
-  const Element* rows = query + column * KEY;
-  const float scaled = float(scale) * LOG2E;
-  if (is_exact) {
-    let_next_start();  // `attend_many_heads`
-    const int pages = sink_pieces + recent_pieces, each = Blocks::divided(pages, windows), begin = part * each;
-    const Range sink = {start_of(sink_starts, batch), 0, sink_lengths[batch], -1, tokens, int(heads), first, 0, 0};
-    const Range recent = {recent_start, 0, recent_end, -1, tokens, int(heads), first, 1, min(tokens - 1, length - floor)};
-    const Windows all = {copies, sink_slots + batch * sink_pieces, recent_slots + batch * recent_pieces, sink, recent,
-                         int(sink_pieces), int(recent_pieces)};
-    attend_copies(all, begin, min(begin + each, pages), rows, scaled, results);
-    return;
-  }
-  const Range range = {start_of(blocks.starts, batch), floor, length, recent_end - recent_start, tokens, int(heads), first};
+  const Range sink = {start_of(sink_starts, batch), 0, sink_lengths[batch], -1, tokens, int(heads), first, 0, 0};
+  const Range recent = {recent_start, 0, recent_end, -1, tokens, int(heads), first, 1, min(tokens - 1, length - floor)};
+  const Windows windows = {copies, {sink_slots + batch * sink_pieces, sink}, {recent_slots + batch * recent_pieces, recent}};
+  if (exact >= 0) blocks.take_part(work, windows.pages());
+  const Results results = {totals, outputs, count, columns, work.place, first};
   if (work.begin >= work.end) {
     write_none(results);
     return;
   }
+  const Count column = batch * columns + first;  // of all requests
+  const Element* rows = query + column * KEY;
+  const float scaled = float(scale) * LOG2E;
+  if (exact >= 0) {
+    attend_copies(windows, work.begin, work.end, rows, scaled, results);
+    return;
+  }
+  const Range range = {start_of(blocks.starts, batch), floor, length, recent_end - recent_start, tokens, int(heads), first};
   load_exact<ROPE>(rows + RANK, ROPE_QUERIES, count);
   const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
                          int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};

@@ -20,7 +20,7 @@
 #include "tensor_cores.cu"
 #include "latent_pages.cu"
 
-constexpr int KEY = RANK + ROPE, COLUMNS = 64;
+constexpr int COLUMNS = 64;
 constexpr int GROUP = 128, MULTIPLY = 2 * GROUP, UNPACK = 2 * GROUP;  // threads: of a warpgroup, that multiply, and that unpack
 constexpr int HANDED = GROUP + UNPACK, THREADS = MULTIPLY + UNPACK;   // that hand each other a stage; of a block
 constexpr int BLOCK = 64 * 128, PAGE = RANK / 64 * BLOCK, STAGE = PAGE + BLOCK;  // bytes: of 64 rows, of codes, and with exact keys
@@ -72,52 +72,46 @@ __device__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 
-// d [64, 64] += a b^T for float16 a [64, 16] and b [64, 16] in shared memory.
-__device__ void multiply_codes(float (&d)[32], Matrix a, Matrix b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " OF_32 ", %32, %33, 1, 1, 1, 0, 0;"
-               : SIXTEEN(d, 0), SIXTEEN(d, 16) : "l"(a), "l"(b));
+// Of codes, which are float16, or of exact rows.
+#define MULTIPLY(is_exact, shape, transposed, numbers, ...) \
+  if (is_exact && TYPE != 1) \
+    asm volatile("wgmma.mma_async.sync.aligned." shape "k16.f32.bf16.bf16 " numbers ", 1, 1, 1, " transposed ";" : __VA_ARGS__); \
+  else \
+    asm volatile("wgmma.mma_async.sync.aligned." shape "k16.f32.f16.f16 " numbers ", 1, 1, 1, " transposed ";" : __VA_ARGS__)
+
+// d [64, 64] += a b^T for a [64, 16] and b [64, 16] in shared memory.
+template <bool EXACT>
+__device__ void multiply_rows(float (&d)[32], Matrix a, Matrix b) {
+  MULTIPLY(EXACT, "m64n64", "0, 0", OF_32 ", %32, %33", SIXTEEN(d, 0), SIXTEEN(d, 16) : "l"(a), "l"(b));
 }
 
-// The same for a in registers, and the type of exact keys.
+// The same for exact a in registers.
 __device__ void multiply_keys(float (&d)[32], const unsigned (&a)[4], Matrix b) {
-#if TYPE == 1
-#define EXACT ".f32.f16.f16 "
-#else
-#define EXACT ".f32.bf16.bf16 "
-#endif
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16" EXACT OF_32 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-               : SIXTEEN(d, 0), SIXTEEN(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  MULTIPLY(true, "m64n64", "0", OF_32 ", {%32, %33, %34, %35}, %36",
+           SIXTEEN(d, 0), SIXTEEN(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// d [64, 128] += a b for float16 a [64, 16] and b [16, 128] in shared memory. The compiler takes no larger product where a block has 512
-// threads.
+// d [64, 128] += a b for a [64, 16] and b [16, 128] in shared memory. The compiler takes no larger product where a block has 512 threads.
 #define OF_64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+template <bool EXACT>
 __device__ void multiply_values(float (&d)[64], Matrix a, Matrix b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " OF_64 ", %64, %65, 1, 1, 1, 0, 1;"
-               : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48) : "l"(a), "l"(b));
+  MULTIPLY(EXACT, "m64n128", "0, 1", OF_64 ", %64, %65",
+           SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48) : "l"(a), "l"(b));
 }
 
 // The same for a in registers.
+template <bool EXACT>
 __device__ void multiply_own(float (&d)[64], const unsigned (&a)[4], Matrix b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " OF_64 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-               : SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  MULTIPLY(EXACT, "m64n128", "1", OF_64 ", {%64, %65, %66, %67}, %68", SIXTEEN(d, 0), SIXTEEN(d, 16), SIXTEEN(d, 32), SIXTEEN(d, 48)
+           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // Where piece `piece` of 16 bytes of a row lies in its block.
 __device__ int place(int row, int piece) { return row * 128 + ((piece ^ row % 8) << 4); }
-
-// Which packed tokens of a request the queries read, as in latents.cu.
-struct Range {
-  int start, floor, length, tokens, heads, column, exact;
-  __device__ int end_of(int c) const {
-    const int later = tokens - 1 - (column + c) / heads;
-    return min(max(floor, length - later), length + exact - later);
-  }
-};
 
 // Bring what lies at this address into the L2 cache.
 __device__ void prefetch_line(Address from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
@@ -181,7 +175,7 @@ __device__ void swap(int4& one, int4& other) {
 
 // Write the numbers of a token: its scale, the inverse, the offset in that unit, and the logarithm of the scale.
 __device__ void number_rows(const Tables& tables, const Range& range, float level, Address page, int tile, int stage, int row) {
-  const bool counts = tile * TILE + row >= range.start && tile * TILE + row < range.length;  // what lies beyond may be anything, even NaN
+  const bool counts = tile * TILE + row >= range.start && tile * TILE + row < range.end;  // what lies beyond may be anything, even NaN
   float scale = 0.0f, offset = 0.0f;
   if (SEGMENTS) {
     const unsigned* words = reinterpret_cast<const unsigned*>(memory + RAW + row * tables.row);
@@ -243,14 +237,35 @@ __device__ void unpack(const Tables& tables, const Range& range, const int4* pai
   }
 }
 
-struct Results {
-  float2* totals;
-  float* outputs;
-  Count columns, all, block, first;  // as in latents.cu
-  __device__ Count at(int column) const { return block * all + first + column; }
-};
+// The same for pages of exact rows, which are copied. Of rows that nobody reads there are zeros.
+__device__ void copy_pages(const Windows& windows, int begin, int end, int thread) {
+  constexpr int HALF_ROW = RANK / 16, ROPE_PIECES = ROPE / 8;  // pieces of 16 bytes
+  for (int tile = begin; tile < end; tile++) {
+    const int stage = (tile - begin) % 2, to = TILES + stage * STAGE, first = windows.first(tile);
+    const bool again = tile - begin >= 2;
+    const uint4* rows = reinterpret_cast<const uint4*>(windows.rows(tile));
+    const auto copy = [&](int row, int piece) {
+      const int at = to + piece / 8 * BLOCK + place(row, piece % 8);
+      if (windows.has(tile, first + row))
+        copy_async(address_of(at), rows + row * (KEY / 8) + piece);
+      else
+        *reinterpret_cast<uint4*>(memory + at) = {};
+    };
+    #pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+      if (again) meet<HANDED>(EMPTY + 2 * stage + (i ^ stage));
+      for (int at = thread; at < TILE * HALF_ROW; at += UNPACK) copy(at / HALF_ROW, (i ^ stage) * HALF_ROW + at % HALF_ROW);
+    }
+    for (int at = thread; at < TILE * ROPE_PIECES; at += UNPACK) copy(at / ROPE_PIECES, RANK / 8 + at % ROPE_PIECES);
+    end_group();
+    wait_groups<0>();
+    publish();
+    arrive<HANDED>(FULL + stage);
+  }
+}
 
-// Two columns of a thread: what their scores are relative to, and sums of weights and of weights times offsets.
+// Two columns of a thread, of weights of EXACT rows or of codes: what their scores are relative to, and sums of weights and of weights times offsets.
+template <bool EXACT>
 struct Columns {
   float output[2][64], tops[2], totals[2], offsets[2];
 
@@ -275,13 +290,13 @@ struct Columns {
   __device__ void add(const unsigned (&weights)[TILE / 16][4], int from, int group) {
     begin_products();
     #pragma unroll
-    for (int i = 0; i < TILE / 16 * 2; i++) multiply_own(output[i % 2], weights[i / 2], values(from, group, i));
+    for (int i = 0; i < TILE / 16 * 2; i++) multiply_own<EXACT>(output[i % 2], weights[i / 2], values(from, group, i));
     end_products();
   }
   __device__ void add(Matrix weights, int from, int group) {
     begin_products();
     #pragma unroll
-    for (int i = 0; i < TILE / 16 * 2; i++) multiply_values(output[i % 2], weights + (i / 2 * 32 >> 4), values(from, group, i));
+    for (int i = 0; i < TILE / 16 * 2; i++) multiply_values<EXACT>(output[i % 2], weights + (i / 2 * 32 >> 4), values(from, group, i));
     end_products();
   }
   static __device__ Matrix values(int from, int group, int i) {
@@ -297,36 +312,46 @@ struct Columns {
   }
 };
 
-// Begin to add products with the first or the second half of the codes.
-template <int PART>
+// Begin to add products with the first or the second half of a page's channels.
+template <int PART, bool EXACT>
 __device__ void multiply_part(float (&scores)[32], int from) {
   begin_products();
   #pragma unroll
   for (int step = PART * RANK / 32; step < (PART + 1) * RANK / 32; step++) {
     const Matrix skip = (step / 4 * BLOCK + step % 4 * 32) >> 4;
-    multiply_codes(scores, matrix(0) + skip, matrix(from) + skip);
+    multiply_rows<EXACT>(scores, matrix(0) + skip, matrix(from) + skip);
   }
   end_products();
 }
 
-// Attend to the pages from `begin` to `end` with queries in the order of slots.
-__device__ void attend(int begin, int end, const Range& range, const Element* query, const unsigned short* turned, const float* headers,
-                       const float* middles, float scale, const Results& results, int thread) {
+// Attend to the pages from `begin` to `end`, of which columns read what `windows` say: of packed tokens, its first. Of exact rows, `rows` are those of the queries; of codes, these in the order of slots.
+template <bool EXACT>
+__device__ void attend(const Windows& windows, int begin_of, int end_of, const Element* query, const unsigned short* rows, const float* headers,
+                       const float* middles, float scale, const Results& results, int number_of_thread) {
+  // What codes and exact rows have in common would be computed before both, and need more registers than there are.
+  const int begin = kept(begin_of), end = kept(end_of), thread = number_of_thread;
   const int group = __shfl_sync(ALL, thread / GROUP, 0);  // which the compiler then knows to be the same in a warp
   const int lane = thread % 32, part = lane % 4, first_row = thread % GROUP / 32 * 16 + lane / 4;
   #pragma unroll
   for (int i = 0; i < COLUMNS * (RANK / 8) / MULTIPLY; i++) {
     const int row = i * (MULTIPLY / (RANK / 8)) + thread / (RANK / 8), piece = thread % (RANK / 8);
     uint4 x = {};
-    if (row < results.columns) x = __ldg(reinterpret_cast<const uint4*>(turned + Count(row) * RANK) + piece);
+    if (row < results.columns) x = __ldg(reinterpret_cast<const uint4*>(rows + Count(row) * (EXACT ? KEY : RANK)) + piece);
     *reinterpret_cast<uint4*>(memory + piece / 8 * BLOCK + place(row, piece % 8)) = x;
+  }
+  // Where the tokens of each column begin and end, of both windows: registers are few. Exact rows have no numbers.
+  int2* bounds = reinterpret_cast<int2*>(memory + NUMBERS);
+  if (EXACT && thread < COLUMNS) {
+    bounds[thread] = {windows.sink.range.start_of(thread), windows.sink.range.end_of(thread)};
+    bounds[COLUMNS + thread] = {windows.recent.range.start_of(thread), windows.recent.range.end_of(thread)};
   }
   unsigned keys[ROPE / 16][4];
   float units[2], sums[2];
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + 8 * r, column = min(row, int(results.columns) - 1);
-    units[r] = fmaxf(headers[3 * column], 0x1p-40f), sums[r] = headers[3 * column + 1] / units[r];
+    units[r] = scale, sums[r] = 0.0f;
+    if (!EXACT) units[r] = fmaxf(headers[3 * column], 0x1p-40f), sums[r] = headers[3 * column + 1] / units[r];
     const unsigned* exact = reinterpret_cast<const unsigned*>(query + Count(column) * KEY + RANK);
     #pragma unroll
     for (int step = 0; step < ROPE / 16; step++)
@@ -335,7 +360,7 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
   const int from = TILES + group * STAGE, other = TILES + (1 - group) * STAGE;
   const float* numbers = reinterpret_cast<const float*>(memory + NUMBERS + group * 4 * NUMBER) + 2 * part;
   float* shared_tops = reinterpret_cast<float*>(memory + TOPS) + first_row;
-  Columns mine = {{}, {LOWEST, LOWEST}};
+  Columns<EXACT> mine = {{}, {LOWEST, LOWEST}};
   publish();
   meet<MULTIPLY>(MULTIPLIED);
   // The group's own pages, and with each the one before.
@@ -351,14 +376,14 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     // Number i is of column first_row + 8 (i / 2 % 2) and token 8 (i / 4) + 2 part + i % 2. Products with codes are added to all else, in
     // their unit.
     #pragma unroll
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < 32 && !EXACT; i++) {
       const int r = i / 2 % 2, token = i / 4 * 8 + i % 2;
       scores[i] = scores[i] * (scale / units[r]) * numbers[TILE + token] + sums[r] * (SEGMENTS ? 1.0f : numbers[2 * TILE + token]);
     }
     hold(scores);
-    multiply_part<0>(scores, from);
+    multiply_part<0, EXACT>(scores, from);
     if (tile > begin) mine.follow(shared_tops + (1 - group) * COLUMNS, other, group);
-    multiply_part<1>(scores, from);
+    multiply_part<1, EXACT>(scores, from);
     if (tile > begin) {
       wait_products<1>();
       if (tile + 1 < end) arrive<HANDED>(EMPTY + 2 * (1 - group) + group);
@@ -369,10 +394,21 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     #pragma unroll
     for (int i = 0; i < 32; i++) {
       const int r = i / 2 % 2, token = i / 4 * 8 + i % 2;
-      scores[i] = fmaf(scores[i] * numbers[token], units[r], numbers[3 * TILE + token]);
+      scores[i] = EXACT ? scores[i] * units[r] : fmaf(scores[i] * numbers[token], units[r], numbers[3 * TILE + token]);
     }
+    if (EXACT) {
+      const int first = windows.first(tile) + 2 * part;
+      const int2* of = bounds + (tile < windows.sink.pages ? 0 : COLUMNS) + first_row;
+      const int2 ends[2] = {of[0], of[8]};
+      #pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const int r = i / 2 % 2, token = first + i / 4 * 8 + i % 2;
+        if (token < ends[r].x || token >= ends[r].y) scores[i] = MINUS_INFINITY;
+      }
+    }
+    const Range& range = windows.sink.range;
     const int first = tile * TILE + 2 * part;
-    if (range.start > tile * TILE || range.floor - range.tokens < tile * TILE + TILE) {
+    if (!EXACT && (range.start > tile * TILE || range.floor - range.tokens < tile * TILE + TILE)) {
       const int ends[2] = {range.end_of(first_row), range.end_of(first_row + 8)};
       #pragma unroll
       for (int i = 0; i < 32; i++) {
@@ -404,10 +440,10 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
         #pragma unroll
         for (int i = 0; i < 2; i++) {
           scaled[i] = exp2_of(scores[4 * j + 2 * r + i] - mine.tops[r]);
-          mine.totals[r] = fmaf(scaled[i], numbers[TILE + 8 * j + i], mine.totals[r]);
-          mine.offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
+          mine.totals[r] = fmaf(scaled[i], EXACT ? 1.0f : numbers[TILE + 8 * j + i], mine.totals[r]);
+          if (!EXACT) mine.offsets[r] += scaled[i] * (SEGMENTS ? 1.0f : numbers[2 * TILE + 8 * j + i]);
         }
-        const unsigned pair = weights[j / 2][j % 2 * 2 + r] = half_pair(scaled[0], scaled[1]);
+        const unsigned pair = weights[j / 2][j % 2 * 2 + r] = EXACT ? element_pair(scaled[0], scaled[1]) : half_pair(scaled[0], scaled[1]);
         *reinterpret_cast<unsigned*>(memory + (to ^ j << 4) + r * 8 * 128) = pair;
       }
     publish();
@@ -434,57 +470,73 @@ __device__ void attend(int begin, int end, const Range& range, const Element* qu
     if (!part) shared_sums[group * COLUMNS + first_row + 8 * r] = {mine.totals[r], mine.offsets[r]};
   }
   meet<MULTIPLY>(MULTIPLIED);
-  wait_for_previous();
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + 8 * r;
     if (row >= results.columns) continue;
     const float2 one = shared_sums[row], two = shared_sums[COLUMNS + row];
-    if (!group && !part) results.totals[results.at(row)] = {mine.tops[r] + headers[3 * row + 2], one.x + two.x};
+    const float top = mine.tops[r] + (EXACT ? 0.0f : headers[3 * row + 2]);
+    if (!group && !part) results.totals[results.at(row)] = {top, one.x + two.x};
     const float2* of = reinterpret_cast<const float2*>(middles + 256 * group) + part;
     float2* to = reinterpret_cast<float2*>(results.outputs + results.at(row) * RANK + 256 * group) + part;
-    const float offset = one.y + two.y;
+    const float offset = one.y + two.y, unit = EXACT ? 1.0f : 16777216.0f;
     #pragma unroll
     for (int j = 0; j < 32; j++) {
-      const float2 middle = of[4 * j];
       const float* output = mine.output[j / 16] + 4 * (j % 16) + 2 * r;
-      to[4 * j] = {16777216.0f * output[0] + offset * middle.x, 16777216.0f * output[1] + offset * middle.y};
+      const float2 middle = EXACT ? float2{} : of[4 * j];
+      to[4 * j] = {unit * output[0] + offset * middle.x, unit * output[1] + offset * middle.y};
     }
   }
 }
 
-// Grid: x = the blocks for packed tokens, y = tiles of columns. The arguments are those of `attend_latents`, but turned [B, columns, RANK]
-// and middles [RANK] are in the order of slots, and so are the outputs.
-// This may start when all blocks of `attend_latents` have, which reads copies and has waited for what this reads.
+// The grid and the arguments are those of `attend_latents`, but turned [B, columns, RANK] and middles [RANK] are in the order of slots, and
+// so are the outputs of packed tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
-    Address pages_base, Count pages_unit, Count pages_pages, const int4* pairs, const float* codes_middles, const float* codes_levels,
+    Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* codes_middles, const float* codes_levels,
     Count codes_row_bytes, Count codes_row_stride, Count codes_begin_scales, Count codes_begin_offsets, Count codes_rope,
     const int* blocks_starts, const int* blocks_lengths, Count blocks_requests, Count blocks_windows, Count blocks_splits,
-    Count blocks_most, int4* blocks_table, const int* floors, const int* recent_starts, const int* recent_lengths, double scale,
-    float2* totals, float* outputs) {
+    Count blocks_most, int4* blocks_table, const int* floors, const Element* copies, const int* sink_slots, const int* sink_starts,
+    const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
+    Count recent_pieces, double scale, float2* totals, float* outputs) {
+  wait_for_previous();
   const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
-  const int first = blockIdx.y * COLUMNS, thread = threadIdx.x;
-  const Blocks::Work work = blocks.work(blockIdx.x);
+  const int exact = int(blockIdx.x) - blocks.packed(), first = blockIdx.y * COLUMNS, thread = threadIdx.x;
+  Blocks::Work work = exact < 0 ? blocks.work(blockIdx.x) : blocks.exact_work(exact);
   if (work.request < 0) return;
-  const int batch = work.request, count = min(Count(COLUMNS), columns - first);
+  const int batch = work.request, tokens = columns / heads, count = min(Count(COLUMNS), columns - first);
+  const int length = blocks.lengths[batch], floor = floors[batch], recent_end = recent_lengths[batch];
+  const int recent_start = start_of(recent_starts, batch);
+  const Range sink = {start_of(sink_starts, batch), 0, sink_lengths[batch], -1, tokens, int(heads), first, 0, 0};
+  const Range recent = {recent_start, 0, recent_end, -1, tokens, int(heads), first, 1, min(tokens - 1, length - floor)};
+  const Windows windows = {copies, {sink_slots + batch * sink_pieces, sink}, {recent_slots + batch * recent_pieces, recent}};
+  if (exact >= 0) blocks.take_part(work, windows.pages());
   const Results results = {totals, outputs, count, columns, work.place, first};
-  const Range range = {start_of(blocks.starts, batch), floors[batch], blocks.lengths[batch], int(columns / heads), int(heads), first,
-                       recent_lengths[batch] - start_of(recent_starts, batch)};
   if (work.begin >= work.end) {
-    wait_for_previous();
     if (thread < count) totals[results.at(thread)] = {LOWEST, 0.0f};
     return;
   }
   const Count column = batch * columns + first;  // of all requests
-  const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
-                         int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};
+  const Element* queries = query + column * KEY;
+  const float scaled = float(scale) * LOG2E;
   if (thread < MULTIPLY) {
     take_registers();
-    attend(work.begin, work.end, range, query + column * KEY, turned + column * RANK, headers + 3 * column, codes_middles,
-           float(scale) * LOG2E, results, thread);
+    if (exact >= 0) {
+      attend<true>(windows, work.begin, work.end, queries, queries, nullptr, nullptr, scaled, results, thread);
+      return;
+    }
+    const Window all = {nullptr, {start_of(blocks.starts, batch), floor, length, recent_end - recent_start, tokens, int(heads), first}};
+    attend<false>({nullptr, all, all}, work.begin, work.end, queries, turned + column * RANK, headers + 3 * column, codes_middles, scaled,
+                  results, thread);
   } else {
     return_registers();
-    unpack(tables, range, pairs, work.begin, work.end, thread - MULTIPLY);
+    if (exact >= 0) {
+      copy_pages(windows, work.begin, work.end, thread - MULTIPLY);
+      return;
+    }
+    const Tables tables = {pages_table + batch * pages_pages, pages_base, pages_unit, int(codes_row_bytes), int(codes_row_stride),
+                           int(codes_begin_scales), int(codes_begin_offsets), int(codes_rope), codes_levels};
+    const Range range = {start_of(blocks.starts, batch), floor, length};
+    unpack(tables, range, pieces, work.begin, work.end, thread - MULTIPLY);
   }
 }

@@ -129,6 +129,8 @@ __device__ void copy_async(unsigned to, Address from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ void copy_async(unsigned to, const uint4* from) { copy_async(to, reinterpret_cast<Address>(from)); }
+
 __device__ unsigned read_word(unsigned from) {
   unsigned x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from));
