@@ -276,7 +276,7 @@ def attend(
         rope=layout.bytes,
     )
     totals = headers.new_empty(shares.total, columns, 2)
-    outputs = headers.new_empty(shares.total, columns, rank)
+    outputs = query.new_empty(shares.total, columns, rank)
     list_codes = unpack_table if variant.has_many else piece_table
     arguments = AttendLatents(
         query, turned, headers, columns, heads, pages, list_codes(layout, query.device), codes,

@@ -73,9 +73,12 @@ struct Windows {
   }
 };
 
+// Where a block writes what its columns have: what scores are relative to and the sum of weights, and the mean of what was read.
 struct Results {
   float2* totals;
-  float* outputs;
+  Element* outputs;
   Count columns, all, place, first;  // columns: of the tile, whose first one is `first`, and of a request
   __device__ Count at(int column) const { return place * all + first + column; }
 };
+
+__device__ float inverse_of(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }  // a row of padding reads nothing

@@ -65,14 +65,14 @@ class AttendLatents(NamedTuple):
     recent: CopiedPages
     scale: float
     totals: Pairs
-    outputs: Floats
+    outputs: Elements
 
 
 class MergeLatents(NamedTuple):
     """`merge_latents` of latents.cu."""
 
     totals: Pairs
-    outputs: Floats
+    outputs: Elements
     blocks: Blocks
     packed: Elements
     exact: Elements

@@ -13,7 +13,7 @@
 //
 // Work is split over tokens (flash-decoding). Warps share a page of 64 tokens: for products with codes, each takes some pieces and 16
 // columns; for what becomes of their sums, some tokens and some columns; and for outputs, some pieces of all columns. Each block writes
-// a maximum, a sum and an output without their scale; `merge_latents` merges them.
+// a maximum, a sum of weights and a mean; `merge_latents` merges them.
 //
 // Compile with -D: RANK (channels of a latent: 128, 256 or 512), ROPE (channels of the exact key, a multiple of 16), COLUMNS (16 or 32),
 // TYPE (1 float16, 2 bfloat16), PIECES (of a row, so many that warps have equally many pairs of eight), ROOM (bytes of a row in
@@ -359,23 +359,24 @@ __device__ void sum_up(const State& state, const Results& results, const float* 
   #pragma unroll
   for (int d = 0; d < DOWN; d++) sum += sums[d * COLUMNS + c], offset += offsets[d * COLUMNS + c];
   results.totals[results.at(c)] = {tops[c] + (headers ? headers[3 * c + 2] : 0.0f), sum};
-  offsets[c] = offset;  // whose parts nobody else reads
+  offsets[c] = offset, sums[c] = inverse_of(sum);  // whose parts nobody else reads
 }
 
-// Write the outputs of the block from shared memory, with what offsets add to them.
+// Write the means of the block from outputs in shared memory, with what offsets add to them.
 __device__ void write(const Results& results, const float* middles) {
-  const float *merged = reinterpret_cast<const float*>(memory);
-  const float* offsets = reinterpret_cast<const float*>(reinterpret_cast<const char*>(memory) + SUMS) + DOWN * COLUMNS;
+  const float* merged = reinterpret_cast<const float*>(memory);
+  const float* inverses = reinterpret_cast<const float*>(reinterpret_cast<const char*>(memory) + SUMS);
   float mine[RANK / THREADS];
   #pragma unroll
   for (int k = 0; k < RANK / THREADS; k++) mine[k] = middles ? middles[THREADS * k + threadIdx.x] : 0.0f;
   __syncthreads();
   #pragma unroll 4
   for (int c = 0; c < results.columns; c++) {
-    float* to = results.outputs + results.at(c) * RANK + threadIdx.x;
-    const float offset = offsets[c];
+    Element* to = results.outputs + results.at(c) * RANK + threadIdx.x;
+    const float inverse = inverses[c], offset = inverses[DOWN * COLUMNS + c];
     #pragma unroll
-    for (int k = 0; k < RANK / THREADS; k++) to[THREADS * k] = merged[c * MERGED + THREADS * k + threadIdx.x] + offset * mine[k];
+    for (int k = 0; k < RANK / THREADS; k++)
+      to[THREADS * k] = rounded((merged[c * MERGED + THREADS * k + threadIdx.x] + offset * mine[k]) * inverse);
   }
 }
 
@@ -581,8 +582,8 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
 // Grid: x = `Blocks::total`, y = tiles of columns. Column c is query token c / heads and
 // query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and
 // headers [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores and log2(e),
-// and what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [blocks, columns] and
-// outputs [blocks, columns, RANK] are float32.
+// and what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [blocks, columns] are
+// float32, and outputs [blocks, columns, RANK] means.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* codes_middles, const float* codes_levels,
@@ -590,7 +591,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const int* blocks_starts, const int* blocks_lengths, Count blocks_requests, Count blocks_windows, Count blocks_splits,
     Count blocks_most, int4* blocks_table, const int* floors, const Element* copies, const int* sink_slots, const int* sink_starts,
     const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
-    Count recent_pieces, double scale, float2* totals, float* outputs) {
+    Count recent_pieces, double scale, float2* totals, Element* outputs) {
   wait_for_previous();
   const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
   const int exact = int(blockIdx.x) - blocks.packed(), first = blockIdx.y * COLUMNS;
@@ -626,23 +627,24 @@ constexpr int MERGING = 8, EXTRA = 8;  // warps of a block of `merge_latents`, a
 
 // Add what some parts of a column have, of which each warp takes some, and which are `step` columns apart. Lanes read what 32 of them sum
 // to, so that reading their outputs waits for nothing else.
-__device__ void add_parts(float4& sum, float& total, const float2* totals, const float4* outputs, int step, int end, float top) {
+__device__ void add_parts(float4& sum, float& total, const float2* totals, const uint2* outputs, int step, int end, float top) {
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
   for (int begin = threadIdx.x / 32; begin < end; begin += 32 * warps) {
     const int mine = begin + lane * warps;
     const float2 part = mine < end ? totals[Count(mine) * step] : float2{LOWEST, 0.0f};
-    const float factor = part.y == 0.0f ? 0.0f : exp2_of(part.x - top);  // without a sum, it has no output
-    total += factor * part.y;
+    const float factor = part.y == 0.0f ? 0.0f : part.y * exp2_of(part.x - top);  // without a sum, it has no mean
+    total += factor;
     const int count = min(32, (end - begin + warps - 1) / warps);
-    const float4* from = outputs + Count(begin) * step * (RANK / 4);
+    const uint2* from = outputs + Count(begin) * step * (RANK / 4);
     const int further = warps * step * (RANK / 4);
     #pragma unroll 8
     for (int i = 0; i < count; i++) {
       const float of_part = __shfl_sync(ALL, factor, i);
-      float4 x = {};
+      uint2 x = {};
       if (of_part != 0.0f) x = *from;
       from += further;
-      sum.x += of_part * x.x, sum.y += of_part * x.y, sum.z += of_part * x.z, sum.w += of_part * x.w;
+      sum.x += of_part * element(x.x & 0xffff), sum.y += of_part * element(x.x >> 16);
+      sum.z += of_part * element(x.y & 0xffff), sum.w += of_part * element(x.y >> 16);
     }
   }
   #pragma unroll
@@ -652,7 +654,7 @@ __device__ void add_parts(float4& sum, float& total, const float2* totals, const
 // Merge the parts of a column. exact [B columns, RANK], and packed [B columns, RANK + EXTRA]: behind its channels, it has what weights of
 // packed tokens sum to, and zeros. Grid: x = columns, y = batch, z = RANK / 128.
 extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
-    const float2* totals, const float* outputs, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
+    const float2* totals, const Element* outputs, const int* blocks_starts, const int* blocks_lengths, Count blocks_requests,
     Count blocks_windows, Count blocks_splits, Count blocks_most, int4* blocks_table, Element* packed, Element* exact) {
   __shared__ float tops[MERGING], found[2][MERGING];
   __shared__ float4 sums[2][MERGING][32];
@@ -677,7 +679,7 @@ extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
   float total[2] = {};
   #pragma unroll
   for (int kind = 0; kind < 2; kind++) {
-    const float4* of = reinterpret_cast<const float4*>(outputs + firsts[kind] * RANK + first) + lane;
+    const uint2* of = reinterpret_cast<const uint2*>(outputs + firsts[kind] * RANK + first) + lane;
     add_parts(both[kind], total[kind], totals + firsts[kind], of, columns, counts[kind], top);
   }
   #pragma unroll
@@ -689,7 +691,7 @@ extern "C" __global__ void __launch_bounds__(32 * MERGING, 4) merge_latents(
   if (warp) return;
   total[0] = total[1] = 0.0f;
   for (int w = 0; w < warps; w++) total[0] += found[0][w], total[1] += found[1][w];
-  const float sum = total[0] + total[1], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // a row of padding reads nothing
+  const float sum = total[0] + total[1], inverse = inverse_of(sum);
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     float4 x = {};

@@ -473,18 +473,26 @@ __device__ void attend(const Windows& windows, int begin_of, int end_of, const E
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + 8 * r;
-    if (row >= results.columns) continue;
+    const bool counts = row < results.columns;
     const float2 one = shared_sums[row], two = shared_sums[COLUMNS + row];
-    const float top = mine.tops[r] + (EXACT ? 0.0f : headers[3 * row + 2]);
-    if (!group && !part) results.totals[results.at(row)] = {top, one.x + two.x};
+    const float total = one.x + two.x, inverse = inverse_of(total);
+    if (counts && !group && !part) results.totals[results.at(row)] = {mine.tops[r] + (EXACT ? 0.0f : headers[3 * row + 2]), total};
     const float2* of = reinterpret_cast<const float2*>(middles + 256 * group) + part;
-    float2* to = reinterpret_cast<float2*>(results.outputs + results.at(row) * RANK + 256 * group) + part;
-    const float offset = one.y + two.y, unit = EXACT ? 1.0f : 16777216.0f;
+    const float offset = (one.y + two.y) * inverse, unit = EXACT ? inverse : 16777216.0f * inverse;
+    // Lanes swap pairs, so that each has four channels of one of two groups of eight.
+    const int odd = part % 2;
+    Element* to = results.outputs + results.at(row) * RANK + 256 * group + 8 * odd + 2 * (part - odd);
     #pragma unroll
-    for (int j = 0; j < 32; j++) {
-      const float* output = mine.output[j / 16] + 4 * (j % 16) + 2 * r;
-      const float2 middle = EXACT ? float2{} : of[4 * j];
-      to[4 * j] = {unit * output[0] + offset * middle.x, unit * output[1] + offset * middle.y};
+    for (int j = 0; j < 32; j += 2) {
+      unsigned pairs[2];
+      #pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const float* output = mine.output[(j + k) / 16] + 4 * ((j + k) % 16) + 2 * r;
+        const float2 middle = EXACT ? float2{} : of[4 * (j + k)];
+        pairs[k] = element_pair(unit * output[0] + offset * middle.x, unit * output[1] + offset * middle.y);
+      }
+      const unsigned other = __shfl_xor_sync(ALL, odd ? pairs[0] : pairs[1], 1);
+      if (counts) *reinterpret_cast<uint2*>(to + 8 * j) = odd ? uint2{other, pairs[1]} : uint2{pairs[0], other};
     }
   }
 }
@@ -498,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const int* blocks_starts, const int* blocks_lengths, Count blocks_requests, Count blocks_windows, Count blocks_splits,
     Count blocks_most, int4* blocks_table, const int* floors, const Element* copies, const int* sink_slots, const int* sink_starts,
     const int* sink_lengths, Count sink_pieces, const int* recent_slots, const int* recent_starts, const int* recent_lengths,
-    Count recent_pieces, double scale, float2* totals, float* outputs) {
+    Count recent_pieces, double scale, float2* totals, Element* outputs) {
   wait_for_previous();
   const Blocks blocks(blocks_starts, blocks_lengths, blocks_requests, blocks_windows, blocks_splits, blocks_most, blocks_table);
   const int exact = int(blockIdx.x) - blocks.packed(), first = blockIdx.y * COLUMNS, thread = threadIdx.x;
