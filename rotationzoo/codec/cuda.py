@@ -102,8 +102,8 @@ class Launcher:
 
         With `early`, it may start before the kernel before it in the stream has ended. The contract
         of all sources: until it executes `griddepcontrol.wait`, such a kernel writes nothing, and
-        reads only data of an artifact. Afterwards, all kernels before it have ended. The kernels of
-        attention.cu and many_heads.cu may read more, and say there why.
+        reads only data of an artifact. Afterwards, all kernels before it have ended. Those of
+        attention.cu may read more, and say there why.
         """
         from cuda.core import launch
 

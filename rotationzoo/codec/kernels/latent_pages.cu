@@ -42,7 +42,7 @@ struct Range {
   }
 };
 
-// A window of exact tokens: copies of pages in slots, of which the first so many have none that is read.
+// A window of exact tokens: copies of its pages in slots. `pages` of them are read, from the page `first` on.
 struct Window {
   const int* slots;
   Range range;

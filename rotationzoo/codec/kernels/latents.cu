@@ -579,11 +579,10 @@ extern "C" __global__ void __launch_bounds__(128) scale_queries(
   headers[3 * column] = unit * 16777216.0f * scaled, headers[3 * column + 1] = middle * scaled, headers[3 * column + 2] = bias * scaled;
 }
 
-// Grid: x = `Blocks::total`, y = tiles of columns. Column c is query token c / heads and
-// query head c % heads. query [B, columns, KEY], turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and
-// headers [B, columns, 3] float32: the unit, and the query's product with the middles [RANK], both times the scale of scores and log2(e),
-// and what is added to scores. What counts and slots say is said in attention.cu. copies [slots, TILE, KEY]. totals [blocks, columns] are
-// float32, and outputs [blocks, columns, RANK] means.
+// Grid: x = `Blocks::total`, y = tiles of columns. Column c is query token c / heads and query head c % heads. query [B, columns, KEY],
+// turned [B, columns, TURNED] float16, in the order of pieces and without its unit, and headers [B, columns, 3] float32: the unit, and the
+// query's product with the middles [RANK], both times the scale of scores and log2(e), and what is added to scores. What counts and slots
+// say is said in attention.cu. copies [slots, TILE, KEY]. totals [blocks, columns] and outputs [blocks, columns, RANK] are `Results`.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_latents(
     const Element* query, const unsigned short* turned, const float* headers, Count columns, Count heads, const Address* pages_table,
     Address pages_base, Count pages_unit, Count pages_pages, const int4* pieces, const float* codes_middles, const float* codes_levels,

@@ -3,8 +3,9 @@
 //
 // Eight warps unpack: they write the codes of a page as float16 numbers to shared memory, code * 2^-24 each. Two groups of four warps
 // multiply. They take turns: of every other page, a group has the scores and makes them weights, while the other group multiplies. For
-// outputs, each group has half of the channels, and takes weights and codes of all pages. The other group's weights are multiplied between
-// the halves of a page's scores: earlier, scores would wait for them, and later, what unpacks would wait for their page.
+// outputs, each group has half of the channels, and takes weights and codes of all pages. Exact rows are copied in place of codes. The
+// other group's weights are multiplied between the halves of a page's scores: earlier, scores would wait for them, and later, what unpacks
+// would wait for their page.
 //
 // Products read a page twice: [tokens, channels] for scores, and [channels, tokens], which are the same bytes, for outputs.
 //
