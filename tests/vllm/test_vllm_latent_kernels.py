@@ -181,7 +181,7 @@ CASES = {
     "unlike": Case(rank=128, rope=16, lengths=(1500, *[70] * 33, 0), starts=(64, *[64] * 33, 0)),
 }
 MANY = {
-    "segments": Case("segments", rank=512, heads=128, lengths=(330, 0, 70), mean=True),
+    "segments": Case("segments", rank=512, heads=128, lengths=(330, 0, 70), mean=True, rise=4),
     "vllm": Case("vllm", rank=512, heads=40, new=2, lengths=(333,), starts=(64,)),
     "unlike": Case("vllm", rank=512, heads=40, lengths=(600, 65, 0, 130), starts=(64, 64, 0, 0)),
     "strided": Case(
@@ -190,7 +190,7 @@ MANY = {
     "split codes": Case("segments", rank=512, heads=64, lengths=(200,), starts=(64,), width=5),
 }
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of an error: 0.0006 and 0.005 were measured, as queries are rounded in the frame of codes."""
+"""Of an error: 0.0008 and 0.0054 were measured, as queries are rounded in the frame of codes."""
 
 
 @on_cpu
